@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults.conftest import environment, free_port
 from tests.faults.tiny import MODEL
+from ultrascale_jax.cli import doctor, train
 from ultrascale_jax.cli.doctor_checks import disk, flags, host, links, preflight
 from ultrascale_jax.cli.doctor_checks.findings import Finding, of_all
 from ultrascale_jax.config import Config, DistConfig, LogConfig, MeshConfig
@@ -41,6 +42,25 @@ def test_this_machine_is_well():
     found = [*host.versions(), *host.environment({}, 2), *host.limits(False, 2), *host.ranks(None)]
     assert set(verdicts(found).values()) <= {"OK", "WARN"}
     assert {"versions", "proxies", "NCCL", "open files", "ranks"} <= verdicts(found).keys()
+
+
+def test_a_process_that_is_alone_says_so():
+    [found] = host.ranks(None)
+    assert found.text.startswith("1 process on 1 host, alone: ")
+
+
+@pytest.mark.parametrize("command", [doctor.main, train.main])
+def test_one_of_several_processes_that_no_launcher_joins_is_refused_in_one_line(
+    command, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(SystemExit, match="2"):
+        command(["tests.faults.tiny", "--run-dir", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert error.startswith("error: JAX_COORDINATOR_ADDRESS='': PMI_SIZE=4 processes"), error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_slows_many_processes_is_named_with_its_fix():

@@ -106,6 +106,7 @@ def test_a_run_trains_evaluates_saves_and_writes_a_sample(trained):
     rows = step_rows(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[-1]["loss"] < rows[0]["loss"]
+    assert out.startswith("1 process, 8 devices (cpu)\n")
     assert "step 1/4" in out and "step 4/4  eval loss" in out
     assert f"{folder} is at step 4 of 4" in out
     sample = out.partition("a sample:\n\n")[2]

@@ -191,6 +191,10 @@ def test_two_jobs_of_two_processes_do_not_share_a_folder(job, tmp_path):
     second = job(folder)
     assert second.wait() == [2, 2], second.outputs
     assert f"is in use by pid {first.processes[0].pid} " in second.outputs[0]
+    # Before its first step it would have nothing to save.
+    while not first.losses():
+        assert time.monotonic() < deadline and first.processes[0].poll() is None
+        time.sleep(0.1)
     first.signal(0, signal.SIGTERM)
     assert first.wait() == [0, 0], first.outputs
     assert not (folder / "lock").exists() and len(first.checkpoints()) > 0

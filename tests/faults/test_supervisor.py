@@ -82,9 +82,9 @@ def test_a_stopped_worker_is_killed_and_its_stacks_are_kept(launch, undisturbed)
     assert [event["state"] for event in stuck] == ["T"]
     assert "training/loop.py" in Path(stuck[0]["stacks"]).read_text()
     assert "rank 1 is stopped by a signal in section step" in run.outputs[0]
-    # The stopped one's watchdog wakes with it, to write the stacks, and may be quick enough to see that it is late.
+    # The stopped one's watchdog wakes with it, to write the stacks, and may be quick enough to end it.
     hang = told(run, "hang")
-    assert hang[0]["rank"] == 0 and Path(hang[0]["stacks"]).stat().st_size > 0
+    assert hang[0]["of"] == 0 and Path(hang[0]["stacks"]).stat().st_size > 0
     assert read_ledger(run.run_dir).seconds["hang"] >= 10.0
 
 
@@ -94,7 +94,7 @@ def test_a_stalled_loader_is_a_wait_for_data_that_the_watchdog_ends(launch, undi
     run = launch("--watch.hang-s", "10", fault="stall@10@1")
     assert run.wait() == [0], run.outputs[0]
     assert run.losses() == losses(undisturbed["rows"])
-    hung = {event["rank"]: event["section"] for event in told(run, "hang")}
+    hung = {event["of"]: event["section"] for event in told(run, "hang")}
     assert hung.get(1) == "data" or "data" in run.outputs[0]
 
 

@@ -1,5 +1,8 @@
 """A recipe of a second: what the jobs of this folder train."""
 
+import os
+
+from tests import collective_order
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -10,6 +13,10 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+
+if "JAX_NUM_PROCESSES" in os.environ:
+    # One of several, over gloo: none of its programs may leave the order of its collectives open.
+    collective_order.check_programs()
 
 MODEL = ModelConfig(
     vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8

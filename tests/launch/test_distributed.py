@@ -10,7 +10,13 @@ import pytest
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, UserError
 from ultrascale_jax.launch.cluster import Launch
-from ultrascale_jax.launch.distributed import CPU_FLAGS, GPU_FLAGS, check_devices, set_environment
+from ultrascale_jax.launch.distributed import (
+    CPU_FLAGS,
+    GPU_FLAGS,
+    check_devices,
+    describe_job,
+    set_environment,
+)
 
 
 def test_flags_are_added_but_never_override_the_users():
@@ -39,6 +45,11 @@ def test_a_job_with_other_devices_than_expected_is_refused_by_process():
         UserError, match=r"^dist.expect_devices=9: the job has 8 devices \(cpu; proc"
     ):
         check_devices(None, DistConfig(expect_devices=9))
+
+
+def test_the_first_line_of_a_run_says_how_many_processes_and_devices_it_has():
+    assert describe_job(None) == "1 process, 8 devices (cpu)"
+    assert describe_job(Launch(method="slurm")) == "1 process (slurm), 8 devices (cpu)"
 
 
 def test_gpus_that_slurm_gave_and_jax_does_not_see_are_missed(monkeypatch):
@@ -79,9 +90,26 @@ threading.Event().wait()
 """
 
 
+OTHER = """
+import os, sys, jax
+from ultrascale_jax.config import DistConfig
+if os.environ["JAX_PROCESS_ID"] == "1":
+    jax.__version__ = "0.0.1"
+from ultrascale_jax.launch import distributed
+distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=60))
+"""
+
+
 @pytest.mark.slow
-def test_two_processes_join_past_a_proxy_and_an_exception_in_a_thread_of_one_ends_both():
-    """Both main threads wait for ever, as in a collective that hangs; the heartbeat would take a minute."""
+def test_two_versions_of_jax_are_refused_on_both_hosts():
+    (_, first), _ = run_pair(OTHER, codes=[2, 2])
+    words = f"has jax 0.0.1 and jaxlib {jax.lib.__version__}, and process 0 jax {jax.__version__}"
+    # Rank 0 tells it for all.
+    assert words in first.splitlines()[-1]
+
+
+def run_pair(program: str, codes: list[int], **extra: str) -> list[tuple[str, str]]:
+    """Run a program in two processes that join each other, and return stdout and stderr of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -90,17 +118,14 @@ def test_two_processes_join_past_a_proxy_and_an_exception_in_a_thread_of_one_end
         **{name: value for name, value in os.environ.items() if not name.startswith(launchers)},
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
-        # A jaxlib that did not know one of the flags would abort here.
-        "XLA_FLAGS": " ".join(f"--{name}={value}" for name, value in GPU_FLAGS.items()),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": "2",
-        # Nobody is there.
-        "http_proxy": "http://127.0.0.1:9",
+        **extra,
     }
     environ.pop("no_proxy", None)
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", PAIR],
+            [sys.executable, "-c", program],
             env={**environ, "JAX_PROCESS_ID": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -109,19 +134,34 @@ def test_two_processes_join_past_a_proxy_and_an_exception_in_a_thread_of_one_end
         for number in range(2)
     ]
     try:
-        outputs = [run.communicate(timeout=50) for run in runs]
+        outputs = [run.communicate(timeout=100) for run in runs]
     finally:
         for run in runs:
             run.kill()
+    assert [run.returncode for run in runs] == codes, outputs
+    return outputs
+
+
+@pytest.mark.slow
+def test_two_processes_join_past_a_proxy_and_an_exception_in_a_thread_of_one_ends_both():
+    """Both main threads wait for ever, as in a collective that hangs; the heartbeat would take a minute."""
+    outputs = run_pair(
+        PAIR,
+        codes=[70, 70],
+        # A jaxlib that did not know one of the flags would abort here.
+        XLA_FLAGS=" ".join(f"--{name}={value}" for name, value in GPU_FLAGS.items()),
+        # Nobody is there.
+        http_proxy="http://127.0.0.1:9",
+    )
     for number, (out, err) in enumerate(outputs):
-        assert f"waiting for 2 processes at 127.0.0.1:{port} (environment)" in out, err
+        assert out.startswith("waiting for 2 processes at 127.0.0.1:"), err
+        assert "(environment); if JAX aborts here, or after 60 s, a process is missing" in out
         assert "note: the way to 127.0.0.1 does not go through http_proxy" in out, err
         assert f"joined {number} 2 2" in out, err
         assert "told ['0']" in out, err
     # The interface of the address alone, not all: 127.0.0.1, or ::ffff:127.0.0.1, in the kernel's numbers.
     [listens] = [line for line in outputs[0][0].splitlines() if line.startswith("listens at")]
     assert listens.endswith("0100007F")
-    assert [run.returncode for run in runs] == [70, 70]
     assert "in fail" in outputs[1][1]
     last = outputs[0][1].splitlines()[-1]
     assert last.startswith("first cause: rank 1 (")

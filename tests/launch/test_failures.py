@@ -9,14 +9,14 @@ import pytest
 from ultrascale_jax.config import UserError
 from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.launch.failures import Failures, exit_code, redact
-from ultrascale_jax.launch.sockets import NotJoined
+from ultrascale_jax.launch.run_lock import NotNow
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (UserError("x"), 2),
-        (NotJoined("x"), 70),
+        (NotNow("x"), 70),
         (Diverged("x"), 3),
         (RuntimeError("x"), 70),
         (OSError(errno.EACCES, "Permission denied", "run/metrics.jsonl"), 2),

@@ -23,8 +23,7 @@ from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.cli import inspect_checkpoint
 from ultrascale_jax.config import CheckpointConfig, LogConfig, UserError
 from ultrascale_jax.launch.events import Events, read_events
-from ultrascale_jax.launch.run_lock import RunLock
-from ultrascale_jax.storage.lock import LockObject
+from ultrascale_jax.storage.lock import StoreLock
 from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused
 from ultrascale_jax.train_step.state import abstract_state
 
@@ -377,11 +376,20 @@ def test_a_command_that_reads_a_model_takes_the_url(tmp_path, url, states, cache
     assert run_on_disk("out/x") == "out/x"
 
 
+def test_another_process_of_the_same_number_does_not_hold_a_place(url):
+    remote = Remote(url)
+    with StoreLock(url):
+        holder, _, _ = remote.read("lock").decode().partition("\n")
+        remote.write("lock", f"{json.dumps(json.loads(holder) | {'birth': 1})}\n0\n".encode())
+        with StoreLock(url, stale_s=1e9, settle_s=0.0) as lock:
+            assert lock.held and "its process is gone" in lock.note
+
+
 def test_one_job_at_a_time_has_a_place(url):
-    with RunLock(LockObject(url), beat_s=0.05, stale_s=2.0) as lock:
+    with StoreLock(url, beat_s=0.05, stale_s=2.0) as lock:
         assert lock.held
         with pytest.raises(UserError, match=f"{url} is in use by pid .*checkpoint.store"):
-            RunLock(LockObject(url)).__enter__()
+            StoreLock(url).__enter__()
         # As a job of another machine sees it: it beats.
         remote = Remote(url)
         holder, _, _ = remote.read("lock").decode().partition("\n")
@@ -389,10 +397,10 @@ def test_one_job_at_a_time_has_a_place(url):
         lock._own = json.dumps(far)
         remote.write("lock", f"{lock._own}\n0\n".encode())
         with pytest.raises(UserError, match=r"in use by .* on far"):
-            RunLock(LockObject(url), stale_s=30.0).__enter__()
+            StoreLock(url, stale_s=30.0).__enter__()
     assert remote.read("lock") is None
     remote.write("lock", f"{json.dumps(far)}\n0\n".encode())
-    with RunLock(LockObject(url), stale_s=0.2, settle_s=0.0) as lock:
+    with StoreLock(url, stale_s=0.2, settle_s=0.0) as lock:
         assert "no sign of life" in lock.note
         remote.write("lock", f"{json.dumps(far)}\n1\n".encode())
         assert not lock.held

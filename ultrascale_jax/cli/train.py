@@ -192,6 +192,9 @@ def run(cfg: Config, options: Options) -> dict:
     events = Events(Path(cfg.log.run_dir), rank)
     with command_line.user_errors(), distributed.guarded(events.record):
         kernel_check.check_run(cfg, options, launch, say, events)
+        job = distributed.describe_job(launch)
+        if jax.process_index() == 0:
+            say(job)
         distributed.check_devices(launch, options.dist)
         cfg = command_line.on_devices(cfg, options, say)
         if not _bring_back(cfg) and cfg.train.init_from:

@@ -20,7 +20,7 @@ from ultrascale_jax.launch.events import FILE_NAME, is_number, read_events
 from ultrascale_jax.launch.goodput import CLASSES, read_ledger
 
 SHOWN = {
-    *("start", "failure", "hang", "save_failed", "quarantined", "anew", "lock_taken_over"),
+    *("start", "failure", "hang", "save_failed", "quarantined", "anew", "lock"),
     *("skipped", "rerun", "replicas", "straggler", "died", "stuck", "gave_up", "end", "saved"),
 }
 """Kinds of events that the page shows."""

@@ -1,9 +1,11 @@
 """Detect a process's place in its job: from `--dist.*`, or from its launcher's environment variables.
 
-The command line comes first, then `JAX_*`, then torchrun's variables, then the cluster's own (SLURM, Open MPI, an
-indexed Kubernetes job). An error names a value that is missing or contradicts another.
+The command line comes first, then `JAX_*`, then `LAUNCHERS` from the inner to the outer, then an indexed Kubernetes
+job. A launch of several processes is joined, or refused with the variables that settle it: no process trains alone
+because a variable is missing or contradicts another.
 """
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,15 +15,28 @@ from ultrascale_jax.config import DistConfig, UserError, require
 FIRST_PORT, PORTS = 61440, 4096
 """Ports of coordinators, beyond those that Linux hands out itself (32768 to 60999); JAX takes the same ones."""
 
+SETTLE = (
+    "set JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS, or JAX_NUM_PROCESSES=1 to "
+    "train alone"
+)
+"""How the user settles a launch that is incomplete or contradicts itself."""
+
+MOST = 2**32 - 1
+"""Greatest number that a variable may hold: SLURM's numbers of jobs have 32 bits."""
+
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """One process's place in a job: address, number of processes, rank."""
 
     method: str
-    """The source of these values: `command line`, `environment`, `torchrun`, `slurm`, `ompi` or `kubernetes`."""
+    """The source of these values: `command line`, `environment`, `kubernetes` or the `method` of a `Launcher`."""
     address: str | None = None
     """`host:port` of process 0; None if JAX asks the cluster."""
+    bind_address: str | None = None
+    """`host:port` at which process 0 listens; None for the interface of `address`."""
     num_processes: int | None = None
     """Number of processes; None if JAX asks the cluster."""
     process_id: int | None = None
@@ -32,145 +47,268 @@ class Launch:
     """GPUs that the cluster gave this process; None if it does not say."""
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """The variables by which a launcher tells a process its place."""
+
+    method: str
+    size: str
+    rank: str
+    local_rank: str = ""
+    local_size: str = ""
+    optional: bool = False
+    """Whether people set one of the variables for themselves, so that one without the other says nothing."""
+
+
+SLURM = Launcher("slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+LAUNCHERS = (
+    # torchrun's variables, which other launchers set too (PyTorchJob, Ray, many scripts).
+    Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher(
+        "ompi",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    *(
+        Launcher(
+            "mvapich",
+            f"{prefix}_COMM_WORLD_SIZE",
+            f"{prefix}_COMM_WORLD_RANK",
+            f"{prefix}_COMM_WORLD_LOCAL_RANK",
+            f"{prefix}_COMM_WORLD_LOCAL_SIZE",
+        )
+        for prefix in ("MV2", "MVP")
+    ),
+    Launcher("horovod", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    Launcher(
+        "jsrun",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    # MPICH, Intel MPI and all that start processes by Hydra; also `srun --mpi=pmi2`.
+    Launcher("pmi", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    SLURM,
+    # Operators and clouds start one process a node, or leave the start of more to `ultrascale launch`.
+    Launcher("jaxjob", "NUM_PROCESSES", "PROCESS_ID", optional=True),
+    Launcher("nodes", "NNODES", "NODE_RANK", optional=True),
+    Launcher("azureml", "AZUREML_NODE_COUNT", "NODE_RANK", optional=True),
+    Launcher("volcano", "VC_WORKER_NUM", "VC_TASK_INDEX", optional=True),
+    Launcher("skypilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    Launcher("leaderworkerset", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
+    Launcher("aws batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
+)
+"""Known launchers; an inner one, which another one's process may have started, stands before the outer ones."""
+
+RANKS = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID")
+"""Ranks that `prterun`, `aprun` and HPE's `mpiexec` tell without a number of processes."""
+
+SLURM_SIZES = (
+    # SLURM_NTASKS is the allocation's; an interactive `srun --pty` shell is a step of one task in it.
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    *("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+)
+"""Variables of SLURM that tell how many processes or nodes there are; the first that is set counts."""
+
+STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+"""Variables of every task of `srun`; the shell of `salloc` or `sbatch` itself has no step, and is no task."""
+
+
 def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch | None:
     """Return the launch of `dist` and `environ`, None for a process on its own; `UserError` names what is wrong."""
-    given = _given(environ, dist or DistConfig())
-    launch = _plain(environ, given)
+    explicit = _explicit(environ, dist or DistConfig())
+    launch = _plain(environ, explicit) or _launched(environ, explicit["address"])
     if launch is None:
-        launch = _torchrun(environ, given) or _slurm(environ) or _ompi(environ)
-        if launch is None and {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
-            launch = Launch(method="kubernetes")  # JAX asks the cluster's API, if it may
-        if launch is not None and given["address"].value:
-            launch = replace(launch, address=_address(environ, given))
-        elif launch is None:
-            _refuse_leftovers(environ, given)
+        for setting in (explicit["address"], explicit["process_id"]):
+            fix = "there is no JAX_NUM_PROCESSES (--dist.num-processes); give it too, or neither"
+            require(setting.value is None, setting.source, setting.value, fix)
     if launch is None or launch.num_processes == 1:
         return None
-    known = launch.method == "kubernetes" or launch.address is not None
-    fix = "set it to host:port of process 0 (mpirun -x JAX_COORDINATOR_ADDRESS=...), or --dist.address"
-    require(known, "JAX_COORDINATOR_ADDRESS", "", fix)
-    return launch
+    if explicit["address"].value:
+        launch = replace(launch, address=_given_address(environ, explicit["address"]))
+    return replace(launch, bind_address=_bind_address(environ, launch.address))
 
 
 @dataclass(frozen=True)
-class Said:
+class Setting:
     """The value of one setting, and its source."""
 
     value: str | None
-    by: str
+    source: str
     """The option or variable that sets it, or would have set it."""
 
 
-def _given(environ: Mapping[str, str], dist: DistConfig) -> dict[str, Said]:
-    explicit = {
+def _explicit(environ: Mapping[str, str], dist: DistConfig) -> dict[str, Setting]:
+    values = {
         "address": (dist.address, "JAX_COORDINATOR_ADDRESS"),
         "num_processes": (dist.num_processes, "JAX_NUM_PROCESSES"),
         "process_id": (dist.process_id, "JAX_PROCESS_ID"),
     }
     return {
-        name: Said(environ.get(variable), variable)
+        name: Setting(environ.get(variable), variable)
         if value is None
-        else Said(str(value), f"dist.{name}")
-        for name, (value, variable) in explicit.items()
+        else Setting(str(value), f"dist.{name}")
+        for name, (value, variable) in values.items()
     }
 
 
-def _plain(environ: Mapping[str, str], given: Mapping[str, Said]) -> Launch | None:
+def _plain(environ: Mapping[str, str], explicit: Mapping[str, Setting]) -> Launch | None:
     """Read a number of processes, an address, and this process's number (or the index in a Kubernetes job)."""
-    count, number = given["num_processes"], given["process_id"]
+    count, number = explicit["num_processes"], explicit["process_id"]
     if count.value is None:
         return None
-    source = "command line" if count.by.startswith("dist.") else "environment"
-    num_processes = _number({count.by: count.value}, count.by, 1)
+    source = "command line" if count.source.startswith("dist.") else "environment"
+    num_processes = _number({count.source: count.value}, count.source, 1)
     if num_processes == 1:
         return Launch(method=source, num_processes=1)
     text = number.value or environ.get("JOB_COMPLETION_INDEX", "")
     fix = f"set it to this process's number, from 0 to {num_processes - 1}, or --dist.process-id"
-    require(text.isdecimal() and int(text) < num_processes, number.by, text, fix)
+    require(_is_number(text) and int(text) < num_processes, number.source, text, fix)
     return Launch(
         method=source,
-        address=_address(environ, given),
+        address=_given_address(environ, explicit["address"]),
         num_processes=num_processes,
         process_id=int(text),
     )
 
 
-def _address(environ: Mapping[str, str], given: Mapping[str, Said]) -> str:
-    text = given["address"].value or ""
-    port = environ.get("JAX_COORDINATOR_PORT", "")
-    if text and port and re.fullmatch(r"[^:]+|\[.*\]", text):
-        text = f"{text}:{port}"
-    fix = "set it to host:port of process 0, or --dist.address"
-    match = re.fullmatch(r"(?:[^:\s]+|\[[^\]\s]+\]):(\d+)", text)
-    usable = match is not None and 0 < int(match[1]) < 65536
-    require(usable, given["address"].by, text, fix)
-    return text
+def _launched(environ: Mapping[str, str], address: Setting) -> Launch | None:
+    """Return the launch of the innermost launcher that tells of several processes; None if none does."""
+    complete = [launcher for launcher in LAUNCHERS if _is_complete(environ, launcher)]
+    several = [launcher for launcher in complete if _size(environ, launcher) > 1]
+    indexed = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys()
+    if not several:
+        _refuse_incomplete(environ, complete)
+    if complete and complete[0] not in several and (several or indexed):
+        # The innermost one says "alone", and it may be left over.
+        name = _size_name(environ, complete[0])
+        outer = _size_text(environ, several[0]) if several else "the indexed Kubernetes job"
+        require(False, name, environ[name], f"contradicts {outer}; {SETTLE}")
+    if not several:
+        # JAX asks the cluster's API, if it may.
+        return Launch(method="kubernetes") if indexed else None
+    launcher = several[0]
+    if launcher.method == "pmi" and SLURM in several and _is_same(environ, launcher, SLURM):
+        launcher = SLURM
+    launch = _joined(environ, launcher, address)
+    fix = (
+        f"{_size_text(environ, launcher)} processes were started, and nothing tells the address of process 0: "
+        "set JAX_COORDINATOR_ADDRESS=host:port (mpirun -x, mpiexec -genv), or --dist.address. To replace what the "
+        f"launcher says, {SETTLE}"
+    )
+    known = launch.address is not None or bool(address.value)
+    require(known, "JAX_COORDINATOR_ADDRESS", "", fix)
+    return launch
 
 
-def _refuse_leftovers(environ: Mapping[str, str], given: Mapping[str, Said]) -> None:
-    """Refuse a process that has part of a launch, or that runs beside `srun`: it is no process on its own."""
-    for said in (given["address"], given["process_id"]):
-        fix = "there is no JAX_NUM_PROCESSES (--dist.num-processes); give it too, or neither"
-        require(said.value is None, said.by, said.value, fix)
-    size = environ.get("WORLD_SIZE", "1")
-    fix = "there is no RANK; set it too, or JAX_NUM_PROCESSES=1 to train alone"
-    require(size == "1" or "RANK" in environ, "WORLD_SIZE", size, fix)
-    tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_JOB_NUM_NODES", "1"))
-    beside = "SLURM_JOB_ID" in environ and "SLURM_STEP_NODELIST" not in environ
-    fix = "start it with srun, which makes the tasks of the job; to train alone, set JAX_NUM_PROCESSES=1"
-    require(not beside or tasks == "1", "SLURM_NTASKS", tasks, fix)
+def _is_complete(environ: Mapping[str, str], launcher: Launcher) -> bool:
+    """Return whether `environ` has what it takes to find the process's place."""
+    names = STEP if launcher is SLURM else (launcher.rank,)
+    return bool(_size_name(environ, launcher)) and environ.keys() >= set(names)
 
 
-def _torchrun(environ: Mapping[str, str], given: Mapping[str, Said]) -> Launch | None:
-    """Read the variables of torchrun, which other launchers set too (PyTorchJob, Ray, many scripts)."""
-    if not {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return None
-    num_processes = _number(environ, "WORLD_SIZE", 1)
-    if num_processes == 1:
-        return Launch(method="torchrun", num_processes=1)
-    process_id = _number(environ, "RANK")
-    fix = f"must be below WORLD_SIZE={num_processes}"
-    require(process_id < num_processes, "RANK", process_id, fix)
-    address = None
-    if not given["address"].value:
-        host = environ.get("MASTER_ADDR", "")
-        require(bool(host), "MASTER_ADDR", host, "set it to the host of rank 0")
-        # torchrun itself listens at MASTER_PORT; the port behind it is free as a rule.
-        shift = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-        address = f"{host}:{_number(environ, 'MASTER_PORT', 1) + shift}"
-    local_id = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None
-    per_node = _number(environ, "LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in environ else None
+def _size_name(environ: Mapping[str, str], launcher: Launcher) -> str:
+    """Return the variable that tells the number of processes; empty if there is none."""
+    names = SLURM_SIZES[:3] if launcher is SLURM else (launcher.size,)
+    return next((name for name in names if name in environ), "")
+
+
+def _size(environ: Mapping[str, str], launcher: Launcher) -> int:
+    return _number(environ, _size_name(environ, launcher), 1)
+
+
+def _size_text(environ: Mapping[str, str], launcher: Launcher) -> str:
+    return f"{_size_name(environ, launcher)}={_size(environ, launcher)}"
+
+
+def _is_same(environ: Mapping[str, str], one: Launcher, other: Launcher) -> bool:
+    """Return whether two launchers give the process one place: `srun` tells MPI's interface its own numbers."""
+    same_size = _size(environ, one) == _size(environ, other)
+    return same_size and _rank(environ, one) == _rank(environ, other)
+
+
+def _refuse_incomplete(environ: Mapping[str, str], complete: list[Launcher]) -> None:
+    """Refuse a process that has part of a launch of several, or that runs beside `srun`: it may not be alone."""
+    rank = next((name for name in RANKS if name in environ and not complete), None)
+    fix = f"nothing tells how many processes there are; {SETTLE}"
+    require(rank is None, rank or "", environ.get(rank or ""), fix)
+    for launcher in LAUNCHERS:
+        if launcher in complete or launcher.optional:
+            continue
+        sizes = SLURM_SIZES if launcher is SLURM else (launcher.size,)
+        size = next((name for name in sizes if name in environ), "")
+        if size:
+            missing = [name for name in STEP if name not in environ]
+            fix = f"there is no {launcher.rank}; set it too, or {SETTLE}"
+            if launcher is SLURM:
+                fix = f"start it with srun, which makes the tasks of the job (there is no {', '.join(missing)})"
+                fix = f"{fix}; or {SETTLE}"
+            require(environ[size] == "1", size, environ[size], fix)
+        # The shell of `sbatch` has the rank 0.
+        elif environ.get(launcher.rank, "0") != "0" or (
+            launcher is not SLURM and launcher.rank in environ
+        ):
+            fix = f"there is no {sizes[0]}; set it too, or {SETTLE}"
+            require(False, launcher.rank, environ[launcher.rank], fix)
+
+
+def _joined(environ: Mapping[str, str], launcher: Launcher, address: Setting) -> Launch:
+    """Return the process's place among those that `launcher` started; without an address if it tells none."""
+    local_id = per_node = gpus = None
+    if launcher.local_rank in environ:
+        local_id = _number(environ, launcher.local_rank)
+    if launcher is SLURM:
+        per_node, on_node = _tasks_here(environ), environ.get("SLURM_GPUS_ON_NODE", "")
+        gpus = int(on_node) if _is_number(on_node) and int(on_node) > 0 else None
+    elif launcher.local_size in environ:
+        per_node = _number(environ, launcher.local_size, 1)
+    if local_id is not None and per_node is not None:
+        fix = f"must be below {launcher.local_size or 'SLURM_STEP_TASKS_PER_NODE'}={per_node}"
+        require(local_id < per_node, launcher.local_rank, environ[launcher.local_rank], fix)
+    num_processes, process_id = _size(environ, launcher), _rank(environ, launcher)
+    find = {"torchrun": _torchrun_address, "slurm": _slurm_address, "ompi": _ompi_address}.get(
+        launcher.method
+    )
     return Launch(
-        method="torchrun",
-        address=address,
+        method=launcher.method,
+        address=None if find is None or address.value else find(environ),
         num_processes=num_processes,
         process_id=process_id,
-        local_device_ids=None if local_id is None else own_gpus(environ, local_id, per_node),
+        local_device_ids=None if local_id is None else own_gpus(environ, local_id, per_node, gpus),
+        expected_gpus=None if gpus is None or per_node is None else gpus // per_node,
     )
 
 
-def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    """Read a task of `srun`; the shell of `salloc` or `sbatch` itself has no step, and is no task."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if not all(name in environ for name in names):
-        return None
-    # SLURM_NTASKS is the allocation's; an interactive `srun --pty` shell is a step of one task in it.
-    counted = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+def _rank(environ: Mapping[str, str], launcher: Launcher) -> int:
+    rank = _number(environ, launcher.rank)
+    fix = f"must be below {_size_text(environ, launcher)}"
+    require(rank < _size(environ, launcher), launcher.rank, environ[launcher.rank], fix)
+    return rank
+
+
+def _torchrun_address(environ: Mapping[str, str]) -> str:
+    host = environ.get("MASTER_ADDR", "")
+    require(bool(host), "MASTER_ADDR", host, "set it to the host of rank 0")
+    port = _number(environ, "MASTER_PORT", 1, 65535)
+    # torchrun itself listens at MASTER_PORT; the port behind it is free as a rule.
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        fix = "must be below 65535: JAX takes the port behind it"
+        require(port < 65535, "MASTER_PORT", environ["MASTER_PORT"], fix)
+        port += 1
+    return f"{_host('MASTER_ADDR', host, host)}:{port}"
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str:
+    """Return the first node of the step and a port derived from the job's number."""
     nodes = environ["SLURM_STEP_NODELIST"]
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     require(first is not None, "SLURM_STEP_NODELIST", nodes, "must name a host")
     host = first[1] + (first[2] or "") if first else ""
-    per_node = _tasks_here(environ)
-    on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-    gpus = int(on_node) if on_node.isdecimal() and int(on_node) > 0 else None
-    return Launch(
-        method="slurm",
-        address=f"{host}:{FIRST_PORT + _number(environ, 'SLURM_JOB_ID') % PORTS}",
-        num_processes=_number(environ, counted, 1),
-        process_id=_number(environ, "SLURM_PROCID"),
-        local_device_ids=own_gpus(environ, _number(environ, "SLURM_LOCALID"), per_node, gpus),
-        expected_gpus=None if gpus is None or per_node is None else gpus // per_node,
-    )
+    return f"{host}:{FIRST_PORT + _number(environ, 'SLURM_JOB_ID') % PORTS}"
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
@@ -184,32 +322,66 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
     return tasks[node] if tasks else None
 
 
-def _ompi(environ: Mapping[str, str]) -> Launch | None:
-    """Read a process of `mpirun`: process 0 is at its launcher's address (Open MPI 4), or in its job name (5)."""
-    if "OMPI_COMM_WORLD_SIZE" not in environ:
-        return None
-    num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE", 1)
-    per_node = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+def _ompi_address(environ: Mapping[str, str]) -> str | None:
+    """Return the address of `mpirun`, from its own (Open MPI 4) or its job's name (5), and a port derived from it."""
     four = re.match(
         r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))",
         environ.get("OMPI_MCA_orte_hnp_uri", ""),
     )
     five = re.fullmatch(r"prte\w*-(.+)-(\d+)@\d+", environ.get("PMIX_NAMESPACE", ""))
-    address = None
     if four is not None:
-        address = f"{four[2] or f'[{four[3]}]'}:{FIRST_PORT + int(four[1]) // 4096 % PORTS}"
+        host, port = four[2] or f"[{four[3]}]", FIRST_PORT + int(four[1]) // 4096 % PORTS
     elif five is not None:
-        address = f"{five[1]}:{FIRST_PORT + int(five[2]) % PORTS}"
-    if address is not None and per_node == num_processes:
-        address = f"127.0.0.1:{address.rpartition(':')[2]}"
-    local_id = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
-    return Launch(
-        method="ompi",
-        address=address,
-        num_processes=num_processes,
-        process_id=_number(environ, "OMPI_COMM_WORLD_RANK"),
-        local_device_ids=own_gpus(environ, local_id, per_node),
-    )
+        host, port = five[1], FIRST_PORT + int(five[2]) % PORTS
+    else:
+        return None
+    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ["OMPI_COMM_WORLD_SIZE"]:
+        host = "127.0.0.1"
+    return f"{host}:{port}"
+
+
+def _given_address(environ: Mapping[str, str], address: Setting) -> str:
+    text = address.value or ""
+    port = environ.get("JAX_COORDINATOR_PORT", "")
+    if text and port and re.fullmatch(r"[^:]+|\[.*\]", text):
+        text = f"{text}:{port}"
+    fix = "set it to host:port of process 0, or --dist.address"
+    match = re.fullmatch(r"([^:\s]+|\[[^\]\s]+\]):(\d+)", text)
+    usable = match is not None and _is_number(match[2]) and 0 < int(match[2]) < 65536
+    require(usable, address.source, text, fix)
+    return f"{_host(address.source, text, match[1])}:{match[2]}" if match else text
+
+
+def _bind_address(environ: Mapping[str, str], address: str | None) -> str | None:
+    """Return where the environment lets process 0 listen; without a port, at that of `address`."""
+    text = environ.get(BIND, "")
+    if not text:
+        return None
+    match = re.fullmatch(r"([^:]+|\[.*\]):([^:\]]*)", text)
+    host, port = (match[1], match[2]) if match else (text, (address or "").rpartition(":")[2])
+    fix = "must be host:port, with a port from 1 to 65535"
+    require(_is_number(port) and 0 < int(port) < 65536, BIND, text, fix)
+    return f"{_host(BIND, text, host)}:{port}"
+
+
+def _host(name: str, text: str, host: str) -> str:
+    """Return `host` as it stands before a port. Raises `UserError` about `name` if no host can be called so."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    fix = "is no host name and no IP address"
+    try:
+        if ":" in bare or bare != host:
+            ipaddress.IPv6Address(bare)
+            return f"[{bare}]"
+        if re.fullmatch(r"[\d.]+", bare):
+            ipaddress.IPv4Address(bare)
+            return bare
+        letters = bare.encode("idna").decode()
+    except ValueError:
+        raise UserError(f"{name}={text!r}: {fix}") from None
+    labels = letters.removesuffix(".").split(".")
+    fits = all(re.fullmatch(r"\w([\w-]{0,61}\w)?", label, re.ASCII) for label in labels)
+    require(fits and len(letters) < 254, name, text, fix)
+    return bare
 
 
 def own_gpus(
@@ -217,19 +389,29 @@ def own_gpus(
 ) -> tuple[int, ...] | None:
     """Return the GPUs of the `local_id`-th of `per_node` processes, counted among those it sees; None for all.
 
-    A process alone on its node takes all. Several that see the same GPUs share them evenly; where each sees only some
-    of the `on_node` there are, the launcher has shared them out already. `UserError` for more processes than GPUs.
+    A process alone on its node takes all, and one on the CPU none. Several that see the same GPUs share them evenly;
+    where each sees only some of the `on_node` there are, the launcher has shared them out already. `UserError` for more
+    processes than GPUs.
     """
     names = visible_gpus(environ)
     visible = None if names is None else len(names)
-    if per_node == 1 or visible == 1:
+    if per_node == 1 or visible == 1 or environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return None
-    if visible is None or per_node is None:
+    if per_node is None:
+        return (local_id,)
+    fix = (
+        f"{per_node} processes on this node see {{}} GPUs; start one process a GPU, or one for all"
+    )
+    if visible is None:
+        enough = on_node is None or on_node >= per_node
+        require(
+            enough, "SLURM_GPUS_ON_NODE", environ.get("SLURM_GPUS_ON_NODE"), fix.format(on_node)
+        )
         return (local_id,)
     if on_node is not None and visible * per_node <= on_node:
         return None
-    fix = f"{per_node} processes on this node see {visible} GPUs; start one process a GPU, or one for all"
-    require(visible >= per_node, "CUDA_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"), fix)
+    seen = environ.get("CUDA_VISIBLE_DEVICES")
+    require(visible >= per_node, "CUDA_VISIBLE_DEVICES", seen, fix.format(visible))
     share = visible // per_node
     return tuple(range(local_id * share, (local_id + 1) * share))
 
@@ -248,8 +430,16 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     return None
 
 
-def _number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
+def _is_number(text: str) -> bool:
+    """Return whether `text` is a whole number that a port, a rank or a count can have."""
+    return text.isdecimal() and len(text) <= 10
+
+
+def _number(environ: Mapping[str, str], name: str, least: int = 0, most: int = MOST) -> int:
     text = environ.get(name, "")
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{name}={text!r}: must be a whole number, at least {least}")
+    fix = f"must be a whole number, at least {least}"
+    if most < MOST:
+        fix = f"must be a whole number from {least} to {most}"
+    if not _is_number(text) or not least <= int(text) <= most:
+        raise UserError(f"{name}={text[:80]!r}: {fix}")
     return int(text)

@@ -1,9 +1,9 @@
 """Start and end a job of many processes, and set the XLA flags that a training run needs.
 
-This module decides nothing that is computed. `initialize` detects whether this process is one of many (`cluster.py`),
-waits for all of them (`rendezvous.py`) and joins the others through `jax.distributed`; it leaves a process on its own
-alone. From then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array,
-because XLA reads the variables once.
+This module decides nothing that is computed. `initialize` detects whether this process is one of many (`cluster.py`)
+and joins the others through `jax.distributed`, which waits for all of them; it leaves a process on its own alone. From
+then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array, because XLA reads
+the variables once.
 """
 
 import atexit
@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
@@ -26,9 +27,9 @@ import jax
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, require
-from ultrascale_jax.launch import collective_order, rendezvous
+from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, UserError, require
 from ultrascale_jax.launch.cluster import Launch, detect
+from ultrascale_jax.launch.coordinator import ended_by, reserved
 from ultrascale_jax.launch.events import printable, say
 from ultrascale_jax.launch.failures import Failures
 from ultrascale_jax.launch.run_lock import refusal
@@ -55,7 +56,10 @@ CPU_FLAGS = {
     # in flight together: it hangs, or its numbers are wrong.
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
-"""XLA flags for one process on the CPU; `collective_order.enforce` replaces them in a job of many."""
+"""XLA flags for one process on the CPU; a job of many has another scheduler (`_order_cpu_collectives`)."""
+
+ADVICE = "if JAX aborts here, or after %s s, a process is missing, cannot reach this address or has another's rank"
+"""What to look for where JAX's wait for all processes fails: it ends with the stack of its C++ library."""
 
 CPU_THREADS = 64
 """Threads of XLA:CPU's pool. By default there are as many as cores or fake devices, and collectives that do not wait
@@ -76,8 +80,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
         How this process was started; none for one on its own.
 
     Raises:
-        UserError: the launch cannot be: see `detect` and `rendezvous.call`.
-        SystemExit: with 0, if this process has a request to stop and not all others came.
+        UserError: the launch cannot be: see `detect` and `reserved`; or process 0 means another job.
     """
     dist = dist or DistConfig()
     launch = detect(os.environ, dist)
@@ -85,41 +88,56 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
         return None
     options, sigterm = _tls(dist), listener()
     rank, count, address = launch.process_id, launch.num_processes, launch.address
+    where = contextlib.nullcontext(launch.bind_address)
     if address is None or count is None or rank is None:
         fix = "in this pod neither it nor the package kubernetes (pip install jax[k8s]) tells of the others; set it"
         require(importlib.util.find_spec("kubernetes") is not None, "JAX_NUM_PROCESSES", None, fix)
         say(f"waiting for all processes, as {launch.method} tells")
     else:
-        say(f"waiting for {count} processes at {address} ({launch.method})")
+        say(
+            f"waiting for {count} processes at {address} ({launch.method}); {ADVICE % dist.timeout_s}"
+        )
         _avoid_proxies(address.rpartition(":")[0].strip("[]"))
-        options["coordinator_bind_address"] = rendezvous.call(
+        if rank == 0:
+            where = reserved(launch.bind_address or address, say)
+    if wants_cpu(os.environ):
+        _order_cpu_collectives(os.environ)
+    with where as bind_address, ended_by(sigterm, say):
+        jax.distributed.initialize(
             address,
             count,
             rank,
-            dist,
-            version=f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
-            tell=say,
-            bind=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"),
-            stop=lambda: sigterm is not None and sigterm.received,
+            local_device_ids=launch.local_device_ids,
+            cluster_detection_method=None if address is None else "deactivate",
+            initialization_timeout=dist.timeout_s,
+            heartbeat_timeout_seconds=dist.heartbeat_s,
+            coordinator_bind_address=bind_address,
+            **options,
         )
-    if wants_cpu(os.environ):
-        collective_order.enforce()
-    jax.distributed.initialize(
-        address,
-        count,
-        rank,
-        local_device_ids=launch.local_device_ids,
-        cluster_detection_method=None if address is None else "deactivate",
-        initialization_timeout=dist.timeout_s,
-        heartbeat_timeout_seconds=dist.heartbeat_s,
-        **options,
-    )
     if sigterm is not None:
         sigterm.hand_over()
     _watch_each_other(dist)
+    with _failures.guarded():
+        _check_job(dist)
     return replace(
         launch, num_processes=global_state.num_processes, process_id=global_state.process_id
     )
+
+
+def _check_job(dist: DistConfig) -> None:
+    """Raise `UserError` unless process 0 has this number of processes and this version of JAX too."""
+    here = {
+        "processes": global_state.num_processes,
+        "version": f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
+    }
+    first = from_process0("job", lambda: here, dist.timeout_s)
+    fix = f"process 0 has {first['processes']}: JAX_NUM_PROCESSES (--dist.num-processes) must be the same"
+    require(here["processes"] == first["processes"], "dist.num_processes", here["processes"], fix)
+    if here["version"] != first["version"]:
+        raise UserError(
+            f"process {global_state.process_id} on {socket.gethostname()} has {here['version']}, and process 0 "
+            f"{first['version']}: install the same everywhere"
+        )
 
 
 def from_process0(name: str, make: Callable[[], Any], timeout_s: float) -> Any:
@@ -174,6 +192,20 @@ def find_devices() -> list[jax.Device]:
         log.removeFilter(hold)
 
 
+def describe_job(launch: Launch | None) -> str:
+    """Return how many processes and devices the job has, as a line: a process that is alone by mistake tells it."""
+    devices = find_devices()
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    processes = counted(jax.process_count(), "process", "processes")
+    source = "" if launch is None else f" ({launch.method})"
+    return f"{processes}{source}, {counted(len(devices), 'device', 'devices')} ({kinds})"
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """Return `number` with its noun."""
+    return f"{number} {one if number == 1 else several}"
+
+
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:
     """Raise `UserError` unless the job has `dist.expect_devices` devices, or else those that the cluster gave it."""
     devices = find_devices()
@@ -205,6 +237,17 @@ def _tls(dist: DistConfig) -> dict[str, Any]:
     known = inspect.signature(jax.distributed.initialize).parameters
     fix = f"jax {jax.__version__} has no TLS between processes; install jax 0.12, or leave it out"
     require("mtls_cert_file" in known, "dist.mtls_cert", dist.mtls_cert, fix)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for name, path, use in (
+        ("mtls_ca", dist.mtls_ca, context.load_verify_locations),
+        ("mtls_cert", dist.mtls_cert, lambda path: context.load_cert_chain(path, dist.mtls_key)),
+    ):
+        try:
+            use(path)
+        except OSError as error:
+            raise UserError(
+                f"dist.{name}={path!r}: cannot be used: {error.strerror or error}"
+            ) from None
     return {
         "mtls_cert_file": dist.mtls_cert,
         "mtls_key_file": dist.mtls_key,
@@ -252,6 +295,20 @@ def set_environment(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("NPROC", str(max(CPU_THREADS, os.cpu_count() or 1)))
     else:
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+
+
+def _order_cpu_collectives(environ: MutableMapping[str, str]) -> None:
+    """Make every CPU process of a job run its collectives in one order, because gloo pairs them by their order.
+
+    XLA's default scheduler places a collective before a loop that it does not depend on; a program that is dispatched
+    while another one runs would mix its collectives with that one's. `tests/collective_order.py` checks programs.
+    """
+    flags = environ.get("XLA_FLAGS", "").split()
+    kept = [flag for flag in flags if "xla_cpu_enable_concurrency_optimized" not in flag]
+    if "xla_cpu_scheduler_type" not in environ.get("XLA_FLAGS", ""):
+        kept.append("--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED")
+    environ["XLA_FLAGS"] = " ".join(kept)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:

@@ -9,5 +9,5 @@ STOPPED = 3
 CRASHED = 70
 """An exception ended the process (EX_SOFTWARE of sysexits.h); a restart may help."""
 
-HUNG = 71
-"""The watchdog saw no progress; a restart may help."""
+HUNG = 1
+"""The watchdog saw no progress, and `faulthandler` ended the process; a restart may help."""

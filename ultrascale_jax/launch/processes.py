@@ -1,4 +1,4 @@
-"""Start the processes of one host, forward what they print, have their stacks written, kill them.
+"""Start the processes of one host, forward what they print, kill them.
 
 Each is the leader of its own process group, so Ctrl-C reaches the supervisor alone, and dies with its supervisor.
 """
@@ -17,13 +17,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ultrascale_jax.launch.procfs import read_stat
-from ultrascale_jax.launch.watchdog import DUMP_SIGNAL, Beat, read_beat
+from ultrascale_jax.launch.watchdog import Beat, read_beat
 
 SUPERVISOR = "US_SUPERVISOR"
 """Environment variable that tells a process the id of its supervisor."""
-
-DUMP_S = 3.0
-"""Seconds that a process has to write its stacks."""
 
 ANSWER_S = 5.0
 """Seconds that a disk has to answer."""
@@ -140,28 +137,6 @@ def kill(children: Sequence[Child]) -> None:
             child.process.wait(timeout=10.0)
 
 
-def dump(children: Mapping[Child, Path]) -> dict[Child, Path]:
-    """Have processes that have a `Watch` write their stacks to these files; those that did within `DUMP_S`."""
-    before = {child: _size(path) for child, path in children.items()}
-    for child in children:
-        child.signal(DUMP_SIGNAL)
-        # One that is stopped gets the signal when it goes on.
-        child.signal(signal.SIGCONT)
-    sizes, until = dict(before), time.monotonic() + DUMP_S
-    done: dict[Child, Path] = {}
-    while len(done) < len(children) and time.monotonic() < until:
-        time.sleep(0.1)
-        now = {child: _size(path) for child, path in children.items()}
-        # It is written when it has grown, and grows no more.
-        done = {
-            child: path
-            for child, path in children.items()
-            if before[child] < now[child] == sizes[child]
-        }
-        sizes = now
-    return done
-
-
 def follow_supervisor(environ: MutableMapping[str, str]) -> None:
     """End this process when its supervisor dies; takes the variable out of `environ`, which children inherit."""
     supervisor = environ.pop(SUPERVISOR, "")
@@ -172,7 +147,3 @@ def follow_supervisor(environ: MutableMapping[str, str]) -> None:
     # It may have died before.
     if os.getppid() != int(supervisor):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -1,10 +1,11 @@
 """Report one process's progress, and end the process when there is none.
 
 The loop reports its section (`FIRST_S`) and each completed step. From that come the heartbeat file `heartbeats/RANK`,
-in which a supervisor sees a process that is stuck; the events of `goodput`; and a thread that ends the process when a
-section exceeds its limit: `FACTOR` times the longest that the section, or the step, took so far, at least `FLOOR_S`,
-and before the first one `FIRST_S`. That thread needs Python's lock, so the supervisor kills a process that holds the
-lock or is stopped. Another thread writes the file, so a disk that does not answer delays nothing.
+in which a supervisor sees a process that is stuck; the events of `goodput`; and the end of the process when a section
+exceeds its limit: `FACTOR` times the longest that the section, or the step, took so far, at least `FLOOR_S`, and before
+the first one `FIRST_S`. `faulthandler.dump_traceback_later` ends it: a thread in C, which needs neither Python's lock
+nor a disk, because the stacks go through a pipe that never blocks to a process that writes them. The supervisor kills a
+process that is stopped. Another thread writes the heartbeat, so a disk that does not answer delays nothing.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import json
 import os
 import signal
 import socket
-import sys
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale_jax.launch.events import UNREADABLE, Events, boot, is_count, is_number, say
-from ultrascale_jax.launch.exit_codes import HUNG
+from ultrascale_jax.launch.events import UNREADABLE, Events, boot, is_count, is_number
 from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular
 
@@ -57,8 +57,8 @@ FIRST_S = {
 ONCE = ("start", "restore", "compile", "end")
 """Sections before the first step and after the last; `watch.hang_s` is for the others."""
 
-LAST_S = 5.0
-"""Seconds that a process without progress may take to report before it ends."""
+WRITER = 'read -r first && { printf "%s\\n" "$0" >&2 & printf "%s\\n" "$first"; cat; }'
+"""Program of `sh` that copies its input, if there is any, and tells its argument on stderr: either may block."""
 
 SIZE = 512
 """Bytes of a heartbeat file: it is written in place, which a full disk allows."""
@@ -131,8 +131,9 @@ class Watch:
         self._data_wait_s, self._in_data = 0.0, False
         self._mark = time.monotonic()
         self._host = socket.gethostname()
+        self._stacks: int | None = None
+        """Descriptor that the stacks are written to, while the watch lasts."""
         self._changed, self._done = threading.Event(), threading.Event()
-        self._guarding = threading.Thread(target=self._guard, name="watchdog", daemon=True)
         self._writing = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Watch":
@@ -140,11 +141,10 @@ class Watch:
         self.stacks = stacks_path(self._run_dir, self._rank, self._events.attempt)
         folder_of(self._run_dir, STACKS)
         self._file = open_regular(path, os.O_WRONLY | os.O_CREAT)
-        # Unbuffered and never moved: faulthandler keeps the file's number.
-        self._stacks_file = open(self.stacks, "ab", 0, opener=open_regular)
-        faulthandler.register(DUMP_SIGNAL, self._stacks_file, all_threads=True)
+        self._open_stacks()
+        # From now on it may be asked for its stacks.
         self._write()
-        self._guarding.start()
+        self._arm()
         self._writing.start()
         if self._rank == 0:
             details = {"began": _process_began(), "fresh": self._fresh, "before": self._before}
@@ -155,18 +155,43 @@ class Watch:
         self._section, self._mark = "end", time.monotonic()
         self._done.set()
         self._changed.set()
-        self._guarding.join(timeout=10.0)
         self._writing.join(timeout=10.0)
-        faulthandler.unregister(DUMP_SIGNAL)
-        self._stacks_file.close()
+        self._close_stacks()
         if not self._writing.is_alive():
             os.close(self._file)
-        if self.stacks.stat().st_size == 0:
-            self.stacks.unlink()
         if self._rank == 0:
             reason = self.reason if kind is None else kind.__name__
             waited = self._data_wait_s
             self._events.record("end", step=self._step, reason=reason, data_wait_s=waited)
+
+    def _open_stacks(self) -> None:
+        """Start the process that writes the stacks, and have the signal for them answered."""
+        words = f"rank {self._rank}: the stacks of its threads, which tell what it waited for, are in {self.stacks}"
+        with open(self.stacks, "ab", 0, opener=open_regular) as file:
+            self._writer = subprocess.Popen(
+                ["sh", "-c", WRITER, words], stdin=subprocess.PIPE, stdout=file, process_group=0
+            )
+        assert self._writer.stdin is not None
+        self._stacks = self._writer.stdin.fileno()
+        os.set_blocking(self._stacks, False)
+        faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True)
+
+    def _close_stacks(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(DUMP_SIGNAL)
+        self._stacks = None
+        assert self._writer.stdin is not None
+        self._writer.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._writer.wait(timeout=10.0)
+        if self.stacks.stat().st_size == 0:
+            self.stacks.unlink()
+
+    def _arm(self) -> None:
+        """Have this process end when its section exceeds its limit, whatever it does then."""
+        if self._stacks is not None:
+            left_s = self._mark + self._bound_s(self._section) - time.monotonic()
+            faulthandler.dump_traceback_later(max(left_s, 1e-3), exit=True, file=self._stacks)
 
     def begin(self, step: int) -> None:
         """Begin the steps after `step`; the first, in which NCCL connects and memory is allocated, is `warm-up`."""
@@ -184,6 +209,7 @@ class Watch:
             self._enter("step")
         self._furthest = max(self._furthest, step)
         self._changed.set()
+        self._arm()
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -203,17 +229,20 @@ class Watch:
         It is counted as lost, unless at its end `hidden`: the devices are still busy with what they had.
         """
         begun, self._in_data = time.monotonic(), True
+        self._arm()
         try:
             yield
         finally:
             self._in_data = False
             self._changed.set()
+            self._arm()
             if not hidden():
                 self._data_wait_s += time.monotonic() - begun
 
     def _enter(self, name: str) -> None:
         self._section, self._mark = name, time.monotonic()
         self._changed.set()
+        self._arm()
         if self._rank == 0:
             again = name == "step" and self._step < self._furthest
             told, waited = "again" if again else name, self._data_wait_s
@@ -260,35 +289,6 @@ class Watch:
             if (now := (self._mark, self._in_data)) != written:
                 written = now
                 self._write()
-
-    def _guard(self) -> None:
-        """Run in a thread: end the process when it is late."""
-        while not self._done.wait(timeout=0.25):
-            beat = self._beat()
-            waited = time.monotonic() - beat.monotonic
-            if waited > beat.bound_s:
-                self._expire(beat, waited)
-
-    def _expire(self, beat: Beat, waited: float) -> None:
-        where = f"in section {beat.section} after step {beat.step}"
-        last = threading.Timer(LAST_S, os._exit, (HUNG,))
-        last.daemon = True
-        last.start()
-        say(
-            f"rank {self._rank} made no progress for {waited:.0f} s {where}; stacks: {self.stacks}",
-            sys.stderr,
-        )
-        # Before the stacks, which are written with Python's lock held: the timer could not end that.
-        self._events.record(
-            "hang",
-            section=beat.section,
-            step=beat.step,
-            waited_s=waited,
-            bound_s=beat.bound_s,
-            stacks=str(self.stacks),
-        )
-        faulthandler.dump_traceback(self._stacks_file, all_threads=True)
-        os._exit(HUNG)
 
 
 def _process_began() -> float:

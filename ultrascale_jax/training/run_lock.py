@@ -11,7 +11,7 @@ from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_lock import NotNow, RunLock
-from ultrascale_jax.storage.lock import BEAT_S, STALE_S, LockObject
+from ultrascale_jax.storage.lock import StoreLock
 
 
 @contextlib.contextmanager
@@ -22,14 +22,13 @@ def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Ca
     holds one: `NotNow` if it may end soon.
     """
     with contextlib.ExitStack() as stack:
-        locks: list[RunLock] = []
+        locks: list[RunLock | StoreLock] = []
         problem, not_now = None, None
         if jax.process_index() == 0:
             try:
                 locks.append(stack.enter_context(RunLock(run_dir)))
                 if store:
-                    lock = RunLock(LockObject(store), beat_s=BEAT_S, stale_s=STALE_S)
-                    locks.append(stack.enter_context(lock))
+                    locks.append(stack.enter_context(StoreLock(store)))
             except UserError as error:
                 passes = error.exit_code == NotNow.exit_code
                 problem, not_now = (None, str(error)) if passes else (str(error), None)
@@ -42,7 +41,7 @@ def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Ca
         for lock in locks:
             if lock.note is not None:
                 say(lock.note)
-                events.record("lock_taken_over", note=lock.note)
+                events.record("lock", note=lock.note)
 
         def ask() -> str | None:
             lost = next((lock for lock in locks if not lock.held), None)
@@ -54,6 +53,6 @@ def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Ca
         def check() -> None:
             lost = agree(probe())
             if lost is not None:
-                raise UserError(f"{lost}: this one did not beat for a while, and ends")
+                raise UserError(f"{lost}: this one ends")
 
         yield check

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from ultrascale_jax.cli.doctor_checks.findings import Finding, judged
 from ultrascale_jax.config import DistConfig, UserError
 from ultrascale_jax.launch.cluster import Launch
-from ultrascale_jax.launch.distributed import PROXIES, check_devices
+from ultrascale_jax.launch.distributed import PROXIES, check_devices, counted
 from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.plan.hardware import GPUS
 
@@ -115,7 +115,7 @@ def ranks(launch: Launch | None) -> list[Finding]:
     method = "alone" if launch is None else f"joined by {launch.method}"
     names = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:8])
     text = (
-        f"{len(told)} processes on {len(hosts)} hosts, {method}: {names}"
+        f"{counted(len(told), 'process', 'processes')} on {counted(len(hosts), 'host', 'hosts')}, {method}: {names}"
         f"{', ...' if len(hosts) > 8 else ''}; devices of each: {', '.join(map(str, counts))}"
     )
     uneven = len(counts) > 1 or len(set(hosts.values())) > 1

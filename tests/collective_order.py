@@ -1,4 +1,4 @@
-"""Make every CPU process of a job run its collectives in one order, or refuse the program.
+"""Find programs whose collectives CPU processes of a job may run in different orders.
 
 Gloo, which carries collectives between CPU processes, pairs those of one kind by the order in which they start. XLA:CPU
 does not fix that order: a loop counts as launched while its body still runs on another thread, so a collective behind
@@ -11,15 +11,12 @@ program's collectives in the order of the schedule, which is the same in all pro
 """
 
 import functools
-import os
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from jax._src import compiler
 
-from ultrascale_jax.config import require
 from ultrascale_jax.hlo import Instruction, Module, parse
 
 COLLECTIVE = re.compile(
@@ -27,9 +24,6 @@ COLLECTIVE = re.compile(
 )
 DEFERRED = ("while", "conditional", "call")
 """Instructions that XLA:CPU may still be running when it starts the next one."""
-SCHEDULER = "xla_cpu_scheduler_type"
-SCHEDULERS = ("CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
-"""XLA:CPU's schedulers; the first puts collectives before loops that they do not depend on, nearly always."""
 
 
 class Unordered(NamedTuple):
@@ -66,52 +60,29 @@ def unordered(program: Module) -> list[Unordered]:
     return found
 
 
-def enforce() -> None:
-    """Refuse, from here on, every program of this process whose collectives have no fixed order.
-
-    Call it in a CPU job of many processes, before JAX makes its first array. Programs run one after the other from then
-    on, and are compiled with the scheduler that leaves fewest collectives without an order.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    kept = [flag for flag in flags.split() if "xla_cpu_enable_concurrency_optimized" not in flag]
-    if SCHEDULER not in flags:
-        kept.append(f"--{SCHEDULER}={SCHEDULERS[0]}")
-    os.environ["XLA_FLAGS"] = " ".join(kept)
-    # A program that is dispatched while another one runs would mix its collectives with that one's.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
+def check_programs() -> None:
+    """Raise `Disordered`, from here on, for every program of this process whose collectives have no fixed order."""
     if not hasattr(compiler.compile_or_get_cached, "__wrapped__"):
         compiler.compile_or_get_cached = _checked(compiler.compile_or_get_cached)
 
 
 def _checked(compile_program: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap JAX's compilation, which also reads its cache, by the check; `compile_options` is its fourth argument."""
+    """Wrap JAX's compilation, which also reads its cache, by the check."""
 
     @functools.wraps(compile_program)
-    def compile_checked(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any):
-        given = list(options.env_option_overrides)
-        others = [name for name in SCHEDULERS if name not in os.environ["XLA_FLAGS"]]
-        for scheduler in (None, *others):
-            options.env_option_overrides = given + ([(SCHEDULER, scheduler)] if scheduler else [])
-            executable = compile_program(backend, computation, devices, options, *rest)
-            text = executable.hlo_modules()[0].to_string() if backend.platform == "cpu" else ""
-            pairs = unordered(parse(text)) if "is_scheduled=true" in text else []
-            if not pairs:
-                return executable
-        name = str(computation.operation.attributes["sym_name"]).strip('"')
-        raise_unordered(name, pairs)
+    def compile_checked(*args: Any):
+        executable = compile_program(*args)
+        text = executable.hlo_modules()[0].to_string()
+        pairs = unordered(parse(text)) if "is_scheduled=true" in text else []
+        if pairs:
+            raise Disordered(f"{len(pairs)} pairs of collectives, such as {pairs[0]}")
+        return executable
 
     return compile_checked
 
 
-def raise_unordered(name: str, pairs: list[Unordered]) -> None:
-    """Raise the `UserError` of the program `name`, in which `pairs` have no fixed order."""
-    loop, collective, kinds = pairs[0]
-    fix = (
-        f"in {name} XLA:CPU may run {collective} before or after {loop} ({', '.join(kinds)}; {len(pairs)} such pairs), "
-        "in another order in each process, and gloo would mix their numbers; run it in one process (--devices N) "
-        "or on GPUs, which are not concerned"
-    )
-    require(False, "JAX_PLATFORMS", "cpu", fix)
+class Disordered(Exception):
+    """XLA:CPU may run collectives of a program in another order in each process, and gloo would mix their numbers."""
 
 
 def _kinds(program: Module) -> dict[str, set[str]]:

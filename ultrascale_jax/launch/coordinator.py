@@ -1,0 +1,126 @@
+"""Choose where JAX's coordinator listens, and keep the wait of `jax.distributed.initialize` within bounds.
+
+JAX waits for all processes itself. It does so in C++, where no Python runs: it ends the process where the port is
+taken, and hears no signal while it waits.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+from ultrascale_jax.launch.run_lock import refusal
+from ultrascale_jax.launch.sigterm import SigtermListener
+
+STOP_S = 20.0
+"""Seconds that a process with a request to stop waits for the others, so that all stop together."""
+
+
+@contextlib.contextmanager
+def reserved(address: str, tell: Callable[[str], None]) -> Iterator[str]:
+    """Reserve the port of `address` on this host for JAX, within the block.
+
+    Args:
+        address: `host:port`.
+        tell: prints a line.
+
+    Yields:
+        Where JAX's coordinator is to listen: the host's own interface, or all of them.
+
+    Raises:
+        UserError: the port is taken, under a supervisor `NotNow`, or this process may not have it.
+    """
+    host, _, port = address.rpartition(":")
+    ip, here = _interface(host.strip("[]")), socket.gethostname()
+    try:
+        held = _bind(ip, int(port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            text = (
+                f"dist.address={address!r}: process 0 ({here}) cannot listen there: {error.strerror}. If another job, "
+                "or a second process 0, has the port, give another one"
+            )
+            raise refusal(text, lasting=error.errno != errno.EADDRINUSE) from None
+        tell(
+            f"note: {address} is no address of this host ({here}); process 0 should run where it is. It listens on "
+            "all interfaces"
+        )
+        ip = _every_interface()
+        held = _bind(ip, int(port))
+    with held:
+        # From here on JAX, which sets this option too, can have the port, and nobody who does not.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        yield f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def _interface(host: str) -> str:
+    """Return the address of this host that `host` means; that of all interfaces where the name does not tell."""
+    try:
+        numbers = [
+            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ]
+    except OSError:
+        return _every_interface()
+    ip = min(numbers, key=lambda number: ":" in number)
+    is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+    # Some hosts know their own name as 127.0.1.1, where nobody else would reach them.
+    meant = host == ip or host.split(".")[0] == "localhost"
+    return _every_interface() if is_loopback and not meant else ip
+
+
+def _every_interface() -> str:
+    try:
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
+    except OSError:
+        return "0.0.0.0"  # a host without IPv6
+    return "::"
+
+
+def _bind(ip: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections that the job before has left do not count, and a socket that listens does.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind((ip, port))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+@contextlib.contextmanager
+def ended_by(sigterm: SigtermListener | None, tell: Callable[[str], None]) -> Iterator[None]:
+    """End this process well, `STOP_S` after SIGTERM, if the block, in which no Python runs, lasts longer."""
+    if sigterm is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    over = threading.Event()
+
+    def wait() -> None:
+        while not sigterm.received:
+            number = reading.recv(1)
+            if not number:
+                return
+            if number[0] == signal.SIGTERM:
+                break
+        if not over.wait(STOP_S):
+            tell("stopped by SIGTERM before all processes were there")
+            os._exit(0)
+
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        writing.close()
