@@ -100,8 +100,8 @@ def test_communication_over_computation_is_the_cheat_sheets_of_each_size(scenari
     shape, tokens = scenario.shape, scenario.run.step_tokens
     ring = 1e9 * min(scenario.cluster.intra_gbs, 8 * scenario.cluster.inter_gbs)
     speed = scenario.cluster.gpu.peak_flops("bf16") * shape.num_params / shape.active_params / ring
-    # An all-reduce of bfloat16 moves 4 N (n - 1) / n bytes once a step; a token's backward pass takes 4 N FLOPs.
-    assert batch["dp"][-1].y == pytest.approx(63 * speed / tokens)
+    # An all-reduce of float32 moves 8 N (n - 1) / n bytes once a step; a token's backward pass takes 4 N FLOPs.
+    assert batch["dp"][-1].y == pytest.approx(2 * 63 * speed / tokens)
     assert batch["fsdp"][-1].y == pytest.approx(63 / 64 * speed / scenario.run.seq_len)
     own = cheatsheet.cheat_sheet(scenario.varied({"tp": 8}), find_cluster(None, "h100", 8))
     assert split["tp"][2].y == next(row.ratio for row in own if row.strategy == "TP")
