@@ -244,6 +244,9 @@ def test_cheat_sheet_agrees_with_the_ratios_of_a3():
     rows = sheet(axes={"pp": 8})
     assert rows["PP"].ratio == pytest.approx(playbook.pipeline_ratio(nvlink, h, 4))
     rows = sheet(axes={"cp": 8})
+    # A rank's keys and values, 7 times forward and, with float32 gradients, three times as many bytes backward.
+    piece = 4 * (tokens / 8) * h
+    assert rows["CP"].volume == SQUARE.layers * 4 * 7 * piece
     assert rows["CP"].ratio == pytest.approx(
         playbook.context_parallel_ratio(nvlink, tokens / 8, h, h)
     )

@@ -262,13 +262,16 @@ class _Sheet:
         return rows
 
     def context(self) -> Row:
-        """Compare a neighbour's keys and values with attention's forward pass; backward moves twice as many bytes."""
+        """Compare a neighbour's keys and values with attention's forward pass.
+
+        The backward pass moves three times as many bytes: keys and values in bfloat16, their gradients in float32.
+        """
         n = self.size("cp", self.cluster.gpus_per_node)
         tokens = self.run.sequences * self.run.seq_len / n
         heads = self.shape.head_dim / self.mesh.tensor
         step = 4 * tokens * self.shape.num_kv_heads * heads
         scores = 2 * tokens * self.run.seq_len / n * self.shape.num_heads * heads
-        times = 3 * self.layers * self.run.microbatches
+        times = 4 * self.layers * self.run.microbatches
         return self.row("CP", n, (n - 1) * step, times, (n - 1) * scores)
 
     def pipeline(self) -> Row:
