@@ -14,9 +14,11 @@ from ultrascale_jax.figures.charts import Bars, Heat
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.formulas import cheatsheet
 from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.report import files, plans, runs
 from ultrascale_jax.plan.report.plans import Scenario
+from ultrascale_jax.plan.search.ranking import Candidate
 from ultrascale_jax.plan.workload import GIB
 from ultrascale_jax.training.model_shape import ModelShape
 
@@ -259,3 +261,11 @@ def test_memory_files_stand_side_by_side(tmp_path):
     assert set(moments.panels) == {"fsdp1 zero3", "fsdp2 zero3"}
     (alone,) = files.figures(sources[:1])
     assert set(alone.panels) == {"at the peak, by part", "through two steps"}
+
+
+def test_a_cell_breaks_its_lines_before_offloaded_tensors_too(scenario):
+    remat = "save:q,k,v,attn_core,attn_out+offload:gate,up"
+    run = dataclasses.replace(scenario.run, remat=remat)
+    step = estimate(run, dataclasses.replace(scenario.cluster, num_gpus=run.num_gpus))
+    lines = plans._cell(Candidate(formula=step, refusal="")).text.splitlines()
+    assert "+offload:gate, up" in lines and max(map(len, lines)) <= plans.CELL_WIDTH
