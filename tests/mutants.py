@@ -138,7 +138,7 @@ def check_sound(mutants: Sequence[Mutant], tree: Path, cache: Path) -> None:
 
 
 def to_markdown(results: Sequence[Result]) -> str:
-    """The table, the survivors last of the sentences above it."""
+    """Return the table of the results, under a line that counts them."""
     caught = sum(result.caught for result in results)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
@@ -168,9 +168,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants alone")
     parser.add_argument("--workers", type=int, default=1, help="mutants at once")
     parser.add_argument("--trust", action="store_true", help="do not run the unchanged code first")
-    parser.add_argument(
-        "--out", type=Path, help="write the table here, after the line <!-- table -->"
-    )
+    parser.add_argument("--out", type=Path, help="write the table of results to this file")
     options = parser.parse_args()
     mutants = read_table()
     if options.only:
@@ -200,8 +198,8 @@ def main() -> int:
     table = to_markdown(results)
     print("\n" + table)
     if options.out:
-        head = options.out.read_text().partition("<!-- table -->")[0]
-        options.out.write_text(f"{head}<!-- table -->\n\n{table}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(table)
     return 0 if all(result.caught for result in results) else 1
 
 

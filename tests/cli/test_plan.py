@@ -81,6 +81,14 @@ def test_compile_executes_a_tiny_program_and_refuses_a_large_one(capsys, monkeyp
     assert "execute=True: 2 GPUs take" in capsys.readouterr().err
 
 
+def test_no_wait_for_copies_is_zero_and_not_less(capsys):
+    times = dict.fromkeys(("step_s", "one_stream_s", "side_by_side_s", "contended_s"), 0.3)
+    step = {"exposed_s": {"fsdp": 0.1, "sp": 0.2}, "idle_s": 0.3, "busy_s": {}, "comm_streams": 1}
+    Console().print(verb._time(step | times | {"tokens_per_s_gpu": 1.0, "mfu": 0.4}))
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "waiting for copies" in x]
+    assert line.split()[-2] == "0.0"  # 0.3 - (0.1 + 0.2) is below 0
+
+
 @pytest.mark.wide
 def test_a_pipeline_is_compiled_and_timed_by_its_schedule(capsys):
     # Eight rows of micro-batches in groups: the head stands in a branch that half of the ticks take.

@@ -14,9 +14,11 @@ from ultrascale_jax.figures.charts import Bars, Heat
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.formulas import cheatsheet
 from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.report import files, plans, runs
 from ultrascale_jax.plan.report.plans import Scenario
+from ultrascale_jax.plan.search.ranking import Candidate
 from ultrascale_jax.plan.workload import GIB
 from ultrascale_jax.training.model_shape import ModelShape
 
@@ -100,8 +102,8 @@ def test_communication_over_computation_is_the_cheat_sheets_of_each_size(scenari
     shape, tokens = scenario.shape, scenario.run.step_tokens
     ring = 1e9 * min(scenario.cluster.intra_gbs, 8 * scenario.cluster.inter_gbs)
     speed = scenario.cluster.gpu.peak_flops("bf16") * shape.num_params / shape.active_params / ring
-    # An all-reduce of bfloat16 moves 4 N (n - 1) / n bytes once a step; a token's backward pass takes 4 N FLOPs.
-    assert batch["dp"][-1].y == pytest.approx(63 * speed / tokens)
+    # An all-reduce of float32 moves 8 N (n - 1) / n bytes once a step; a token's backward pass takes 4 N FLOPs.
+    assert batch["dp"][-1].y == pytest.approx(2 * 63 * speed / tokens)
     assert batch["fsdp"][-1].y == pytest.approx(63 / 64 * speed / scenario.run.seq_len)
     own = cheatsheet.cheat_sheet(scenario.varied({"tp": 8}), find_cluster(None, "h100", 8))
     assert split["tp"][2].y == next(row.ratio for row in own if row.strategy == "TP")
@@ -242,3 +244,11 @@ def test_memory_files_stand_side_by_side(tmp_path):
     assert set(moments.panels) == {"fsdp1 zero3", "fsdp2 zero3"}
     (alone,) = files.figures(sources[:1])
     assert set(alone.panels) == {"at the peak, by part", "through two steps"}
+
+
+def test_a_cell_breaks_its_lines_before_offloaded_tensors_too(scenario):
+    remat = "save:q,k,v,attn_core,attn_out+offload:gate,up"
+    run = dataclasses.replace(scenario.run, remat=remat)
+    step = estimate(run, dataclasses.replace(scenario.cluster, num_gpus=run.num_gpus))
+    lines = plans._cell(Candidate(formula=step, refusal="")).text.splitlines()
+    assert "+offload:gate, up" in lines and max(map(len, lines)) <= plans.CELL_WIDTH

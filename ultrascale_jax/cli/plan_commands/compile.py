@@ -224,7 +224,7 @@ def _time(summary: dict[str, Any]) -> Table:
         "attention": summary["busy_s"].get("attention", 0.0),
         "everything else": summary["busy_s"].get("other", 0.0),
         "exposed communication": exposed,
-        "waiting for copies": summary["idle_s"] - exposed,
+        "waiting for copies": max(0.0, summary["idle_s"] - exposed),
         "step": summary["step_s"],
         f"step, collectives on one stream (XLA's: {summary['comm_streams']})": summary[
             "one_stream_s"

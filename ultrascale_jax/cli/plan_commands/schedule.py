@@ -204,7 +204,8 @@ def overview(options: Options, costs: tuple[float, float, float]) -> None:
         f"{name:12} {row if isinstance(row, str) else WHEN.get(name, '')}" for name, row in found
     ]
     console.print(
-        "bubble: idle over ideal time; formula: as published, for equal times; lock step: as this trainer runs it;\n"
+        "bubble: idle over ideal time; formula: in closed form, for equal times (zb_uniform's and zb_v's are\n"
+        "ours, zb_v's paper leaves out the first ticks and has none); lock step: as this trainer runs it;\n"
         "dependencies: of a runtime in which ranks wait for their data alone.\n"
         "in flight, W queue: micro-batches through all layers of a rank, on the fullest rank.\n",
         *words,

@@ -285,11 +285,13 @@ class Schedule:
 
     @property
     def formula(self) -> float | None:
-        """Return the bubble of this schedule's paper at f = b = w, in `dependencies`; None if there is none.
+        """Return the bubble at f = b = w in closed form, for `dependencies`; None if there is none.
 
-        `zb_uniform` is ours and counts lock step. `zb_h1` reaches it from m = p on and `zb_v` from m = 2 p - 1 on: its
-        paper counts from each rank's first operation, and the last rank's comes late. `dualpipe_v` counts an F and a B
-        that share a tick as one operation; one after the other, as `dependencies` times them, they idle half as long.
+        `afab`, `1f1b`, `interleaved`, `zb_h1` and `dualpipe_v` have their papers' forms. `zb_uniform` is ours and
+        counts lock step. `zb_v` is ours too and counts from the first tick: its paper counts from each rank's first
+        operation and has no bubble then. `zb_h1` reaches its form from m = p on, `zb_v` from m = 2 p - 1 on.
+        `dualpipe_v` counts an F and a B that share a tick as one operation; one after the other, as `dependencies`
+        times them, they idle half as long.
         """
         p, m, v = self.ranks, self.microbatches, self.virtual
         return {

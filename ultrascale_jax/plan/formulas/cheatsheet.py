@@ -1,24 +1,35 @@
 """The playbook's cheat-sheet for one model on one cluster: what each axis splits, sends, and whether that can hide.
 
-The formulas are the playbook's, with the model's real sizes instead of 16 h^2 and the GPU's dense peak and the
-links' bandwidths as the data sheets have them: a lower bound for both sides, without latencies. In texts, N parameters
-and L layers of one GPU before ZeRO, n the axis, B the bytes a second of its link, F the GPU's FLOP/s, T the tokens of a
-micro-batch on one GPU.
+The formulas are the playbook's with three changes. Sizes are the model's own instead of 16 h^2. Sums of gradients over
+a step (dp, ZeRO-1) are in float32, as this trainer makes them. An axis sends the bytes that it has in the run's mesh:
+ZeRO communicates over fsdp, ep and cp together (routed experts over fsdp and cp), and dp sums the shards that this
+leaves. The GPU's dense peak and the links' bandwidths are those of the data sheets: a lower bound for both sides,
+without latencies. In texts, N parameters and L layers of one GPU before ZeRO, n the GPUs of a collective, B the bytes a
+second of its link, F the GPU's FLOP/s, T the tokens of a micro-batch on one GPU.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale_jax.config import Experts, MeshConfig
 from ultrascale_jax.plan.formulas.costs import ring_bytes
+from ultrascale_jax.plan.formulas.framework import kept_names
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import Run, group
+from ultrascale_jax.plan.workload import Group, Run, group
+
+ZERO_AXES = ("fsdp", "ep", "cp")
+"""Axes over which ZeRO splits parameters; `ep` splits routed experts already."""
+
+STAGES = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+"""Strategy of each ZeRO stage."""
 
 BATCH, SHARE = "n x micro-batch x accumulation", "1/n of the batch"
 
 TEXTS = {
-    "DP": ("dp", BATCH, "all on each GPU", SHARE, "F/BT x (n-1)/n"),
-    "ZeRO-1": ("fsdp", BATCH, "optimizer / n", SHARE, "F/BT x (n-1)/n"),
+    "DP": ("dp", BATCH, "all on each GPU", SHARE, "2F/BT x (n-1)/n / ZeRO's shards"),
+    "ZeRO-1": ("fsdp", BATCH, "optimizer / n", SHARE, "3F/2BT x (n-1)/n"),
     "ZeRO-2": ("fsdp", BATCH, "optimizer and gradients / n", SHARE, "F/2BT x (n-1)/n"),
     "ZeRO-3": ("fsdp", BATCH, "all / n", SHARE, "F/BT x (n-1)/n"),
     "TP": (
@@ -56,6 +67,8 @@ class Row:
     """Of the axis in the run; where it is not used there, one that the cluster suggests."""
     used: bool
     """Whether the run uses it."""
+    axes: tuple[str, ...]
+    """Axes of the mesh, larger than 1, over which its collectives run: for ZeRO those of `ZERO_AXES`."""
     batch: str
     memory: str
     compute: str
@@ -89,18 +102,33 @@ def cheat_sheet(run: Run, cluster: Cluster) -> list[Row]:
 def bandwidth(mesh: MeshConfig, axis: str, size: int, cluster: Cluster) -> float:
     """Return the bytes a second of one GPU along an axis of `size`.
 
-    A ring over nodes uses a network card for each of its ranks there. `pp` and `cp` send to a neighbour and `ep` from
-    everyone to everyone, each GPU by its own card. A batch axis that the mesh has not would take the place of the one
-    that it has.
+    `pp` and `cp` send to a neighbour and `ep` from everyone to everyone, each GPU by its own card; the other axes are
+    rings (`ring_bandwidth`).
     """
-    absent = axis in ("dp", "fsdp") and mesh.sizes[axis] == 1
-    instead = {"dp": 1, "fsdp": 1} if absent else {}
-    changed = dataclasses.replace(mesh, **(instead | {axis: size}))
-    ranks = group(changed, (axis,), cluster.gpus_per_node)
+    ranks = group(with_axis(mesh, axis, size), (axis,), cluster.gpus_per_node)
+    if axis in ("pp", "cp", "ep"):
+        return 1e9 * (cluster.intra_gbs if ranks.nodes == 1 else cluster.inter_gbs)
+    return ring_bandwidth(ranks, cluster)
+
+
+def ring_bandwidth(ranks: Group, cluster: Cluster) -> float:
+    """Return the bytes a second of one GPU on a ring.
+
+    Over nodes it uses a network card for each of its ranks in a node.
+    """
     if ranks.nodes == 1:
         return cluster.intra_gbs * 1e9
-    cards = 1 if axis in ("pp", "cp", "ep") else ranks.per_node
-    return min(cluster.intra_gbs, cluster.inter_gbs * cards) * 1e9
+    return min(cluster.intra_gbs, cluster.inter_gbs * ranks.per_node) * 1e9
+
+
+def with_axis(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
+    """Return `mesh` with `axis` of `size`.
+
+    A batch axis that the mesh does not have takes the place of the one that it has.
+    """
+    absent = axis in ("dp", "fsdp") and mesh.sizes[axis] == 1 and size > 1
+    instead = {"dp": 1, "fsdp": 1} if absent else {}
+    return dataclasses.replace(mesh, **(instead | {axis: size}))
 
 
 class _Sheet:
@@ -121,61 +149,129 @@ class _Sheet:
         return size if size > 1 else max(2, suggested)
 
     def row(self, strategy: str, size: int, sent: float, times: float, work: float) -> Row:
-        """Compare `sent` bytes of communication, `times` as many in a step, with `work` FLOPs."""
-        axis, batch, memory, compute, communication = TEXTS[strategy]
-        stages = "DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"
-        other_stage = axis == "fsdp" and strategy != stages[self.run.zero]
+        """Compare `sent` bytes along the strategy's axis, `times` as many in a step, with `work` FLOPs."""
+        axis = TEXTS[strategy][0]
+        seconds = sent / bandwidth(self.mesh, axis, size, self.cluster)
+        axes = (axis,) if self.mesh.sizes[axis] > 1 else ()
+        return self.compare(strategy, size, axes, (sent * times, seconds), work)
+
+    def compare(
+        self,
+        strategy: str,
+        size: int,
+        axes: tuple[str, ...],
+        communication: tuple[float, float],
+        work: float,
+    ) -> Row:
+        """Make a row of a step's bytes and a micro-batch's seconds of communication; used if the run has its `axes`."""
+        axis, batch, memory, compute, formula = TEXTS[strategy]
         return Row(
             strategy=strategy,
             axis=axis,
             size=size,
-            used=self.mesh.sizes[axis] > 1 and not other_stage,
+            used=bool(axes),
+            axes=axes,
             batch=batch,
             memory=memory,
             compute=compute,
-            communication=communication,
-            volume=sent * times,
-            communication_s=sent / bandwidth(self.mesh, axis, size, self.cluster),
+            communication=formula,
+            volume=communication[0],
+            communication_s=communication[1],
             computation_s=work / self.flops,
         )
 
     def data(self) -> list[Row]:
-        """Compare gradients, and with ZeRO-3 parameters, in bfloat16 with the passes of a micro-batch."""
+        """Compare gradients, and with ZeRO-3 parameters, with the passes of a micro-batch.
+
+        A sum over a step is of float32: 4 bytes of a parameter scattered, 4 gathered by dp and 2 by ZeRO-1. ZeRO-2 and
+        ZeRO-3 scatter and gather bfloat16, ZeRO-2 the parameters once a step.
+        """
         mesh, m, backward = self.mesh, self.run.microbatches, 4 * self.tokens * self.active
         others = mesh.tensor * mesh.cp * mesh.pp * mesh.ep
-        rest = max(mesh.dp, mesh.fsdp)
-        rest = rest if rest > 1 else self.cluster.num_gpus // others
-        dp, fsdp = self.size("dp", rest), self.size("fsdp", rest)
-        whole, shard = (ring_bytes("all-gather", 2 * self.params, n) for n in (dp, fsdp))
-        return [
-            self.row("DP", dp, 2 * whole, 1, backward),
-            self.row("ZeRO-1", fsdp, 2 * shard, 1, backward),
-            self.row("ZeRO-2", fsdp, shard, m + 1, backward),
-            self.row("ZeRO-3", fsdp, 3 * shard, m, 1.5 * backward),
-        ]
+        batch = max(mesh.dp, mesh.fsdp)
+        batch = batch if batch > 1 else self.cluster.num_gpus // others
+        dp, fsdp = self.size("dp", batch), self.size("fsdp", batch)
+        replicated = with_axis(mesh, "dp", dp)
+        shards = self.groups(with_axis(mesh, "fsdp", fsdp), ZERO_AXES)
+        if self.run.zero:
+            replicas = self.groups(replicated, ("dp",), split=ZERO_AXES)
+        else:
+            replicas = self.groups(replicated, ("dp", *ZERO_AXES))
+        rows = []
+        for strategy, groups, width, times, work in (
+            ("DP", replicas, 8, 1, backward),
+            ("ZeRO-1", shards, 6, 1, backward),
+            ("ZeRO-2", shards, 2, m + 1, backward),
+            ("ZeRO-3", shards, 6, m, 1.5 * backward),
+        ):
+            sent, seconds = self.around(groups, width)
+            size = dp if strategy == "DP" else fsdp
+            rows.append(
+                self.compare(strategy, size, self.axes(strategy), (sent * times, seconds), work)
+            )
+        return rows
+
+    def axes(self, strategy: str) -> tuple[str, ...]:
+        """Return the axes over which the run sums gradients as `strategy` does; none if it does not."""
+        of_stage = ZERO_AXES if strategy == STAGES[self.run.zero] else ()
+        axes = ("dp", *of_stage) if strategy == "DP" else of_stage
+        return tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)
+
+    def groups(
+        self, mesh: MeshConfig, axes: Sequence[str], split: Sequence[str] = ()
+    ) -> list[tuple[float, Group]]:
+        """Return parameters of one GPU, split over the axes `split`, with the GPUs along `axes` that share them.
+
+        First the parameters that all tokens meet, then those of routed experts, which `ep` splits already.
+        """
+        routed = self.shape.routed_params / (mesh.tensor * mesh.pp)
+        kinds = (self.params - routed, ()), (routed / mesh.ep, ("ep",))
+        groups = []
+        for count, without in kinds:
+            shards = math.prod(mesh.sizes[axis] for axis in split if axis not in without)
+            along = tuple(axis for axis in axes if axis not in without)
+            groups.append((count / shards, group(mesh, along, self.cluster.gpus_per_node)))
+        return groups
+
+    def around(self, groups: list[tuple[float, Group]], width: float) -> tuple[float, float]:
+        """Return the bytes that one GPU sends, and the seconds, for `width` bytes of each parameter on a ring."""
+        sent = [ring_bytes("all-gather", width * count, ranks.ranks) for count, ranks in groups]
+        rates = [ring_bandwidth(ranks, self.cluster) for _, ranks in groups]
+        return sum(sent), sum(size / rate for size, rate in zip(sent, rates, strict=True))
 
     def tensor(self) -> list[Row]:
-        """Compare four collectives of the hidden states in the forward pass of a layer with its products."""
+        """Compare four collectives of the hidden states in the forward pass of a layer with its products.
+
+        The backward pass has as many. Where it computes again, it also repeats the gathers of both inputs (`sp`), and
+        the collective behind attention if its result is not kept.
+        """
         whole, rows = self.mesh.tensor, []
         node = max(2, self.cluster.gpus_per_node // whole)
         layer = self.shape.attention_params + self.shape.mlp_params
-        times = 2 * self.layers * self.run.microbatches
+        per_layer = self.layers * self.run.microbatches
+        inputs = 2 if self.run.remat != "none" else 0
+        result = 1 if "attn_out" not in kept_names(self.run.remat) else 0
+        repeated = {"TP": 2 * result, "TP + SP": inputs + result}
         for strategy in ("TP", "TP + SP"):
             axis = TEXTS[strategy][0]
             n = self.size(axis, node)
             group_size = whole if self.mesh.sizes[axis] > 1 else whole * n
-            sent = 4 * ring_bytes("all-gather", 2 * self.tokens * self.shape.d_model, n)
-            rows.append(self.row(strategy, n, sent, times, 2 * self.tokens * layer / group_size))
+            one = ring_bytes("all-gather", 2 * self.tokens * self.shape.d_model, n)
+            times = (8 + repeated[strategy]) / 4 * per_layer
+            rows.append(self.row(strategy, n, 4 * one, times, 2 * self.tokens * layer / group_size))
         return rows
 
     def context(self) -> Row:
-        """Compare a neighbour's keys and values with attention's forward pass; backward moves twice as many bytes."""
+        """Compare a neighbour's keys and values with attention's forward pass.
+
+        The backward pass moves three times as many bytes: keys and values in bfloat16, their gradients in float32.
+        """
         n = self.size("cp", self.cluster.gpus_per_node)
         tokens = self.run.sequences * self.run.seq_len / n
         heads = self.shape.head_dim / self.mesh.tensor
         step = 4 * tokens * self.shape.num_kv_heads * heads
         scores = 2 * tokens * self.run.seq_len / n * self.shape.num_heads * heads
-        times = 3 * self.layers * self.run.microbatches
+        times = 4 * self.layers * self.run.microbatches
         return self.row("CP", n, (n - 1) * step, times, (n - 1) * scores)
 
     def pipeline(self) -> Row:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ultrascale_jax.config import REMAT_NAMES
+from ultrascale_jax.config import REMAT_NAMES, remat_names
 from ultrascale_jax.plan.formulas import costs
 
 RESULTS = {
@@ -22,6 +22,12 @@ KEPT = {
     "full": ((),),
 }
 """Results that the policies of `train_step/remat.py` keep."""
+
+
+def kept_names(remat: str) -> set[str]:
+    """Return the names of a layer's tensors that are there in its backward pass, also from the host."""
+    groups = KEPT.get(remat) or remat_names(remat)
+    return set(REMAT_NAMES) if remat == "none" else {name for names in groups for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

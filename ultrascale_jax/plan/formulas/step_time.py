@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale_jax import config
-from ultrascale_jax.config import REMAT_NAMES, orders_whole_stage, remat_names, require_type
+from ultrascale_jax.config import orders_whole_stage, require_type
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     layer_of,
@@ -16,7 +16,12 @@ from ultrascale_jax.plan.formulas.activations import (
     offloaded_bytes,
     saved_bytes,
 )
-from ultrascale_jax.plan.formulas.framework import KEPT, NORMED_RESULTS, RESULTS, ULTRASCALE
+from ultrascale_jax.plan.formulas.framework import (
+    NORMED_RESULTS,
+    RESULTS,
+    ULTRASCALE,
+    kept_names,
+)
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
 from ultrascale_jax.plan.hardware import Cluster
@@ -281,9 +286,7 @@ class Step:
     @property
     def kept(self) -> set[str]:
         """Names of what a layer keeps for its backward pass."""
-        remat = self.run.remat
-        groups = KEPT.get(remat) or remat_names(remat)
-        return set(REMAT_NAMES) if remat == "none" else {name for names in groups for name in names}
+        return kept_names(self.run.remat)
 
     def offload(self, forward: float, backward: float) -> float:
         """Time copying activations to the host in the forward pass, and back in the backward pass, beyond their work.

@@ -404,7 +404,7 @@ def _cell(candidate: Candidate) -> Cell:
     lines = (
         " ".join(axes) + "*" * bool(candidate.refusal),
         f"{zero}mbs{run.sequences} x{run.microbatches}",
-        run.remat.replace(",", ", "),
+        run.remat.replace(",", ", ").replace("+", " +"),
         f"{candidate.best.peak_bytes / GIB:.1f} GiB",
     )
     text = "\n".join(files.wrap(line, CELL_WIDTH) for line in lines)
