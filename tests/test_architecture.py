@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # Each layer may import the ones before it; layers on one line may not import each other.
 LAYERS = [
-    {"config", "kernels", "hlo"},
+    {"config", "kernels", "hlo", "units"},
     {"launch", "figures"},
     {"storage", "dashboard"},
     {"sharding"},

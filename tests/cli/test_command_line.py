@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from ultrascale_jax.cli import command_line, generate, train, watch
+from ultrascale_jax.cli import command_line, generate, prepare_data, train, watch
 from ultrascale_jax.config import (
     AUTO,
     Experts,
@@ -329,21 +330,18 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--train.steps 1e3", "--train.steps: must be an integer, not '1e3'"),
+        ("--train.steps 1.5", "--train.steps: must be an integer, not '1.5'"),
+        ("--train.steps 1kB", "--train.steps: must be an integer, not '1kB'"),
         ("--optim.lr x", "--optim.lr: must be a number, not 'x'"),
         ("--optim.betas a b", "--optim.betas: must be (float, float), not ['a', 'b']"),
         ("--devices x", "--devices: must be None or INT, not 'x'"),
         ("--train.steps", "'--train.steps'; give 1 value"),
         ("--optim.betas 0.9", "'--optim.betas'; give 2 values"),
         (f"--train.steps {'9' * 5000}", "--train.steps: must be an integer of fewer digits"),
-        ("--no-data.document-mask", "did you mean --data.no-document-mask?"),
         ("--no-document-mask", "did you mean --data.no-document-mask?"),
         ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
         ("--moe.nooverlap", "did you mean --moe.no-overlap?"),
-        ("--data.document-mask False", "options: False; --data.no-document-mask turns it off"),
-        ("--data.document-mask=0", "options: 0; --data.no-document-mask turns it off"),
-        ("--moe.overlap true", "options: true; --moe.overlap alone turns it on"),
-        ("--print-config=1", "options: 1; --print-config alone turns it on"),
+        ("--data.document-mask=maybe", "options: maybe"),
         ("--model.normeps 1", "did you mean --model.norm-eps?"),
         ("--kernels.nrom xla", "did you mean --kernels.norm?"),
         ("--no-train.zero", "options: --no-train.zero"),
@@ -354,6 +352,41 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
 def test_an_error_is_in_the_words_of_options_and_never_means_the_opposite(capsys, words, said):
     err = refused(capsys, *words.split())
     assert err.endswith(f"{said}\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "value"),
+    [
+        ("--train.steps 1k", "train.steps", 1000),
+        ("--train.steps=1e3", "train.steps", 1000),
+        ("--train.steps 1_000", "train.steps", 1000),
+        ("--data.seq-len 4Ki", "data.seq_len", 4096),
+        ("--data.seq-len 1.024k", "data.seq_len", 1024),
+        ("--data.document-mask False", "data.document_mask", False),
+        ("--data.document-mask=0", "data.document_mask", False),
+        ("--data.document_mask off", "data.document_mask", False),
+        ("--no-data.document-mask", "data.document_mask", False),
+        ("--no-data.document-mask false", "data.document_mask", True),
+        ("--data.no-document-mask=true", "data.document_mask", False),
+        ("--moe.overlap true", "moe.overlap", True),
+        ("--moe.overlap=yes --train.steps 3", "moe.overlap", True),
+        ("--print-config=false --train.steps 3", "train.steps", 3),
+    ],
+)
+def test_numbers_and_switches_are_understood_as_other_programs_write_them(words, section, value):
+    cfg, options = parse("debug", *words.split())
+    section, _, field = section.partition(".")
+    assert getattr(getattr(cfg, section), field) == value and not options.print_config
+
+
+def test_files_that_the_shell_made_of_a_pattern_are_told_the_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"{number:03}.txt" for number in range(200)]
+    for name in names:
+        Path(name).touch()
+    said = "--input got 200 files: the shell has expanded a pattern; put it in quotes"
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        command_line.read(prepare_data.Args, ["--input", *names, "--out", "o"], prog="prepare-data")
 
 
 def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):

@@ -32,7 +32,7 @@ import tyro
 
 from ultrascale_jax import configs
 from ultrascale_jax.checkpoint.init_from import with_source
-from ultrascale_jax.cli.suggestions import plain, suggestion
+from ultrascale_jax.cli.suggestions import expanded, options_of, plain, suggestion, with_switches
 from ultrascale_jax.config import (
     AUTO,
     Config,
@@ -51,6 +51,7 @@ from ultrascale_jax.config.renamed import refuse_old_option
 from ultrascale_jax.launch.cluster import Launch, detect
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.failures import denied
+from ultrascale_jax.units import whole_number
 
 if TYPE_CHECKING:
     from ultrascale_jax.plan.auto import Host
@@ -77,6 +78,24 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 def option(metavar: str, absent: str = "none"):
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+"""Constructors of tyro: those of the library, and that of integers."""
+
+
+@REGISTRY.primitive_rule
+def _integer(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer."""
+    if info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def require_at_least(least: int, options: object, *names: str) -> None:
@@ -510,6 +529,7 @@ def read[T](
       UserError: what is wrong, in one line: the error of a section as it was, or tyro's box unpacked.
     """
     given: dict[str, Any] = {} if default is None else {"default": default}
+    arguments = with_switches(arguments, dict(options_of(default or form)))
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
@@ -520,6 +540,7 @@ def read[T](
                 prog=prog,
                 description=description,
                 config=(tyro.conf.AvoidSubcommands,),
+                registry=REGISTRY,
             )
     except SystemExit as stop:
         cause: BaseException | None = stop
@@ -530,7 +551,9 @@ def read[T](
         if stop.code == 0:
             raise
         complaint, near = _unboxed(report.getvalue())
-        hint = suggestion(complaint, default or form, recipes(), prog, arguments, near)
+        if (pattern := expanded(complaint, arguments)) is not None:
+            raise UserError(pattern) from None
+        hint = suggestion(complaint, default or form, recipes(), prog, near)
         raise UserError(plain(complaint) + hint) from None
     # A `Config` has done so itself.
     options: Any = made.options if isinstance(made, _Command) else made
