@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrascale_jax.units import whole_number
+from ultrascale_jax.units import decimal, size, whole_number
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,9 @@ def test_an_amount_is_a_whole_number(text, value):
 def test_another_text_is_none(text):
     with pytest.raises(ValueError, match="must be an integer, not"):
         whole_number(text)
+
+
+def test_amounts_are_written_in_the_unit_that_fits():
+    sizes = [size(count) for count in (0, 2**19, 2**30 - 2**29, 3 * 2**29, -(2**31))]
+    assert sizes == ["0.0 MiB", "0.5 MiB", "512.0 MiB", "1.5 GiB", "-2.0 GiB"]
+    assert [decimal(count) for count in (7, 1500, 15e12)] == ["7", "1.5 K", "15 T"]

@@ -27,7 +27,8 @@ from scripts.validation.nanotron_time import (
 )
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.units import GIB
 
 COUNTS = ("nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero")
 MEASURED = ("tok_s_gpu", "mem_gb")

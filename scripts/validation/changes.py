@@ -21,7 +21,7 @@ from ultrascale_jax.cli import output
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import GIB
+from ultrascale_jax.units import GIB
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "benchmarks" / "changes.csv"

@@ -30,8 +30,8 @@ from ultrascale_jax.cli import output
 from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.plan.workload import GIB
 from ultrascale_jax.train_step.step import KEEP_RESULTS
+from ultrascale_jax.units import GIB
 
 ROOT = Path(__file__).parents[2]
 

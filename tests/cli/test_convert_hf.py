@@ -265,7 +265,7 @@ def test_the_printed_command_names_every_field_that_the_recipe_lacks(capsys):
         text=True,
         check=True,
     )
-    assert alone.stdout == printed
+    assert json.loads(alone.stdout) == printed
 
 
 def test_a_part_of_the_model_is_changed_or_added_by_flags_but_removed_by_another_recipe():

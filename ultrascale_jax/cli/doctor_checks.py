@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax import units
 from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.config import AXES, Config, DistConfig, UserError
 from ultrascale_jax.launch.cluster import Launch
@@ -158,7 +159,7 @@ def run_dir(cfg: Config, mesh: Mesh) -> list[Finding]:
     leaves = jax.tree.leaves(abstract_state(cfg, mesh))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     free, keep = shutil.disk_usage(existing).free, cfg.checkpoint.keep + 1
-    room = f"{free / 2**30:.1f} GiB free; a checkpoint has {size / 2**30:.3f} GiB, and {keep} are there at times"
+    room = f"{units.size(free)} free; a checkpoint has {units.size(size)}, and {keep} are there at times"
     fix = "; make room, or choose another --run-dir, or a smaller --checkpoint.keep"
     verdict = "OK" if free >= keep * size else "WARN" if free >= size else "FAIL"
     room += "" if verdict == "OK" else fix

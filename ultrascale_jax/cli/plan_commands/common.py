@@ -13,11 +13,9 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
 from ultrascale_jax.units import whole_number
-
-MIB = 2**20
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that SIGINT ended, as shells expect it."""
@@ -128,17 +126,6 @@ def tell(why: str) -> None:
 def planned(cfg: Config, options: Assumptions) -> Run:
     """Return the run that a configuration and the assumptions describe; call it inside `user_errors`."""
     return Run.of(cfg, options.gpus, shape_of(cfg, options))
-
-
-def size(count: float) -> str:
-    """Format a number of bytes."""
-    unit, many = unit_of(count)
-    return f"{count / many:.1f} {unit}"
-
-
-def unit_of(largest: float) -> tuple[str, int]:
-    """Return the unit for sizes up to `largest` bytes, and its bytes."""
-    return ("GiB", GIB) if abs(largest) >= GIB else ("MiB", MIB)
 
 
 def tokens(name: str, text: str) -> int:

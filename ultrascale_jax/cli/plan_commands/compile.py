@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale_jax import units
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import require
@@ -131,7 +132,7 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
 def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
     """Print the summary as tables."""
     console.print(f"{summary['label']} on {summary['gpus']} x {cluster.gpu.name}", highlight=False)
-    unit, count = common.unit_of(summary["peak_bytes"])
+    unit, count = units.byte_unit(summary["peak_bytes"])
     memory = Table("memory of one GPU", unit)
     for name in MEMORY:
         memory.add_row(name.removesuffix("_bytes"), f"{summary[name] / count:.2f}")
@@ -150,7 +151,7 @@ def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
 
 
 def _communication(summary: dict[str, Any]) -> Table:
-    unit, count = common.unit_of(max(row["bytes"] for row in summary["collectives"]))
+    unit, count = units.byte_unit(max(row["bytes"] for row in summary["collectives"]))
     table = Table("collective", "axes", "times", "synchronous", unit, "ms", "ms exposed")
     table.columns[0].no_wrap = True
     for row in summary["collectives"]:

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
-from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import recipe_of
 from ultrascale_jax.config import Config, MeshConfig, UserError, require, with_changes
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -22,7 +21,7 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import LONG, Search
 from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.units import SUFFIXES
+from ultrascale_jax.units import GIB, decimal
 
 HOST_WATTS = {"a100": 812, "h100": 1275, "h200": 1275, "b200": 1787}
 """Watts of a GPU with its share of the host, from data sheets: DGX A100 6.5 kW, H100 and H200 10.2 kW, B200 14.3 kW."""
@@ -310,7 +309,7 @@ def show(result: dict[str, Any], cfg: Config, cluster: Cluster, console: Console
     say(result["answer"])
     if not result["command"]:
         return
-    say(result["command"], "", f"The whole training: {amount(result['tokens'])} tokens")
+    say(result["command"], "", f"The whole training: {decimal(result['tokens'])} tokens")
     _show_bill(result, console)
     say(
         "Times are by formula and without interruptions. Compile the program before you rent the GPUs: "
@@ -333,7 +332,7 @@ def _show_fit(result: dict[str, Any], console: Console) -> None:
 
 def _batch_text(result: dict[str, Any]) -> str:
     b = result["batch"]
-    size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {amount(b['global_batch'] * b['seq_len'])}"
+    size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {decimal(b['global_batch'] * b['seq_len'])}"
     text = f"A step trains on {size} in all; {b['sharing']}."
     if "batch_shards" in b:
         text += (
@@ -366,9 +365,3 @@ def _show_bill(result: dict[str, Any], console: Console) -> None:
         numbers = ["" if n is None else f"{n:,.0f}" if n >= 100 else f"{n:,.3g}" for n in cells]
         table.add_row(row["what"], *numbers, row["label"])
     console.print(table)
-
-
-def amount(count: float) -> str:
-    """Write a number of tokens in powers of 1,000."""
-    unit = max((u for u in "KMBT" if count >= SUFFIXES[u]), key=SUFFIXES.__getitem__, default="")
-    return f"{count / SUFFIXES[unit]:.3g} {unit}".strip()
