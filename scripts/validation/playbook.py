@@ -22,7 +22,8 @@ from scripts.validation.runs import Prediction, Row, count, lines, measured, med
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.units import GIB
 
 COUNTS = ("nodes", "mbs", "gas", "gbs", "dp", "pp", "tp", "zero")
 MEASURED = ("tok_s_gpu", "mem_gb")

@@ -31,8 +31,9 @@ from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.workload import GIB, Run, group
+from ultrascale_jax.plan.workload import Run, group
 from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.units import GIB
 
 PRECISIONS = ("bf16", "fp32", "fp8")
 NAMES = ("source", "software", "model")

@@ -29,7 +29,8 @@ from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.units import GIB
 
 PLANNING = Path(__file__).parents[2] / "docs" / "planning"
 

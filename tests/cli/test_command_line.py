@@ -1,8 +1,10 @@
 """The command line as its user meets it: what it makes of words, and what it answers to wrong ones."""
 
 import dataclasses
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from ultrascale_jax.cli import command_line, generate, train, watch
+from ultrascale_jax.cli import command_line, generate, prepare_data, train, watch
 from ultrascale_jax.config import (
     AUTO,
     Experts,
@@ -290,11 +292,11 @@ def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
     assert not [name for name in set(sys.modules) - before if "broken" in name]
 
 
-@pytest.mark.parametrize("name", ["a.yaml", "out/config.json", "A.YML", "x/y.toml", "my.txt"])
+@pytest.mark.parametrize("name", ["a.yaml", "A.YML", "x/y.toml", "my.txt"])
 def test_a_recipe_in_another_language_is_told_what_a_recipe_is(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path("my.txt").touch()
-    words = "a recipe is Python: give a file that ends in .py and sets `config`, .* --print-config"
+    words = "give a file that ends in .py and sets `config`, .* --print-config"
     with pytest.raises(UserError, match=rf"^recipe='{name}': {words}"):
         command_line.load_recipe(name)
 
@@ -331,21 +333,18 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--train.steps 1e3", "--train.steps: must be an integer, not '1e3'"),
+        ("--train.steps 1.5", "--train.steps: must be an integer, not '1.5'"),
+        ("--train.steps 1kB", "--train.steps: must be an integer, not '1kB'"),
         ("--optim.lr x", "--optim.lr: must be a number, not 'x'"),
         ("--optim.betas a b", "--optim.betas: must be (float, float), not ['a', 'b']"),
         ("--devices x", "--devices: must be None or INT, not 'x'"),
         ("--train.steps", "'--train.steps'; give 1 value"),
         ("--optim.betas 0.9", "'--optim.betas'; give 2 values"),
         (f"--train.steps {'9' * 5000}", "--train.steps: must be an integer of fewer digits"),
-        ("--no-data.document-mask", "did you mean --data.no-document-mask?"),
         ("--no-document-mask", "did you mean --data.no-document-mask?"),
         ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
         ("--moe.nooverlap", "did you mean --moe.no-overlap?"),
-        ("--data.document-mask False", "options: False; --data.no-document-mask turns it off"),
-        ("--data.document-mask=0", "options: 0; --data.no-document-mask turns it off"),
-        ("--moe.overlap true", "options: true; --moe.overlap alone turns it on"),
-        ("--print-config=1", "options: 1; --print-config alone turns it on"),
+        ("--data.document-mask=maybe", "options: maybe"),
         ("--model.normeps 1", "did you mean --model.norm-eps?"),
         ("--kernels.nrom xla", "did you mean --kernels.norm?"),
         ("--no-train.zero", "options: --no-train.zero; see python -m scripts.train --help"),
@@ -358,38 +357,84 @@ def test_an_error_is_in_the_words_of_options_and_never_means_the_opposite(capsys
     assert err.endswith(f"{said}\n") and err.count("\n") == 1
 
 
-def test_print_config_shows_every_field_with_the_mesh_resolved(capsys):
-    words = ["debug", "--mesh", "fsdp=-1,tp=2", "--devices", "8", "--train.steps", "7"]
+@pytest.mark.parametrize(
+    ("words", "section", "value"),
+    [
+        ("--train.steps 1k", "train.steps", 1000),
+        ("--train.steps=1e3", "train.steps", 1000),
+        ("--train.steps 1_000", "train.steps", 1000),
+        ("--data.seq-len 4Ki", "data.seq_len", 4096),
+        ("--data.seq-len 1.024k", "data.seq_len", 1024),
+        ("--data.document-mask False", "data.document_mask", False),
+        ("--data.document-mask=0", "data.document_mask", False),
+        ("--data.document_mask off", "data.document_mask", False),
+        ("--no-data.document-mask", "data.document_mask", False),
+        ("--no-data.document-mask false", "data.document_mask", True),
+        ("--data.no-document-mask=true", "data.document_mask", False),
+        ("--moe.overlap true", "moe.overlap", True),
+        ("--moe.overlap=yes --train.steps 3", "moe.overlap", True),
+        ("--print-config=false --train.steps 3", "train.steps", 3),
+    ],
+)
+def test_numbers_and_switches_are_understood_as_other_programs_write_them(words, section, value):
+    cfg, options = parse("debug", *words.split())
+    section, _, field = section.partition(".")
+    assert getattr(getattr(cfg, section), field) == value and not options.print_config
+
+
+def test_files_that_the_shell_made_of_a_pattern_are_told_the_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"{number:03}.txt" for number in range(200)]
+    for name in names:
+        Path(name).touch()
+    said = "--input got 200 files: the shell has expanded a pattern; put it in quotes"
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        command_line.read(prepare_data.Args, ["--input", *names, "--out", "o"], prog="prepare-data")
+
+
+def printed_config(capsys, *words: str) -> tuple[str, str]:
     with pytest.raises(SystemExit) as stop:
         parse(*words, "--print-config")
     assert stop.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "train.steps = 7" in lines
-    assert "mesh.fsdp = 4" in lines
-    assert "data.source = 'python-stdlib'" in lines
-    shown = {line.split(" = ")[0] for line in lines if line}
-    expected = {
-        f"{section.name}.{field.name}"
-        for section in dataclasses.fields(debug)
-        for field in dataclasses.fields(getattr(debug, section.name))
-    }
-    assert shown == expected
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_print_config_prints_a_file_that_is_read_as_a_recipe(capsys, tmp_path):
+    words = ["debug", "--mesh", "fsdp=-1,tp=2", "--devices", "8", "--train.steps", "7"]
+    text, _ = printed_config(capsys, *words)
+    shown = json.loads(text)
+    assert shown["train"]["steps"] == 7 and shown["mesh"]["fsdp"] == 4
+    (tmp_path / "my.json").write_text(text)
+    changed = dataclasses.replace(
+        debug, mesh=MeshConfig(fsdp=4, tp=2), train=dataclasses.replace(debug.train, steps=7)
+    )
+    assert parse(str(tmp_path / "my.json"))[0] == changed
+    assert parse(str(tmp_path / "my.json"), "--train.steps", "9")[0].train.steps == 9
+    assert printed_config(capsys, str(tmp_path / "my.json"))[0] == text
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path):
+    for content, said in (
+        ('{"model_type": "llama"}', r"is a Hugging Face model's; write --init-from hf:.*"),
+        ('{"train": {"stepz": 3}}', r"stepz"),
+        ("{", r"my.json"),
+    ):
+        (tmp_path / "my.json").write_text(content)
+        with pytest.raises(UserError, match=said):
+            command_line.load_recipe(str(tmp_path / "my.json"))
 
 
 def test_print_config_shows_what_is_chosen_for_devices_and_what_is_open_without(capsys):
     words = ["llama3_8b", "--train.remat", "auto", "--train.microbatches", "auto"]
     for more, expected in (
-        ([], ("'auto'", "'auto'")),
-        (["--devices", "8"], ("64", "'selective'")),
+        ([], (0, "auto")),
+        (["--devices", "8"], (64, "selective")),
     ):
-        with pytest.raises(SystemExit) as stop:
-            parse(*words, *more, "--print-config")
-        assert stop.value.code == 0
-        captured = capsys.readouterr()
-        microbatches, remat = expected
-        assert f"train.microbatches = {microbatches}\n" in captured.out
-        assert f"train.remat = {remat}\n" in captured.out
-        assert ("of the fastest that fits" in captured.err) == bool(more)
+        text, err = printed_config(capsys, *words, *more)
+        shown = json.loads(text)["train"]
+        assert (shown["microbatches"], shown["remat"]) == expected
+        assert ("of the fastest that fits" in err) == bool(more)
 
 
 def test_help_names_the_recipes_and_every_section_and_loads_no_jax():

@@ -11,6 +11,7 @@ import tokenizers
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.cli import evaluate
 from ultrascale_jax.cli.generate import Options, chat, main, printable
 from ultrascale_jax.config import (
     Config,
@@ -94,6 +95,20 @@ def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path, capsys):
         main([str(tmp_path), "--prompt", "x"])
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: run_dir=")
+
+
+def test_a_hugging_face_folder_may_be_named_as_init_from_names_it(tmp_path, capsys):
+    (tmp_path / "hf").mkdir()
+    for name in (f"hf:{tmp_path}/hf", str(tmp_path / "hf")):
+        with pytest.raises(SystemExit, match="2"):
+            main([name, "--prompt", "x"])
+        assert f"run_dir='{tmp_path}/hf': holds no config.json" in capsys.readouterr().err
+    for command in (main, evaluate.main):
+        words = ["--prompt", "x"] if command is main else ["--choices", "x"]
+        with pytest.raises(SystemExit, match="2"):
+            command(["hf:org/name", *words])
+        said = "model='hf:org/name': there is no such folder; fetch it: hf download org/name --loc"
+        assert said in capsys.readouterr().err
 
 
 def test_control_characters_do_not_reach_the_terminal():

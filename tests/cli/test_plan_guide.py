@@ -80,7 +80,7 @@ def test_a_model_that_fits_nowhere_says_so(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "many"], "tokens='many': write a number of tokens, as 300B or 15T"),
+        (["--tokens", "many"], "tokens='many': write a number of tokens, as 300B, 4M (4,000,000)"),
         (["--price", "0"], "price=0.0: must be above 0"),
         (["--watts", "-1"], "watts=-1.0: must be above 0"),
         (["--gpus", "7", "--train.global-batch", "8"], "gpus=7: nothing is legal on 7 GPUs"),

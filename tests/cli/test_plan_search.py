@@ -34,7 +34,7 @@ def trained(command):
 
 @pytest.mark.slow
 def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
-    result = answer(capsys, *ARGUMENTS, "--global-batch-tokens", "1M", "--seq-len", "4096")
+    result = answer(capsys, *ARGUMENTS, "--global-batch-tokens", "1Mi", "--seq-len", "4096")
     assert (result["verb"], result["gpus"], result["gpu"]) == ("search", 8, "h100")
     assert result["label"] == "llama3_8b on 8 h100" and result["complete"]
     assert result["counts"]["candidates"] > 1000

@@ -415,9 +415,9 @@ def test_a_tilde_is_the_home_folder_of_input_and_out(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     main(["--input", "~/*.txt", "--out=~/out", "--workers", "1"])
     assert (tmp_path / "out/index.json").is_file() and not (tmp_path / "~").exists()
-    args = Args(input="hf:~/rows", out=Path("~/out"), tokenizer="~/t.json")
+    args = Args(input="~/rows", out=Path("~/out"), tokenizer="~/t.json")
     places = (args.input, str(args.out), args.tokenizer)
-    assert places == (f"hf:{tmp_path}/rows", f"{tmp_path}/out", f"{tmp_path}/t.json")
+    assert places == (f"{tmp_path}/rows", f"{tmp_path}/out", f"{tmp_path}/t.json")
 
 
 def test_a_document_longer_than_a_shard_gets_its_own(tmp_path):

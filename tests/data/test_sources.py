@@ -91,7 +91,7 @@ def test_weights_are_shares(tmp_path):
         ("wikipedia", "'wikipedia' is no source; write python-stdlib, text:GLOB"),
         ("text:", "'text:' is no source"),
         ("tokens", "'tokens' is no source"),
-        ("hf:org/name", "prepare-data --input hf:org/name --out DIR, then tokens:DIR"),
+        ("hf:org/name", "prepare-data --input 'hf://datasets/OWNER/NAME/*.parquet' --out"),
         ("", "'' is no source"),
         ("synthetic@0", "weight of 'synthetic' must be a positive number"),
         ("synthetic@-1", "weight of 'synthetic' must be a positive number"),

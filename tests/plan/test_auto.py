@@ -32,7 +32,8 @@ from ultrascale_jax.plan.formulas.memory import breakdown, fits, host_bytes
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.search.search_space import OFFLOADED, POLICIES, divisors
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.units import GIB
 
 
 def h100s(num_gpus, usable_gib=None, host=None):

@@ -19,8 +19,8 @@ from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.report import files, plans, runs
 from ultrascale_jax.plan.report.plans import Scenario
 from ultrascale_jax.plan.search.ranking import Candidate
-from ultrascale_jax.plan.workload import GIB
 from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.units import GIB
 
 RUNS = str(Path(__file__).parent.parent / "data/plan/playbook_runs.csv")
 HEAD = "model,nodes,mbs,gas,gbs,dp,pp,tp,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb\n"

@@ -15,7 +15,7 @@ from tests.faults.conftest import job as job  # a fixture
 from tests.faults.tiny import config as TINY
 from tests.runs import change, run, step_rows
 from ultrascale_jax.checkpoint.copies import Copies
-from ultrascale_jax.cli.doctor_checks import disk
+from ultrascale_jax.cli import doctor_checks
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.storage.remote import Remote
 
@@ -44,20 +44,16 @@ def test_a_run_copies_its_checkpoints_and_gives_its_place_back(url, tmp_path):
     assert copied == [2, 4]
 
 
-def test_the_doctor_tries_the_place_of_the_copies(url, tmp_path, monkeypatch):
-    def findings(url):
-        cfg = change(TINY, checkpoint={"store": url}, log={"run_dir": str(tmp_path)})
-        return disk.checks(cfg, 1)[-1].line()
-
-    assert findings(url).startswith(f"OK    object storage: {url} can be written, read and removed")
+def test_the_doctor_tries_the_place_of_the_copies(url, monkeypatch):
+    found = doctor_checks.store(url)
+    assert (found.verdict, found.text) == ("OK", f"{url} can be written, read and removed")
     assert Remote(url).files() == {}
-    assert findings("s3://nowhere/run").startswith(
-        "FAIL  object storage: s3://nowhere/run: there is no such bucket"
-    )
+    found = doctor_checks.store("s3://nowhere/run")
+    assert found.verdict == "FAIL" and "s3://nowhere/run: there is no such bucket" in found.text
     with monkeypatch.context() as patch:
         # A server that does not know the condition.
         patch.setattr(Remote, "create", lambda self, *args: self.write(*args) or True)
-        assert findings(url).startswith("WARN  object storage: ")
+        assert doctor_checks.store(url).verdict == "WARN"
 
 
 def command(name, *arguments):

@@ -127,7 +127,7 @@ def test_every_step_is_on_record_with_its_batch_and_no_invented_mfu(straight):
     rows = step_rows(folder)
     assert [row["step"] for row in rows] == list(range(1, 9))
     expected = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"]
-    expected += ["tflops_per_device", "hbm_gb"]  # no mfu, on a CPU
+    expected += ["tflops_per_device", "hbm_gib"]  # no mfu, on a CPU
     expected += ["skipped", "data_wait_s", "batch_hash", "seen", "time"]
     assert all(list(row) == expected for row in rows)
     loader = Loader(BASE.data, vocab_size=64, global_batch=8, seed=0)
@@ -164,7 +164,7 @@ def test_the_summary_tells_what_happened(straight):
     folder, summary = straight
     assert (summary["step"], summary["stopped"], summary["skipped"]) == (8, False, 0)
     assert summary["loss"] == step_rows(folder)[-1]["loss"]
-    assert summary["mfu"] is None and summary["hbm_gb"] is None
+    assert summary["mfu"] is None and summary["hbm_gib"] is None
     assert 0 < summary["compile_s"] < summary["first_step_s"]
     assert summary["tokens_per_s"] == pytest.approx(8 * 32 / summary["step_s"])
 

@@ -14,7 +14,7 @@ from ultrascale_jax.training.metrics import (
     to_json,
     truncate_rows,
 )
-from ultrascale_jax.training.throughput import peak_memory_gb
+from ultrascale_jax.training.throughput import peak_memory_gib
 
 
 def row(step, **changes):
@@ -168,4 +168,4 @@ def test_a_terminal_gets_a_progress_bar_with_the_loss_and_a_pipe_does_not(tmp_pa
 
 
 def test_memory_is_0_where_the_device_does_not_tell():
-    assert peak_memory_gb() == 0
+    assert peak_memory_gib() == 0

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 import struct
 import time
@@ -20,7 +19,6 @@ from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import COLUMNS
 from ultrascale_jax.training.trackers import (
     Kind,
-    Start,
     TensorBoard,
     Trackers,
     check_trackers,
@@ -124,11 +122,38 @@ def test_wandb_offline_has_configuration_and_every_step_and_a_resumed_run_its_id
     ]
 
 
-def test_tensorboard_gets_every_number_of_a_step(tmp_path):
-    log(config(tmp_path / "run", "tensorboard"), 0, [1])
-    [events] = (tmp_path / "run" / "tensorboard").iterdir()
-    data = events.read_bytes()
-    assert b"loss" in data and b"skipped" in data and b"batch_hash" not in data
+def tensorboard_events(file: Path):
+    """Yield the events of a file, in the form of TFRecord: a length, the bytes, and a checksum after each."""
+    from tensorboardX.proto import event_pb2
+
+    data = file.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        yield event_pb2.Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+
+
+def test_tensorboard_gets_every_number_of_a_step_and_a_start_hides_the_steps_behind_it(tmp_path):
+    cfg = config(tmp_path / "run", "tensorboard")
+    log(cfg, 0, [1, 2])
+    log(cfg, 1, [2])  # also within one second, in a file of its own
+    first, second = map(
+        list, map(tensorboard_events, sorted((tmp_path / "run/tensorboard").iterdir()))
+    )
+    assert [event.file_version for event in (first[0], second[0])] == ["brain.Event:2"] * 2
+    assert [(event.step, event.session_log.status) for event in (first[1], second[1])] == [
+        (1, 1),
+        (2, 1),
+    ]
+    written = [
+        (event.step, value.tag, value.simple_value)
+        for event in (*first[2:], *second[2:])
+        for value in event.summary.value
+    ]
+    steps = [(1, 2.0), (2, 1.0), (2, 1.0)]
+    assert written == [
+        row for step, loss in steps for row in ((step, "loss", loss), (step, "skipped", 0.0))
+    ]
 
 
 def test_a_tracker_that_fails_ends_with_one_warning_and_the_others_go_on(
@@ -143,14 +168,9 @@ def test_a_tracker_that_fails_ends_with_one_warning_and_the_others_go_on(
 
 
 def test_a_disk_that_is_full_under_tensorboard_is_told_once(tmp_path, capfd, monkeypatch):
-    class OnFullDisk(TensorBoard):
-        def __init__(self, start: Start):
-            super().__init__(start)
-            with open("/dev/full", "wb") as full:
-                os.dup2(full.fileno(), self._file.fileno())
-
-    kind = trackers.TRACKERS["tensorboard"]
-    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Kind(OnFullDisk, *kind[1:]))
+    monkeypatch.setattr(
+        "tensorboardX.record_writer.open_file", lambda path: open("/dev/full", "wb")
+    )
     log(config(tmp_path / "run", "tensorboard"), 0, range(1, 30))
     assert capfd.readouterr().err.count("No space left on device") == 1
 

@@ -29,6 +29,7 @@ from ultrascale_jax.launch.run_files import (
 )
 from ultrascale_jax.storage.cache import cache_folder, exclusive, name_of, require_room
 from ultrascale_jax.storage.remote import WORKERS, Remote, is_url
+from ultrascale_jax.units import size
 
 CONFIG = "config.json"
 
@@ -192,7 +193,7 @@ def _fetch_step(copies: Copies, step: int, folder: Path) -> None:
         for other in steps(folder):
             shutil.rmtree(folder / str(other))
         copies.require_room(folder, sizes)
-        say(f"fetching {copies.url}/{step} ({sum(sizes.values()) / 1e9:.3f} GB) to {folder}")
+        say(f"fetching {copies.url}/{step} ({size(sum(sizes.values()))}) to {folder}")
         place = copies.fetch_metadata(step, folder)
         copies.fetch(step, place, sizes)
         write_atomic(place / manifest.NAME, content)

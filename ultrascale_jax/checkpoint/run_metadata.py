@@ -124,6 +124,11 @@ def _of_another_run(refused: list[str], cfg: Config, place: object, fits: bool) 
     )
 
 
+def config_text(cfg: Config) -> str:
+    """Return the JSON that `config_from_dict` reads: the config.json of a run."""
+    return json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+
+
 def config_from_dict(values: dict) -> Config:
     """Return the `Config` whose fields are `values`; fields that are missing have defaults.
 

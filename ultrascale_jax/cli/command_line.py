@@ -1,7 +1,7 @@
 """The command line of every script that runs a recipe: `RECIPE --section.field VALUE ...`.
 
-A recipe is a module that exposes `config`, a `Config`; its values are the defaults, and the command
-line replaces single fields of it. Nothing here imports JAX before it is asked for devices, so
+A recipe is a module that exposes `config`, a `Config`, or a run's config.json; its values are the defaults, and the
+command line replaces single fields of it. Nothing here imports JAX before it is asked for devices, so
 `--help` and `--print-config` answer at once, on any machine. What stays open (`auto`) is chosen by `checked`,
 for the GPUs of a plan, or `on_devices`, for those that JAX finds.
 """
@@ -32,7 +32,8 @@ import tyro
 
 from ultrascale_jax import configs
 from ultrascale_jax.checkpoint.init_from import with_source
-from ultrascale_jax.cli.suggestions import plain, suggestion
+from ultrascale_jax.checkpoint.run_metadata import config_from_dict, config_text
+from ultrascale_jax.cli.suggestions import expanded, options_of, plain, suggestion, with_switches
 from ultrascale_jax.config import (
     AUTO,
     Config,
@@ -47,9 +48,11 @@ from ultrascale_jax.config import (
     put_home,
     require,
 )
+from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.launch.cluster import Launch, detect
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.failures import denied
+from ultrascale_jax.units import whole_number
 
 if TYPE_CHECKING:
     from ultrascale_jax.plan.auto import Host
@@ -60,7 +63,7 @@ DEFAULT_RECIPE = "demo"
 MOST_FAKE_DEVICES = 4096
 """XLA makes each of them when it starts."""
 
-OTHER_LANGUAGES = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".ipynb")
+OTHER_LANGUAGES = (".yaml", ".yml", ".toml", ".ini", ".cfg", ".ipynb")
 """Suffixes of files that hold settings for other programs."""
 
 TEXTS = ("prompt", "system")
@@ -76,6 +79,24 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 def option(metavar: str, absent: str = "none"):
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+"""Constructors of tyro: those of the library, and that of integers."""
+
+
+@REGISTRY.primitive_rule
+def _integer(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer."""
+    if info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def require_at_least(least: int, options: object, *names: str) -> None:
@@ -101,7 +122,7 @@ class Options:
     devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
-    """Print the configuration that the command line makes, and stop."""
+    """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
 
     def __post_init__(self):
         inside = self.devices is None or 1 <= self.devices <= MOST_FAKE_DEVICES
@@ -178,7 +199,7 @@ def parse[O: Options](
         free = chosen.mesh != "auto" or cfg.mesh == default.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
-            print(describe(_on_fake_devices(cfg, chosen) if chosen.devices else cfg))
+            print(config_text(_on_fake_devices(cfg, chosen) if chosen.devices else cfg), end="")
             raise SystemExit(0)
     return cfg, chosen
 
@@ -379,11 +400,13 @@ def recipes() -> list[str]:
 
 
 def load_recipe(name: str) -> Config:
-    """Return the `config` of `configs/NAME.py`, of the file NAME if it ends in .py, or of the module `pkg.mod`."""
+    """Return the `config` of `configs/NAME.py`, of a file NAME.py or NAME.json, or of the module `pkg.mod`."""
     known, name = recipes(), at_home(name)
     suffix = Path(name).suffix.lower()
     is_file = suffix == ".py"
-    fix = "a recipe is Python: give a file that ends in .py and sets `config`, or options, as --print-config shows them"
+    if suffix == ".json":
+        return _saved(Path(name))
+    fix = "give a file that ends in .py and sets `config`, or a .json that --print-config printed"
     other = suffix in OTHER_LANGUAGES or (os.path.isfile(name) and not is_file)
     require(not other, "recipe", name, fix)
     require(not is_file or os.path.isfile(name), "recipe", name, "there is no such file")
@@ -413,6 +436,18 @@ def load_recipe(name: str) -> Config:
     return config
 
 
+def _saved(path: Path) -> Config:
+    """Return the configuration in a run's config.json, or in a file that `--print-config` printed."""
+    require(path.is_file(), "recipe", str(path), "there is no such file")
+    values = read_json(path)
+    fix = f"is a Hugging Face model's; write --init-from hf:{path.parent}"
+    require("model_type" not in values, "recipe", str(path), fix)
+    try:
+        return config_from_dict(values)
+    except UserError as error:
+        raise UserError(f"recipe={str(path)!r}: {error}") from None
+
+
 def _run_file(path: Path) -> types.ModuleType:
     """Run the user's own recipe as a module of a name that hides no other; it may import files beside it."""
     folder = str(path.resolve().parent)
@@ -440,21 +475,6 @@ def _why_not(module_name: str, error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}, at {last.filename}:{last.lineno}"
-
-
-def describe(cfg: Config) -> str:
-    """Every field of `cfg`, one a line, a blank line between sections."""
-    sections = [_fields(f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg)]
-    return "\n\n".join("\n".join(lines) for lines in sections)
-
-
-def _fields(name: str, value: object) -> list[str]:
-    if (name, value) == ("train.microbatches", AUTO):
-        value = "auto"
-    if not dataclasses.is_dataclass(value):
-        return [f"{name} = {value!r}"]
-    fields = dataclasses.fields(value)
-    return [line for f in fields for line in _fields(f"{name}.{f.name}", getattr(value, f.name))]
 
 
 def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> list[str]:
@@ -507,6 +527,7 @@ def read[T](
       UserError: what is wrong, in one line: the error of a section as it was, or tyro's box unpacked.
     """
     given: dict[str, Any] = {} if default is None else {"default": default}
+    arguments = with_switches(arguments, dict(options_of(default or form)))
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
@@ -517,6 +538,7 @@ def read[T](
                 prog=prog,
                 description=description,
                 config=(tyro.conf.AvoidSubcommands,),
+                registry=REGISTRY,
             )
     except SystemExit as stop:
         cause: BaseException | None = stop
@@ -527,7 +549,9 @@ def read[T](
         if stop.code == 0:
             raise
         complaint, near = _unboxed(report.getvalue())
-        hint = suggestion(complaint, default or form, recipes(), prog, arguments, near)
+        if (pattern := expanded(complaint, arguments)) is not None:
+            raise UserError(pattern) from None
+        hint = suggestion(complaint, default or form, recipes(), prog, near)
         raise UserError(plain(complaint) + hint) from None
     # A `Config` has done so itself.
     options: Any = made.options if isinstance(made, _Command) else made

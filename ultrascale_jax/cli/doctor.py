@@ -1,21 +1,26 @@
-"""Check hosts, devices and links before a run: `ultrascale doctor [RECIPE] [--mesh ...]`.
+"""Check hosts, devices, links and the run directory before a run: `ultrascale doctor [RECIPE] [--mesh ...]`.
 
 Start it as the run will be started (srun, mpirun, in the pods), with the same recipe and options: it joins the same
-processes, looks at versions, environment, devices, hosts, clocks and the run directory, measures the links along the
-axes of the mesh and trains three steps of a tiny model. One line a check; exit code 1 if one of them is a FAIL.
+processes and resolves the recipe by the functions with which a run starts, tries the run directory, and times an
+all-reduce along each axis of the mesh. One line a check; exit code 1 if one of them is a FAIL.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.doctor_checks import flags
+from ultrascale_jax.config import Config, UserError
+from ultrascale_jax.launch.events import say
 
-NOT_TRIED = "not tried, because of the FAIL above"
+if TYPE_CHECKING:
+    from ultrascale_jax.cli.doctor_checks import Finding
+    from ultrascale_jax.launch.cluster import Launch
 
-LINKS_S, PREFLIGHT_S = 60.0, 60.0
-"""Seconds that the measurements and the preflight may take on GPUs; a CPU gets four times as long."""
+GPU_S, CPU_S = 60.0, 240.0
+"""Seconds that checks of several processes may take."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -25,56 +30,67 @@ def main(argv: Sequence[str]) -> None:
         options=command_line.JobOptions,
         description=__doc__ or "",
     )
-    if (wrong := flags.problem(os.environ)) is not None:
-        print(f"FAIL  XLA_FLAGS: {wrong}", flush=True)
-        raise SystemExit(1)
-
-    import jax
-
-    from ultrascale_jax.cli.doctor_checks import disk, host, links, preflight
-    from ultrascale_jax.cli.doctor_checks.findings import Finding, bounded, of_all
-    from ultrascale_jax.config import UserError
-    from ultrascale_jax.launch import distributed
-    from ultrascale_jax.sharding.mesh import make_mesh
-
-    own = dict(os.environ)
     launch = options.join()
-    worst: set[str] = set()
-
-    def tell(findings: list[Finding]) -> None:
-        for finding in findings:
-            worst.add(finding.verdict)
-            if jax.process_index() == 0:
-                print(finding.line(), flush=True)
+    from ultrascale_jax.launch import distributed
 
     with command_line.user_errors(), distributed.guarded():
-        count = 1 if launch is None or launch.num_processes is None else launch.num_processes
-        early = [*host.versions(), *host.environment(own, count)]
-        slack = 1.0 if distributed.find_devices()[0].platform == "gpu" else 4.0
-        with bounded("processes", slack * LINKS_S):
-            tell(of_all(early))
-            tell(of_all(host.limits(slack == 1.0, count)))
-            tell(of_all(host.devices(launch, options.dist, own)))
-            tell(of_all(host.ranks(launch)))
-            tell(of_all(host.clock()))
-        try:
-            checked = command_line.on_devices(
-                cfg, options, lambda why: tell([Finding("NOTE", "recipe", why)])
-            )
-        except UserError as error:
-            tell([Finding("FAIL", "recipe", str(error))])
-            tell([Finding("NOTE", "run directory, links, preflight", NOT_TRIED)])
-        else:
-            mesh = make_mesh(checked.mesh)
-            with disk.as_before(Path(cfg.log.run_dir)) as restore:
-                with bounded("run directory", slack * LINKS_S):
-                    tell(of_all(disk.checks(checked, disk.checkpoint_bytes(checked, mesh))))
-                with bounded("links", slack * LINKS_S):
-                    tell(links.checks(mesh))
-                if "FAIL" not in worst:
-                    with bounded("preflight", slack * PREFLIGHT_S, restore):
-                        tell(of_all(preflight.checks(checked)))
-                else:
-                    tell([Finding("NOTE", "preflight", NOT_TRIED)])
-    if "FAIL" in worst:
+        seconds = GPU_S if distributed.find_devices()[0].platform == "gpu" else CPU_S
+        verdicts = {_tell(finding) for finding in _findings(cfg, options, launch, seconds)}
+    if "FAIL" in verdicts:
         raise SystemExit(1)
+
+
+def _findings(
+    cfg: Config, options: command_line.JobOptions, launch: "Launch | None", seconds: float
+) -> Iterator["Finding"]:
+    """Yield the findings of all processes, each process the same."""
+    from ultrascale_jax.cli import doctor_checks as checks
+    from ultrascale_jax.sharding.mesh import make_mesh
+
+    with _bounded("processes", seconds):
+        early = [checks.versions(), checks.devices(launch, options.dist), *checks.clocks()]
+        yield from checks.of_all([*early, checks.hosts(launch)])
+    notes: list[str] = []
+    try:
+        cfg = command_line.on_devices(cfg, options, notes.append)
+    except UserError as error:
+        yield checks.Finding("FAIL", "recipe", str(error))
+        yield checks.Finding("NOTE", "run directory and links", "not tried, because of this FAIL")
+        return
+    yield from (checks.Finding("NOTE", "recipe", note) for note in notes)
+    mesh = make_mesh(cfg.mesh)
+    with _bounded("run directory", seconds):
+        yield from checks.of_all(checks.run_dir(cfg, mesh))
+        if cfg.checkpoint.store:
+            yield from checks.of_all([checks.store(cfg.checkpoint.store)])
+    with _bounded("links", seconds):
+        yield from checks.links(mesh)
+
+
+def _tell(finding: "Finding") -> str:
+    """Print a finding, on process 0, and return its verdict."""
+    import jax
+
+    if jax.process_index() == 0:
+        print(f"{finding.verdict:4}  {finding.name}: {finding.text}", flush=True)
+    return finding.verdict
+
+
+@contextlib.contextmanager
+def _bounded(name: str, seconds: float) -> Iterator[None]:
+    """End the process with a FAIL where the block, which waits for other processes, does not end in time."""
+
+    def expire() -> None:
+        advice = (
+            "look at the other processes, at NCCL_DEBUG=INFO and at the network between the hosts"
+        )
+        say(f"FAIL  {name}: no end within {seconds:.0f} s; {advice}")
+        os._exit(1)
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -12,7 +12,12 @@ import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.models import huggingface_config, kept_tokenizer, load_huggingface
+from ultrascale_jax.cli.models import (
+    huggingface_config,
+    kept_tokenizer,
+    load_huggingface,
+    local_model,
+)
 from ultrascale_jax.config import Config, MeshConfig, SpecialTokens, require
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.files import GENERATION, is_huggingface
@@ -60,6 +65,7 @@ class Options:
     """Run on so many fake CPU devices."""
 
     def __post_init__(self):
+        object.__setattr__(self, "model", local_model(self.model))
         command_line.require_at_least(0, self, "temperature", "top_k", "seed")
         command_line.require_at_least(1, self, "num_tokens")
         one = (self.prompt is None) == self.chat

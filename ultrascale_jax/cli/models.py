@@ -19,6 +19,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     PipelineConfig,
     SpecialTokens,
+    at_home,
     require,
 )
 from ultrascale_jax.config.foreign import read_json
@@ -67,8 +68,17 @@ class ModelOptions:
     """Run on so many fake CPU devices."""
 
     def __post_init__(self):
+        object.__setattr__(self, "model", local_model(self.model))
         command_line.require_at_least(1, self, "batch", "devices")
         command_line.require_at_least(2, self, "seq_len")
+
+
+def local_model(name: str) -> str:
+    """Return the folder of `hf:DIR`, and any other name of a model as it is. Raises `UserError` if it is not there."""
+    folder = at_home(name.removeprefix("hf:"))
+    fix = f"there is no such folder; fetch it: hf download {folder} --local-dir DIR"
+    require(not name.startswith("hf:") or Path(folder).is_dir(), "model", name, fix)
+    return folder if name.startswith("hf:") else name
 
 
 class Opened(NamedTuple):

@@ -5,7 +5,7 @@ guide     explain the way to a configuration, days and cost        [RECIPE] --gp
 mesh      show which GPUs share what, and over which link      [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 roofline  show what limits each operation of a layer           [RECIPE] --gpus 8
 compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
-search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4M
+search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4Mi
 schedule  show pipeline schedules: tables, figures, animations     [NAME] --ranks 4 --microbatches 8
 serve     plan on a page of the browser, interactively             [RECIPE] --gpus 64
 report    draw figures of any of these, as PNG and one HTML file   FILE... or RECIPE --gpus 64

@@ -5,13 +5,12 @@
     ultrascale prepare-data --input 'c4/*.parquet' --out tokens/c4 --train-bpe 32768
     ultrascale prepare-data --input 'chat/*.jsonl' --out tokens/chat --tokenizer HF_DIR --chat
     ultrascale prepare-data --input 's3://bucket/c4/*.jsonl.zst' --out s3://bucket/tokens/c4
-    ultrascale prepare-data --input hf:HuggingFaceFW/fineweb-edu:sample-10BT --out tokens/edu --tokenizer tokenizer.json
+    ultrascale prepare-data --input 'hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet' --out tokens/edu
 
 One process reads the documents in order, others tokenize them, and the first writes them in order,
 so the shards depend on the input and the settings alone. The index is written after every shard;
 the same command after a crash keeps the shards that are whole, checks that the input still has
-their documents, and continues behind them. Before the first whole shard there is no index. Of a
-dataset that Hugging Face `datasets` streams, only the last few thousand of them are read again.
+their documents, and continues behind them. Before the first whole shard there is no index.
 
 Chat data are rows of JSON lines or Parquet with `messages: [{"role": ..., "content": ...}, ...]`, or
 ShareGPT's `conversations`, and, if need be, `tools`. Each conversation is one document, written by
@@ -46,17 +45,15 @@ from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import SpecialTokens, UserError, put_home, require
-from ultrascale_jax.data import chat, hub, preferences, shards, tokenizer
+from ultrascale_jax.data import chat, preferences, shards, tokenizer
 from ultrascale_jax.data.conversations import kind_of_row, without_nulls
 from ultrascale_jax.data.documents import (
     JSON_LINES,
     File,
-    Input,
     kind_of,
     read_file,
     read_parquet_rows,
     read_rows,
-    text_of,
     whole_characters,
 )
 from ultrascale_jax.data.files import matching_files
@@ -82,9 +79,9 @@ class Args:
     """Turn documents into token shards for `data.source=tokens:DIR`."""
 
     input: str
-    """Path, or pattern of files, also s3://BUCKET/DIR/*: .jsonl, .ndjson and .json have a document in a line, .parquet
-    and .array_record in a row or record, others are one of text; gzip and Zstandard around JSON lines and text are
-    decompressed. Or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset that Hugging Face `datasets` streams."""
+    """Path, or pattern of files, also s3://BUCKET/DIR/* and hf://datasets/OWNER/NAME/DIR/*: .jsonl, .ndjson and .json
+    have a document in a line, .parquet and .array_record in a row or record, others are one of text; gzip and Zstandard
+    around JSON lines and text are decompressed."""
     out: str | Path
     """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
     tokenizer: str = "bytes"
@@ -143,7 +140,10 @@ def prepare(args: Args) -> shards.Index:
     fix = "holds a config.json, so it is the folder of a model or a run; choose another --out"
     require(not (args.folder / "config.json").exists(), "out", str(args.out), fix)
     paths = inputs(args)
-    require(bool(paths), "input", args.input, "no file matches; give another pattern")
+    fix = "no file matches; give another pattern"
+    if args.input.startswith("hf://"):
+        fix += ", or, for a dataset that is private or gated, set HF_TOKEN"
+    require(bool(paths), "input", args.input, fix)
     args = replace(args, tokenizer=tokenizer.on_disk(args.tokenizer))
     columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeElapsedColumn())
     # The bar shows nothing where stdout is no terminal.
@@ -156,20 +156,14 @@ def prepare(args: Args) -> shards.Index:
             args = replace(args, chat=kind == "chat", preferences=kind == "preferences")
         render = renderer(args)
         index = open_index(args, paths, progress)
-        stream, done = None, 0
-        if isinstance(paths[0], hub.HubDataset):
-            done = sum(shard.documents for shard in index.shards) // args.unit
-            stream = hub.Stream(paths[0], hub.saved_place(args.folder, paths[0], done))
-            done = stream.begin.documents
-        documents = read_documents(paths, args.text_field, progress, "tokenize", render, stream)
+        documents = read_documents(paths, args.text_field, progress, "tokenize", render)
         for shard in index.shards:
-            skip_documents(args, shard, documents, done)
-            done = max(done - shard.documents // args.unit, 0)
+            skip_documents(args, shard, documents)
         if index.complete:
             fix = "is finished, but the input has more documents; remove it or choose another --out"
             require(next(documents, None) is None, "out", str(args.folder), fix)
             return index
-        index = write_shards(args, index, documents, progress, stream)
+        index = write_shards(args, index, documents, progress)
         tell_quoted(args, progress)
         return index
 
@@ -206,17 +200,18 @@ def writing(args: Args) -> Iterator[None]:
         ) from None
 
 
-def inputs(args: Args) -> Sequence[Input]:
+def inputs(args: Args) -> Sequence[File]:
     """The files that the pattern matches, in order, without those that an earlier run wrote."""
-    if args.input.startswith(hub.PREFIX):
-        return [hub.HubDataset.parse(args.input)]
+    name = args.input.removeprefix("hf:").partition(":")[0]
+    fix = f"write the files of the dataset: hf://datasets/{name}/**/*.parquet, or a folder's: {name}/*"
+    require(is_url(args.input) or not args.input.startswith("hf:"), "input", args.input, fix)
     if is_url(args.input):
         return matching(args.input)
     found, own = matching_files(args.input, "input"), args.folder.resolve()
     return [path for path in found if own not in path.resolve().parents]
 
 
-def find_kind(paths: Sequence[Input], field: str) -> tuple[str, str]:
+def find_kind(paths: Sequence[File], field: str) -> tuple[str, str]:
     """The option for the input's first row, if that has no text, and words about it; empty for text."""
     rows = ((path, first_row(path)) for path in paths)
     path, row = next((pair for pair in rows if pair[1] is not None), (None, None))
@@ -228,10 +223,8 @@ def find_kind(paths: Sequence[Input], field: str) -> tuple[str, str]:
     return kind, f"{path} has {names}: --{kind}\n"
 
 
-def first_row(path: Input) -> Any:
+def first_row(path: File) -> Any:
     """The first row of an input that may hold conversations; None if there is none, or no such input."""
-    if isinstance(path, hub.HubDataset):
-        return path.first()
     reader = ROWS.get(kind_of(path))
     return next((row for _, row, _ in reader(path)), None) if reader else None
 
@@ -270,7 +263,7 @@ def day(date: str) -> datetime | None:
         raise UserError(f"date={date!r}: write it as 2025-01-31") from None
 
 
-def open_index(args: Args, paths: Sequence[Input], progress: Progress) -> shards.Index:
+def open_index(args: Args, paths: Sequence[File], progress: Progress) -> shards.Index:
     """The index of the run before up to its first shard that is not whole, or a new one."""
     fix = "has shards made with other settings; remove it or choose another --out"
     found = None
@@ -313,11 +306,9 @@ def chosen_tokenizer(args: Args) -> tokenizer.Tokenizer:
     return load_tokenizer(name, args.special_tokens)
 
 
-def skip_documents(
-    args: Args, shard: shards.Shard, documents: Iterator[str], first: int = 0
-) -> None:
-    """Pass over the rows of a finished shard from the `first` on, and check that it was made of them."""
-    for expected in shards.shard_documents(args.folder, shard)["hash"][:: args.unit][first:]:
+def skip_documents(args: Args, shard: shards.Shard, documents: Iterator[str]) -> None:
+    """Pass over the rows of a finished shard, and check that it was made of them."""
+    for expected in shards.shard_documents(args.folder, shard)["hash"][:: args.unit]:
         text = next(documents, None)
         same = text is not None and shards.text_hash(text.encode()) == expected
         fix = f"{shard.name} was made of other documents; remove it or choose another --out"
@@ -329,7 +320,6 @@ def write_shards(
     index: shards.Index,
     documents: Iterator[str],
     progress: Progress,
-    stream: hub.Stream | None = None,
 ) -> shards.Index:
     """Write the shards after those of `index`, and the index after each; nothing before the first is complete."""
     pending: list[Tokenized] = []
@@ -346,9 +336,6 @@ def write_shards(
             shard = shards.write_shard(args.folder, name, tokens, *joined, answers)
             longer = replace(index, shards=(*index.shards, shard))
             longer.save(args.folder)
-            if stream is not None:
-                documents = sum(shard.documents for shard in longer.shards)
-                stream.save(args.folder, documents // args.unit)
         rate.tell(shard)
         return longer
 
@@ -470,26 +457,22 @@ def groups(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def read_documents(
-    paths: Sequence[Input],
+    paths: Sequence[File],
     field: str,
     progress: Progress,
     description: str,
     render: Callable[[Any], str] | None = None,
-    stream: hub.Stream | None = None,
 ) -> Iterator[str]:
     """The documents of all files that are not empty, in order; moves a progress bar by bytes.
 
-    With `render` they are what it makes of rows. A dataset is read by `stream`, or from its beginning.
+    With `render` they are what it makes of rows.
     """
     sizes = [path.stat().st_size for path in paths]
     task = progress.add_task(description, total=sum(sizes) or None)
     before = 0
     for size, path in zip(sizes, paths, strict=True):
-        if isinstance(path, hub.HubDataset):
-            found = read_dataset(stream or hub.Stream(path), field, render)
-        else:
-            found = read_rendered(path, render) if render else read_file(path, field)
-        for count, (text, done) in enumerate(_asked(path, found)):
+        rows = read_rendered(path, render) if render else read_file(path, field)
+        for count, (text, done) in enumerate(_asked(path, rows)):
             if text:
                 yield text
             if count % 256 == 0:
@@ -498,19 +481,10 @@ def read_documents(
         progress.update(task, completed=before)
 
 
-def _asked[Item](path: Input, items: Iterator[Item]) -> Iterator[Item]:
+def _asked[Item](path: File, items: Iterator[Item]) -> Iterator[Item]:
     """Yield `items`; an error of object storage becomes a `RemoteError`."""
     with asking(str(path)) if isinstance(path, RemoteFile) else contextlib.nullcontext():
         yield from items
-
-
-def read_dataset(
-    stream: hub.Stream, field: str, render: Callable[[Any], str] | None
-) -> Iterator[tuple[str, int]]:
-    """The text of every row of a dataset, or what `render` makes of it, and the bytes read so far."""
-    if render is None:
-        return stream.texts(lambda row, where: text_of(row, field, where), (field,))
-    return stream.texts(lambda row, where: rendered(render, without_nulls(row), where))
 
 
 def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:

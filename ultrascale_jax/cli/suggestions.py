@@ -3,8 +3,9 @@
 import dataclasses
 import difflib
 import itertools
+import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 SYNONYMS = {
@@ -62,8 +63,10 @@ PHRASES = {
 }
 """Phrases of tyro and Python, as regular expressions, to the words for them."""
 
-OFF, ON = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
-"""Values that other programs take for a flag, in small letters."""
+SWITCH = dict.fromkeys(("false", "0", "no", "off"), False) | dict.fromkeys(
+    ("true", "1", "yes", "on"), True
+)
+"""Values that other programs take for a switch, in small letters."""
 
 
 def plain(complaint: str) -> str:
@@ -78,7 +81,6 @@ def suggestion(
     form: Any,
     recipes: Collection[str],
     prog: str,
-    arguments: Sequence[str],
     near: Sequence[str],
 ) -> str:
     """Return what to write instead, to follow tyro's one-line `complaint`, or nothing.
@@ -88,7 +90,6 @@ def suggestion(
       form: the dataclass, or an instance of it, that tyro filled.
       recipes: words that are a recipe where they stand first.
       prog: the command, `ultrascale train [RECIPE]`.
-      arguments: the refused command line.
       near: options that tyro suggests.
     """
     choice = re.match(r"invalid choice '(.*?)' for argument .*\((.*)\)", complaint)
@@ -102,9 +103,9 @@ def suggestion(
     first = prog.replace("[RECIPE]", recipe or "")
     hint = f"; the recipe comes first: {first} ..." if recipe and first != prog else ""
     unknown = next((word for word in words if word.startswith("--")), "")
-    options = dict(_options(form))
+    options = dict(options_of(form))
     if not unknown:
-        return hint + _of_flag(words[0], arguments, options)
+        return hint
     names = _same_sense(unknown, _meant(unknown, list(options)) or near, options)
     meant = f"did you mean {' or '.join(names[:3])}?" if names else f"see {first.strip()} --help"
     return hint or f"; {meant}" if not names else f"{hint}; {meant}"
@@ -123,18 +124,48 @@ def _same_sense(unknown: str, names: Sequence[str], options: Collection[str]) ->
     return [name for name in names if turns_off(name) == negative]
 
 
-def _of_flag(word: str, arguments: Sequence[str], options: dict[str, bool]) -> str:
-    """Return how the flag is written of which `word` was to be the value, or nothing."""
-    before = next((a for a, b in itertools.pairwise(arguments) if b == word), "")
-    joined = next((a.removesuffix(f"={word}") for a in arguments if a.endswith(f"={word}")), "")
-    name = (joined or before).replace("_", "-")
-    section, _, last = name.removeprefix("--").rpartition(".")
-    off = f"--{section}{'.' if section else ''}no-{last}"
-    if options.get(name) and word.lower() in ON:
-        return f"; {name} alone turns it on"
-    if options.get(name) and word.lower() in OFF:
-        return f"; {off} turns it off" if off in options else f"; leave {name} out to turn it off"
-    return ""
+def with_switches(arguments: Sequence[str], options: Mapping[str, bool]) -> list[str]:
+    """Return `arguments` with the switch of `options` alone for `--x true`, `--x=false` and `--no-section.x`.
+
+    A word that is no such value stays where it is.
+    """
+    words, waiting = [], list(reversed(arguments))
+    while waiting:
+        word = waiting.pop()
+        name, joined, value = word.replace("_", "-").partition("=")
+        section = re.fullmatch(r"--no-(.+)\.([^.]+)", name)
+        if section and name not in options:
+            name = f"--{section[1]}.no-{section[2]}"
+        if not options.get(name):
+            words.append(word)
+            continue
+        if not joined and waiting and waiting[-1].lower() in SWITCH:
+            joined, value = "=", waiting.pop()
+        state = SWITCH.get(value.lower()) if joined else True
+        if state is None:
+            words.append(word)
+        elif state:
+            words.append(name)
+        elif _opposite(name) in options:
+            words.append(_opposite(name))
+    return words
+
+
+def _opposite(switch: str) -> str:
+    """Return `--a.no-x` for `--a.x`, and the other way round."""
+    section, dot, last = switch.removeprefix("--").rpartition(".")
+    return f"--{section}{dot}" + (last.removeprefix("no-") if last[:3] == "no-" else f"no-{last}")
+
+
+def expanded(complaint: str, arguments: Sequence[str]) -> str | None:
+    """Return that an option got several files, where tyro's `complaint` is of one of them; None otherwise."""
+    first = complaint.partition("Unrecognized options: ")[2].partition(", ")[0]
+    for number, option in enumerate(arguments):
+        files = list(itertools.takewhile(os.path.exists, arguments[number + 1 :]))
+        if option.startswith("--") and first in files[1:]:
+            words = "the shell has expanded a pattern; put it in quotes"
+            return f"{option} got {len(files)} files: {words}"
+    return None
 
 
 def _is_recipe(word: str, recipes: Collection[str]) -> bool:
@@ -164,13 +195,13 @@ def _squeezed(name: str) -> str:
     return re.sub(r"[-_]", "", name.partition("=")[0].rpartition(".")[2]).lower()
 
 
-def _options(form: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+def options_of(form: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Yield the options of all fields, and whether each is a flag; a whole command adds no prefix."""
     for field in dataclasses.fields(form):
         value, own = getattr(form, field.name, None), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             whole = not prefix and field.name in ("options", "config")
-            yield from _options(value, "" if whole else f"{own}.")
+            yield from options_of(value, "" if whole else f"{own}.")
         else:
             yield _option(own), isinstance(value, bool)
             if field.type is bool:  # else it has no negative form

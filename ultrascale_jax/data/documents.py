@@ -29,14 +29,10 @@ from ultrascale_jax.data.formats import (
     form_of_line,
     format_of,
 )
-from ultrascale_jax.data.hub import HubDataset
 from ultrascale_jax.storage.remote import RemoteFile
 
 File = Path | RemoteFile
 """A file of documents: on a disk or in object storage."""
-
-Input = File | HubDataset
-"""Source of documents."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines", ".jl")
 COMPRESSED = {".gz": GZIP, ".gzip": GZIP, ".zst": ZSTD, ".zstd": ZSTD}
@@ -65,7 +61,7 @@ def read_file(path: File, field: str) -> Iterator[tuple[str, int]]:
     return readers.get(kind_of(path), read_text)(path, field)
 
 
-def kind_of(path: Input) -> str:
+def kind_of(path: File) -> str:
     """The suffix that tells the form of a file, in small letters, below that of compression."""
     compressed = path.suffix.lower() in COMPRESSED
     return (Path(path.stem).suffix if compressed else path.suffix).lower()

@@ -67,7 +67,8 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
         known = name in ("python-stdlib", "synthetic") or (
             kind in ("text", "tokens") and bool(argument)
         )
-        fix = f"a run reads token shards; make them: ultrascale prepare-data --input {name} --out DIR, then tokens:DIR"
+        command = "ultrascale prepare-data --input 'hf://datasets/OWNER/NAME/*.parquet' --out DIR"
+        fix = f"a run reads token shards; make them: {command}, then tokens:DIR"
         require(not name.startswith("hf:"), "data.source", source, fix)
         require(LOST_STAGE.search(name) is None, "data.source", source, FORM)
         require(known, "data.source", source, f"{name!r} is no source; write {KINDS}")

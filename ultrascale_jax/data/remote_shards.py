@@ -14,6 +14,7 @@ from ultrascale_jax.data.shards import MOST_INDEX_BYTES, load_index
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.storage.cache import cache_folder, fetch, name_of, require_room, write_shared
 from ultrascale_jax.storage.remote import WORKERS, Remote
+from ultrascale_jax.units import size
 
 INDEX = "index.json"
 
@@ -48,7 +49,7 @@ def fetch_shards(url: str, *, quiet: bool = False) -> Path:
     fix = "make room, or name a larger disk by XDG_CACHE_HOME"
     require_room(folder, total, f"fetching {url}", fix)
     if not quiet:
-        say(f"fetching {len(missing)} files ({total / 1e9:.3f} GB) of {url} to {folder}")
+        say(f"fetching {len(missing)} files ({size(total)}) of {url} to {folder}")
     # Each process of the host begins elsewhere, and finds what the others have fetched.
     first = os.getpid() % len(missing)
     with ThreadPoolExecutor(WORKERS) as pool:

@@ -26,8 +26,9 @@ from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.search.search_space import configured, pinned
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.units import GIB
 
 SAFE = 0.91
 """Share of a GPU's usable memory that a choice may need by formula; more only where no other candidate fits.

@@ -34,8 +34,6 @@ from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.training.flops import flops_per_token, mean_keys, mfu
 from ultrascale_jax.training.model_shape import ModelShape, adapter_params
 
-GIB = 2**30
-
 PIPELINE = ("schedule", "stash", "per_rank_control_flow")
 """Fields that a run has from the section `pp` as they are."""
 

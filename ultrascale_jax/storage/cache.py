@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.storage.remote import Remote
+from ultrascale_jax.units import size
 
 TRIES = 2
 """Downloads of an object before its content counts as wrong."""
@@ -95,6 +96,4 @@ def require_room(folder: Path, needed: int, what: str, fix: str) -> None:
     """Raise `UserError` where the disk of `folder` has no `needed` bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(
-            f"{what} needs {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free; {fix}"
-        )
+        raise UserError(f"{what} needs {size(needed)}, but {folder} has {size(free)} free; {fix}")

@@ -1,7 +1,8 @@
-"""Reach object storage by URL, `s3://BUCKET/PATH` or `gs://BUCKET/PATH`.
+"""Reach object storage by URL, `s3://BUCKET/PATH` or `gs://BUCKET/PATH`, and read datasets of Hugging Face.
 
 fsspec does the work, with s3fs for S3 and servers of its protocol, and gcsfs for Google's storage. Both promise that an
 object appears whole or not at all and that a reader sees the newest one; neither can rename a folder.
+huggingface_hub brings `hf://datasets/OWNER/NAME[@REVISION]/PATH`, which is read alone.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ EXTRAS = {"s3": "s3", "gs": "gcs"}
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or give the machine a service account",
+    "hf": "set HF_TOKEN, or `hf auth login`",
 }
 
 DENIED = (401, 403)
@@ -94,7 +96,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         install = f"pip install 'ultrascale_jax[{extra}]'" if extra else printable(error)
         raise UserError(f"{url}: {scheme}:// needs more packages; {install}") from error
     except ValueError as error:
-        raise UserError(f"{url}: {printable(error)}; write s3://BUCKET/PATH or gs://...") from error
+        raise UserError(
+            f"{url}: {printable(error)}; write s3://BUCKET/PATH, gs://... or hf://datasets/..."
+        ) from error
     return filesystem, filesystem._strip_protocol(url)
 
 
@@ -189,6 +193,10 @@ class Remote:
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
+        if scheme_of(self.url) == "hf":
+            raise RemoteRefused(
+                f"{self.url}: hf:// is read alone; write to a folder, s3:// or gs://"
+            )
         try:
             with asking(f"{self.url}/{name}"):
                 yield
@@ -239,7 +247,9 @@ def matching(pattern: str) -> list[RemoteFile]:
         with asking(pattern):
             filesystem, path = open_filesystem(pattern)
             whole = PurePosixPath(path)
-            begins = filter(path.startswith, map(str, (whole, *whole.parents[:-1])))
+            # The Hub lists nothing above a repository, as datasets/org/name.
+            folders = whole.parents[: -3 if scheme == "hf" else -1]
+            begins = filter(path.startswith, map(str, (whole, *folders)))
             existing = next(filter(filesystem.exists, begins), "")
             literal = glob.escape(existing) + path.removeprefix(existing)
             found = filesystem.glob(literal, detail=True)

@@ -45,7 +45,7 @@ def train(
         `eval_loss`, `eval_tokens`, `eval_loss_NAME` of each named source of `data.eval_source`, `skipped` (steps of
         this process that changed nothing), and of its steps after the first `step_s` and `tokens_per_s` (means),
         `tflops_per_device`, `mfu`; then `compile_s`, `first_step_s` (from the call to the end of the first step) and
-        `hbm_gb`. What did not happen or is not known is none.
+        `hbm_gib`. What did not happen or is not known is none.
 
     Raises:
         UserError: the checkpoint is of another run, or the data or the pipeline's schedule cannot be used.

@@ -35,7 +35,7 @@ from ultrascale_jax.launch.run_files import (
 
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens"),
-    *("tokens_per_s", "step_s", "tflops_per_device", "mfu", "hbm_gb"),
+    *("tokens_per_s", "step_s", "tflops_per_device", "mfu", "hbm_gib"),
     "mtp_loss",
     *("pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
     *("logp_chosen", "logp_rejected"),
@@ -267,8 +267,8 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
         parts.append(f"busiest expert {row['moe_max_load']:.2f}x")
     if row.get("moe_dropped"):
         parts.append(f"dropped {row['moe_dropped']:.2%}")
-    if row.get("hbm_gb"):
-        parts.append(f"{row['hbm_gb']:.1f} GB")
+    if row.get("hbm_gib"):
+        parts.append(f"{row['hbm_gib']:.1f} GiB")
     if row["skipped"]:
         scale = row.get("loss_scale")
         at = "" if scale is None else f" at loss scale {scale:g}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 from ultrascale_jax.checkpoint.init_from import check_run_dir, initial_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
-from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
+from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict, config_text
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.shards import Corpus
@@ -111,8 +110,7 @@ def _enter(
         state, step, changes = _state(cfg, mesh, model, loader, checkpoints)
     log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
     if jax.process_index() == 0:
-        text = json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
-        write_atomic(run_dir / "config.json", text.encode())
+        write_atomic(run_dir / "config.json", config_text(cfg).encode())
     for note in notes + loader.describe(cfg.train.steps) + changes:
         log.note(note)
     trackers = stack.enter_context(Trackers(cfg, step))

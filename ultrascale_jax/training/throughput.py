@@ -11,6 +11,7 @@ from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.training.flops import flops_per_token, mfu
 from ultrascale_jax.training.model_shape import adapter_params
+from ultrascale_jax.units import GIB
 
 
 class Throughput(Hook):
@@ -42,7 +43,7 @@ class Throughput(Hook):
         begun, self._begun = self._begun, time.monotonic()
         tokens = self._batches.at(row["step"] - 1) * self._seq_len
         self._steps.append((self._begun - begun, tokens))
-        row |= self._of(*self._steps[-1]) | {"hbm_gb": peak_memory_gb()}
+        row |= self._of(*self._steps[-1]) | {"hbm_gib": peak_memory_gib()}
         if len(self._steps) == 1:
             run.summary["first_step_s"] = self._begun - run.started
 
@@ -51,7 +52,7 @@ class Throughput(Hook):
         steps = self._steps[1:]
         mean = [math.fsum(parts) / len(steps) for parts in zip(*steps, strict=True)]
         run.summary |= self._of(*mean)
-        run.summary["hbm_gb"] = peak_memory_gb() or None
+        run.summary["hbm_gib"] = peak_memory_gib() or None
 
     def _of(self, step_s: float | None = None, tokens: float = 0.0) -> dict[str, float | None]:
         """Return the columns of steps of `step_s` seconds and so many tokens."""
@@ -65,7 +66,7 @@ class Throughput(Hook):
         }
 
 
-def peak_memory_gb() -> float:
-    """Return the most memory used so far on this process's first device, in 1e9 bytes; 0 if not known (CPU)."""
+def peak_memory_gib() -> float:
+    """Return the most memory used so far on this process's first device, in GiB; 0 if not known (CPU)."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", 0) / 1e9
+    return stats.get("peak_bytes_in_use", 0) / GIB

@@ -9,19 +9,17 @@ To add a tracker, write a class with the constructor and the methods of `Tracker
 
 import contextlib
 import dataclasses
-import errno
+import functools
 import importlib.util
 import json
 import math
 import os
 import queue
 import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +31,7 @@ from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.launch.events import parse_object, printable, say
 from ultrascale_jax.launch.multihost import agree
-from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular, write_atomic
+from ultrascale_jax.launch.run_files import folder_of, read_regular, write_atomic
 
 PROJECT = "ultrascale_jax"
 """Default name of the W&B project and of the MLflow experiment."""
@@ -51,23 +49,12 @@ CLOSE_S, FAILED_S = 45.0, 5.0
 """Seconds that trackers may take for what they have not sent at the end of a run, and of one that an exception ends."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """The run that a tracker opens for."""
-
-    cfg: Config
-    step: int
-    """Steps that the run has done."""
-    run_id: str | None
-    """Id of the tracker's run to continue; none: begin a new one."""
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.cfg.log.run_dir)
-
-
 class Tracker(Protocol):
-    """One run at one tracker. The constructor takes a `Start`; all calls come from one thread and may raise."""
+    """One run at one tracker; all calls come from one thread and may raise.
+
+    The constructor takes the configuration, the steps that the run has done, and the id of the tracker's run to
+    continue, none to begin a new one.
+    """
 
     @property
     def run_id(self) -> str | None:
@@ -80,70 +67,63 @@ class Tracker(Protocol):
         """Send the rest and end the run; `failed`: by an exception."""
 
 
-@contextlib.contextmanager
-def _hidden(module: str) -> Iterator[None]:
-    """Refuse to import a module that was not imported before."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # pyrefly: ignore[unsupported-operation]
-    try:
-        yield
-    finally:
-        del sys.modules[module]
-
-
 class TensorBoard:
-    """Writes one file of events for TensorBoard to `RUN_DIR/tensorboard`, each event when it is made."""
+    """Writes one file of events for TensorBoard to `RUN_DIR/tensorboard`.
+
+    By tensorboardX's `RecordWriter`: its `SummaryWriter` writes in a thread of its own, which a full disk ends with
+    three tracebacks and no error for the caller.
+    """
 
     run_id: str | None = None
 
-    def __init__(self, start: Start):
-        """Open a file; a reader hides the events after `start.step` in earlier ones."""
-        # For its own way to S3, tensorboardX imports boto3 where that is installed: 2.5 s of every run's start.
-        with _hidden("boto3"):
-            from tensorboardX.proto import event_pb2
-            from tensorboardX.record_writer import masked_crc32c
-            from tensorboardX.summary import scalar
+    def __init__(self, cfg: Config, step: int, run_id: str | None):
+        """Open a file; a reader hides the events after `step` in earlier ones."""
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.summary import scalar
 
-        self._proto: Any = event_pb2
-        self._checksum, self._scalar = masked_crc32c, scalar
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        folder = folder_of(start.run_dir, "tensorboard")
-        self._file = open(folder / name, "ab", 0, opener=open_regular)
-        self._write(file_version="brain.Event:2")
-        self._write(step=start.step + 1, session_log={"status": "START"})
+        proto: Any = event_pb2  # its classes are made at run time
+        self._event, self._scalar = proto.Event, scalar
+        folder = folder_of(Path(cfg.log.run_dir).absolute(), "tensorboard")
+        # The library truncates a file that is there: no two starts may choose one name.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(str(folder / name))
+        start = self._event(step=step + 1, session_log={"status": "START"})
+        self._write(self._event(file_version="brain.Event:2"), start)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        parts = [self._scalar(name, value).value[0] for name, value in numbers.items()]
-        self._write(step=step, summary={"value": parts})
+        scalars = (self._scalar(name, value) for name, value in numbers.items())
+        self._write(*(self._event(step=step, summary=summary) for summary in scalars))
 
     def close(self, *, failed: bool) -> None:
-        self._file.close()
+        self._records.close()
 
-    def _write(self, **parts: Any) -> None:
-        """Append an event: its length and its bytes, each with a checksum."""
-        data = self._proto.Event(wall_time=time.time(), **parts).SerializeToString()
-        pieces = (struct.pack("<Q", len(data)), data)
-        record = b"".join(piece + struct.pack("<I", self._checksum(piece)) for piece in pieces)
-        if self._file.write(record) != len(record):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def _write(self, *events: Any) -> None:
+        try:
+            for event in events:
+                event.wall_time = time.time()
+                self._records.write(event.SerializeToString())
+            self._records.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # it tries to write what failed once more
+                self._records.close()
+            raise
 
 
 class WandB:
     """Logs to Weights & Biases, whose environment variables (`WANDB_MODE`, `WANDB_PROJECT`) apply."""
 
-    def __init__(self, start: Start):
+    def __init__(self, cfg: Config, step: int, run_id: str | None):
         import wandb
 
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", start.run_dir.name),
-            dir=start.run_dir,
-            id=start.run_id,
+            name=os.environ.get("WANDB_NAME", Path(cfg.log.run_dir).name),
+            dir=cfg.log.run_dir,
+            id=run_id,
             resume="allow",
             reinit="create_new",
-            config=dataclasses.asdict(start.cfg),
+            config=dataclasses.asdict(cfg),
             allow_val_change=True,
             settings=wandb.Settings(console="off"),
         )
@@ -159,37 +139,28 @@ class WandB:
 class MLflow:
     """Logs to the MLflow server or store of `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`."""
 
-    def __init__(self, start: Start):
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+    def __init__(self, cfg: Config, step: int, run_id: str | None):
+        import mlflow
 
-        self._client, self.run_id = MlflowClient(), start.run_id or ""
-        if start.run_id is not None:
-            self._client.update_run(self.run_id, status="RUNNING")
-            return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        number = self._client.create_experiment(name) if found is None else found.experiment_id
-        self.run_id = self._client.create_run(number, run_name=start.run_dir.name).info.run_id
-        params = [Param(name, str(value)) for name, value in fields(start.cfg).items()]
-        for first in range(0, len(params), 100):  # as many as a server takes in one request
-            self._client.log_batch(self.run_id, params=params[first : first + 100])
+        self._mlflow = mlflow
+        if run_id is None:
+            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+            self.run_id = mlflow.start_run(run_name=Path(cfg.log.run_dir).name).info.run_id
+            mlflow.log_params(fields(cfg))
+        else:
+            self.run_id = mlflow.start_run(run_id).info.run_id
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in numbers.items()]
-        self._client.log_batch(self.run_id, metrics=metrics)
+        self._mlflow.log_metrics(dict(numbers), step=step)
 
     def close(self, *, failed: bool) -> None:
-        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 class Kind(NamedTuple):
     """A tracker that `log.to` may name."""
 
-    open: Callable[[Start], Tracker]
+    open: Callable[[Config, int, str | None], Tracker]
     module: str
     """Module that it imports."""
     extra: str
@@ -252,6 +223,9 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(TRACKERS[name].module) is not None
 
 
+_REMEMBERING = threading.Lock()
+
+
 class Trackers(Hook):
     """Sends complete rows to the trackers of a run; a context manager."""
 
@@ -268,9 +242,10 @@ class Trackers(Hook):
         if self._names and self._step and os.path.lexists(path):
             self._ids = parse_object(read_regular(path))
         for name in self._names:
-            known = self._ids.get(name)
-            start = Start(self._cfg, self._step, known if isinstance(known, str) else None)
-            self._workers.append(_Worker(name, start, self._remember))
+            run_id = self._ids.get(name)
+            run_id = run_id if isinstance(run_id, str) else None
+            begin = functools.partial(TRACKERS[name].open, self._cfg, self._step, run_id)
+            self._workers.append(_Worker(name, begin, self._remember))
         return self
 
     def __exit__(
@@ -304,14 +279,13 @@ class Trackers(Hook):
             write_atomic(Path(self._cfg.log.run_dir) / IDS, json.dumps(self._ids).encode())
 
 
-_REMEMBERING = threading.Lock()
-
-
 class _Worker:
     """Thread that opens one tracker and sends it rows until the end or its first error."""
 
-    def __init__(self, name: str, start: Start, remember: Callable[[str, str], None]):
-        self._name, self._start, self._remember = name, start, remember
+    def __init__(
+        self, name: str, begin: Callable[[], Tracker], remember: Callable[[str, str], None]
+    ):
+        self._name, self._begin, self._remember = name, begin, remember
         self._rows: queue.Queue[tuple[int, dict[str, float]] | bool] = queue.Queue(QUEUED)
         self._failed = False
         self._thread = threading.Thread(target=self._work, name=f"log.to {name}", daemon=True)
@@ -346,7 +320,7 @@ class _Worker:
 
     def _work(self) -> None:
         try:
-            tracker = TRACKERS[self._name].open(self._start)
+            tracker = self._begin()
             if tracker.run_id is not None:
                 self._remember(self._name, tracker.run_id)
             try:

@@ -1,7 +1,6 @@
 """Options that all verbs of `ultrascale plan` share, and the `Run` that they describe."""
 
 import dataclasses
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,10 +13,9 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
-
-MIB = 2**20
+from ultrascale_jax.units import whole_number
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that SIGINT ended, as shells expect it."""
@@ -27,8 +25,6 @@ MOST_GPUS = 2**20
 MOST_TOKENS = 2**36
 MOST_SEQ_LEN = 2**27
 """Far more than anyone has trained with; a number beyond is a slip, on which a search would go on for ever."""
-
-SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +38,8 @@ class Options(command_line.Options):
     cluster: Annotated[str | None, command_line.option("NAME|NODESxGPUS,INTRA,INTER")] = None
     """The machine's name, or its nodes and the GB/s of one GPU within and between them; then ,HOST_GIB,HOST_GBS may
     follow, the memory of a host and the GB/s of one GPU to it."""
-    global_batch_tokens: Annotated[str | None, command_line.option("4M", "the recipe's")] = None
-    """Tokens of one optimizer step, instead of --train.global-batch; K and M are 1,024 and 1,024 squared."""
+    global_batch_tokens: Annotated[str | None, command_line.option("4Mi", "the recipe's")] = None
+    """Tokens of one optimizer step, instead of --train.global-batch; 4Mi is 4 * 1,024 * 1,024, 4M is 4,000,000."""
     seq_len: Annotated[int | None, command_line.option("N", "the recipe's")] = None
     """Short for --data.seq-len."""
     json: command_line.Flag = False
@@ -87,7 +83,7 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     if options.seq_len is not None:
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=options.seq_len))
     if options.global_batch_tokens is not None:
-        count = tokens(options.global_batch_tokens)
+        count = tokens("global_batch_tokens", options.global_batch_tokens)
         fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
         sequences = count // cfg.data.seq_len
         require(sequences >= 1, "global_batch_tokens", options.global_batch_tokens, fix)
@@ -132,23 +128,12 @@ def planned(cfg: Config, options: Assumptions) -> Run:
     return Run.of(cfg, options.gpus, shape_of(cfg, options))
 
 
-def size(count: float) -> str:
-    """Format a number of bytes."""
-    unit, many = unit_of(count)
-    return f"{count / many:.1f} {unit}"
-
-
-def unit_of(largest: float) -> tuple[str, int]:
-    """Return the unit for sizes up to `largest` bytes, and its bytes."""
-    return ("GiB", GIB) if abs(largest) >= GIB else ("MiB", MIB)
-
-
-def tokens(text: str) -> int:
-    """Parse a number of tokens, such as `4M`.
-
-    Raises `UserError` for anything else than a positive number with K, M, G or nothing behind it.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    count = float(match[1]) * SUFFIXES[match[2]] if match else 0
-    require(count >= 1, "global_batch_tokens", text, "write a number of tokens, as 4M or 4194304")
-    return int(count)
+def tokens(name: str, text: str) -> int:
+    """Return the number of tokens that the option `name` gives. Raises `UserError` for anything else."""
+    try:
+        count = whole_number(text)
+    except ValueError:
+        count = 0
+    fix = "write a number of tokens, as 300B, 4M (4,000,000) or 4Mi (4 * 1,024 * 1,024)"
+    require(count >= 1, name, text, fix)
+    return count

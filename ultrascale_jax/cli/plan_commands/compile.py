@@ -16,14 +16,14 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale_jax import units
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.plan.formulas.costs import CONTENTION
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import GIB
 
-MOST_BYTES = 16 * GIB
+MOST_BYTES = 16 * units.GIB
 """Most memory of all GPUs together that `--execute` takes on this machine."""
 
 MEMORY = ("argument_bytes", "temporary_bytes", "host_bytes", "peak_bytes")
@@ -100,7 +100,7 @@ def executed(cfg: Any, step: Any) -> dict[str, Any]:
 
     num_devices = math.prod(step.axes.values())
     needed = num_devices * step.peak_bytes
-    fix = f"{num_devices} GPUs take {common.size(needed)}; give a recipe of at most {common.size(MOST_BYTES)}"
+    fix = f"{num_devices} GPUs take {units.size(needed)}; give a recipe of at most {units.size(MOST_BYTES)}"
     require(needed <= MOST_BYTES, "execute", True, fix)
     try:
         execution = execute_step(step, reference_step(cfg, num_devices))
@@ -169,7 +169,7 @@ def summarize(step: Any, timeline: Any, cluster: Cluster) -> dict[str, Any]:
 def show(summary: dict[str, Any], cluster: Cluster, console: Console) -> None:
     """Print the summary as tables."""
     console.print(f"{summary['label']} on {summary['gpus']} x {cluster.gpu.name}", highlight=False)
-    unit, count = common.unit_of(summary["peak_bytes"])
+    unit, count = units.byte_unit(summary["peak_bytes"])
     memory = Table("memory of one GPU", unit)
     for name in MEMORY:
         memory.add_row(name.removesuffix("_bytes"), f"{summary[name] / count:.2f}")
@@ -200,7 +200,7 @@ def _differences(executed: dict[str, Any]) -> Table:
 
 
 def _communication(summary: dict[str, Any]) -> Table:
-    unit, count = common.unit_of(max(row["bytes"] for row in summary["collectives"]))
+    unit, count = units.byte_unit(max(row["bytes"] for row in summary["collectives"]))
     table = Table("collective", "axes", "times", "synchronous", unit, "ms", "ms exposed")
     table.columns[0].no_wrap = True
     for row in summary["collectives"]:

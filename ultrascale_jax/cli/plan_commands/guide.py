@@ -5,7 +5,6 @@ GPU hours, energy and cost of the whole training, beside those on other clusters
 """
 
 import dataclasses
-import re
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ from rich.console import Console
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
-from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import recipe_of
 from ultrascale_jax.config import Config, MeshConfig, UserError, require, with_changes
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -23,11 +21,10 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import LONG, Search
 from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.units import GIB, decimal
 
 HOST_WATTS = {"a100": 812, "h100": 1275, "h200": 1275, "b200": 1787}
 """Watts of a GPU with its share of the host, from data sheets: DGX A100 6.5 kW, H100 and H200 10.2 kW, B200 14.3 kW."""
-
-AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 WAYS = {
     "pp": "with a pipeline",
@@ -51,7 +48,7 @@ class Options(common.Assumptions):
     """Options of `ultrascale plan guide`."""
 
     tokens: Annotated[str | None, command_line.option("15T", "the recipe's")] = None
-    """Tokens of the whole training; K, M, B and T are powers of 1,000."""
+    """Tokens of the whole training; K, M, B and T are powers of 1,000, Ki and Mi of 1,024."""
     price: Annotated[float | None, command_line.option("USD")] = None
     """Price of one GPU for one hour."""
     watts: Annotated[float | None, command_line.option("W", "the DGX's, by 8")] = None
@@ -125,10 +122,7 @@ def training_tokens(cfg: Config, options: Options) -> int:
     """Return the tokens of the training: those of `--tokens`, or those of the recipe's batches."""
     if options.tokens is None:
         return cfg.train.batches.before(cfg.train.steps) * cfg.data.seq_len
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", options.tokens.strip().upper())
-    count = int(float(match[1]) * AMOUNTS[match[2]]) if match else 0
-    require(count >= 1, "tokens", options.tokens, "write a number of tokens, as 300B or 15T")
-    return count
+    return common.tokens("tokens", options.tokens)
 
 
 def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, Any]]:
@@ -315,7 +309,7 @@ def show(result: dict[str, Any], cfg: Config, cluster: Cluster, console: Console
     say(result["answer"])
     if not result["command"]:
         return
-    say(result["command"], "", f"The whole training: {amount(result['tokens'])} tokens")
+    say(result["command"], "", f"The whole training: {decimal(result['tokens'])} tokens")
     _show_bill(result, console)
     say(
         "Times are by formula and without interruptions. Compile the program before you rent the GPUs: "
@@ -338,7 +332,7 @@ def _show_fit(result: dict[str, Any], console: Console) -> None:
 
 def _batch_text(result: dict[str, Any]) -> str:
     b = result["batch"]
-    size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {amount(b['global_batch'] * b['seq_len'])}"
+    size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {decimal(b['global_batch'] * b['seq_len'])}"
     text = f"A step trains on {size} in all; {b['sharing']}."
     if "batch_shards" in b:
         text += (
@@ -371,9 +365,3 @@ def _show_bill(result: dict[str, Any], console: Console) -> None:
         numbers = ["" if n is None else f"{n:,.0f}" if n >= 100 else f"{n:,.3g}" for n in cells]
         table.add_row(row["what"], *numbers, row["label"])
     console.print(table)
-
-
-def amount(count: float) -> str:
-    """Write a number of tokens in powers of 1,000."""
-    unit = max((u for u in "KMBT" if count >= AMOUNTS[u]), key=AMOUNTS.__getitem__, default="")
-    return f"{count / AMOUNTS[unit]:.3g} {unit}".strip()

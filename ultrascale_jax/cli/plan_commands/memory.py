@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale_jax import units
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import AUTO, Config, UserError, with_changes
@@ -104,7 +105,7 @@ def _hint(
 
 
 def _parts(summary: dict[str, Any]) -> Table:
-    unit, count = common.unit_of(summary["peak_bytes"])
+    unit, count = units.byte_unit(summary["peak_bytes"])
     table = Table("part of the peak", unit, "share")
     for name, size in summary["parts"].items():
         if size:
@@ -120,7 +121,7 @@ def _parts(summary: dict[str, Any]) -> Table:
 
 
 def _timeline(summary: dict[str, Any]) -> Table:
-    unit, count = common.unit_of(summary["peak_bytes"])
+    unit, count = units.byte_unit(summary["peak_bytes"])
     table = Table("moment", unit)
     for name, size in summary["timeline"]:
         table.add_row(name, f"{size / count:.2f}")
@@ -130,11 +131,11 @@ def _timeline(summary: dict[str, Any]) -> Table:
 def _verdict(summary: dict[str, Any]) -> str:
     space = summary["usable_bytes"] - summary["peak_bytes"]
     host = summary["usable_host_bytes"] - summary["host_bytes"]
-    hint = f"{summary['hint']} ({common.size(summary['hint_bytes'])})"
+    hint = f"{summary['hint']} ({units.size(summary['hint_bytes'])})"
     if summary["fits"]:
         more = f"; there is room for {hint}" if summary["hint"] else ""
-        return f"fits, {common.size(space)} left{more}"
+        return f"fits, {units.size(space)} left{more}"
     nothing = "no mesh, micro-batch, ZeRO stage or recomputation is enough"
-    short = [f"{common.size(-space)} short"] if space < 0 else []
-    short += [f"{common.size(-host)} of the host's memory short"] if host < 0 else []
+    short = [f"{units.size(-space)} short"] if space < 0 else []
+    short += [f"{units.size(-host)} of the host's memory short"] if host < 0 else []
     return f"does not fit, {' and '.join(short)}; {f'try {hint}' if summary['hint'] else nothing}"

@@ -16,7 +16,7 @@ from ultrascale_jax.config import require
 from ultrascale_jax.figures.mesh_map import MOST_GPUS, AxisMap, MeshMap
 from ultrascale_jax.plan.formulas.placement import Placement, place
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import GIB
+from ultrascale_jax.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from ultrascale_jax.figures import page
 from ultrascale_jax.figures.figure import Figure, version
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.report import files, plans
-from ultrascale_jax.plan.workload import GIB
+from ultrascale_jax.units import GIB
 
 PROG = "ultrascale plan report"
 

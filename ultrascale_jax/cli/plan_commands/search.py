@@ -16,7 +16,6 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.cli.plan_commands.common import GIB
 from ultrascale_jax.cli.plan_commands.words import machine_words, parse_choices, recipe_of, words
 from ultrascale_jax.config import AXES, Config, require
 from ultrascale_jax.plan.hardware import find_gpu
@@ -24,6 +23,7 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Candidate, Evaluate, NotCompiled, Search
 from ultrascale_jax.plan.search.search_space import configured
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.units import GIB
 
 WIDE = 140
 """Columns of a terminal from which on the table is shown with all of its own."""

@@ -15,7 +15,7 @@ from ultrascale_jax.figures.figure import Figure, Table
 from ultrascale_jax.figures.palette import WHOLE
 from ultrascale_jax.figures.streams import Streams, events_of, side_by_side
 from ultrascale_jax.plan.report import runs
-from ultrascale_jax.plan.workload import GIB
+from ultrascale_jax.units import GIB
 
 NEAR = 1.5
 """Candidates of a search are drawn up to so many times the memory that there is."""

@@ -18,8 +18,9 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report import files, schedules
 from ultrascale_jax.plan.search.ranking import Candidate, Search
 from ultrascale_jax.plan.search.search_space import Choices
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.units import GIB
 
 SPLITS = {
     "sp": "tensor and sequence (sp)",

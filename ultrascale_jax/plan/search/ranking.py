@@ -32,8 +32,9 @@ from ultrascale_jax.plan.search.search_space import (
     drawback,
     enumerate_runs,
 )
-from ultrascale_jax.plan.workload import GIB, Run
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.units import GIB
 
 MARGIN = 0.85
 """Share of the memory that a candidate may fill by formula and fit for certain: the formulas' worst error is 15%."""

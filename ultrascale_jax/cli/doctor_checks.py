@@ -1,0 +1,256 @@
+"""The checks of `ultrascale doctor`. All processes of a job call each of them, in the same order."""
+
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax import units
+from ultrascale_jax.checkpoint.init_from import check_run_dir
+from ultrascale_jax.config import AXES, Config, DistConfig, UserError
+from ultrascale_jax.launch.cluster import Launch
+from ultrascale_jax.launch.distributed import check_devices, counted
+from ultrascale_jax.launch.multihost import gather
+from ultrascale_jax.plan.formulas.costs import collective_seconds
+from ultrascale_jax.plan.hardware import GPUS, find_cluster
+from ultrascale_jax.plan.workload import Group
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.storage.remote import Remote
+from ultrascale_jax.train_step.state import abstract_state
+
+SKEW_S = 1.0
+"""Difference between clocks from which on the times in `events.jsonl` mislead."""
+
+PROBE_BYTES = 16 * 2**20
+SEEN_S = 30.0
+"""Seconds until other hosts must see a file; NFS keeps what it knows of a folder for up to 30 s."""
+
+SIZE, TIMES = {"gpu": 64 * 2**20, "cpu": 2**18}, 10
+"""Bytes of an all-reduce on each device, and how often it runs."""
+
+GOOD, BAD = 0.7, 0.4
+"""Shares of the planned bandwidth: from the first on a link is well, below the second it is broken."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: OK, NOTE (which judges nothing), WARN or FAIL."""
+
+    verdict: str
+    name: str
+    text: str
+
+
+def of_all(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of all processes, each once; a finding of some names these processes."""
+    ranks: dict[Finding, list[int]] = {}
+    processes = gather([asdict(finding) for finding in findings])
+    for rank, rows in enumerate(processes):
+        for row in rows:
+            ranks.setdefault(Finding(**row), []).append(rank)
+    return [
+        finding
+        if len(some) == len(processes)
+        else Finding(finding.verdict, f"{finding.name} of process {_few(some)}", finding.text)
+        for finding, some in ranks.items()
+    ]
+
+
+def _few(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:8])) + (", ..." if values[8:] else "")
+
+
+def versions() -> Finding:
+    """Compare the versions of JAX, jaxlib and the CUDA plugin; the first three numbers, as 0.12.0.1 fits 0.12.0."""
+    found = {}
+    for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    words = [f"{name} {version}" for name, version in found.items()]
+    words += [f"Python {platform.python_version()}"]
+    words += [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name[:5] == "NCCL_"]
+    if len({tuple(version.split(".")[:3]) for version in found.values()}) > 1:
+        fix = f"they differ; pip install jax[cuda12]=={found['jax']} brings all of one version"
+        return Finding("FAIL", "versions", f"{', '.join(words)}: {fix}")
+    return Finding("OK", "versions", ", ".join(words))
+
+
+def devices(launch: Launch | None, dist: DistConfig) -> Finding:
+    """Check the devices of the job as a start does, and that it found the GPU of this host."""
+    kinds = Counter(device.device_kind for device in jax.devices())
+    text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    try:
+        check_devices(launch, dist)
+    except UserError as error:
+        return Finding("FAIL", "devices", str(error))
+    on_cpu = jax.devices()[0].platform == "cpu"
+    if on_cpu and Path("/dev/nvidia0").exists() and not os.environ.get("JAX_PLATFORMS"):
+        fix = "pip install jax[cuda12] (or cuda13); JAX_PLATFORMS=cpu says that the CPU is meant"
+        return Finding("FAIL", "devices", f"{text}, and this host has a GPU; {fix}")
+    if len(kinds) > 1:
+        return Finding("WARN", "devices", f"{text}: a step takes as long as on the slowest")
+    return Finding("OK", "devices", text)
+
+
+def hosts(launch: Launch | None) -> Finding:
+    """List the processes by host."""
+    processes = gather([socket.gethostname(), jax.local_device_count()])
+    counts = Counter(host for host, _ in processes)
+    few = _few([f"{host} ({count})" for host, count in counts.items()])
+    method = "alone" if launch is None else f"joined by {launch.method}"
+    local = sorted({count for _, count in processes})
+    text = f"{counted(len(processes), 'process', 'processes')} on {counted(len(counts), 'host', 'hosts')}, {method}: {few}; devices of each: {_few(local)}"
+    if len(local) > 1 or len(set(counts.values())) > 1:
+        fix = "give every host the same processes and every process the same devices"
+        return Finding("WARN", "hosts", f"{text}; {fix}")
+    return Finding("OK", "hosts", text)
+
+
+def clocks() -> list[Finding]:
+    """Compare the hosts' clocks, as well as an exchange can."""
+    if jax.process_count() == 1:
+        return []
+    gather(None)  # it compiles, so that the next one is quick
+    times = gather(time.time())
+    skew, slow = max(times) - min(times), times.index(min(times))
+    text = f"processes are {skew:.3f} s apart"
+    if skew > SKEW_S:
+        return [Finding("WARN", "clocks", f"{text}; process {slow} is behind: run NTP (chrony)")]
+    return [Finding("OK", "clocks", text)]
+
+
+def run_dir(cfg: Config, mesh: Mesh) -> list[Finding]:
+    """Write and sync a file where the run directory will be, show it to all processes, and look for room."""
+    name, folder = "run directory", Path(cfg.log.run_dir)
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    problem, begun = None, time.monotonic()
+    try:
+        check_run_dir(cfg)
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(os.urandom(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except (UserError, OSError) as error:
+        fix = "make it writable, mount it, or choose another --run-dir"
+        problem = str(error) if isinstance(error, UserError) else f"{error.strerror}; {fix}"
+    speed = PROBE_BYTES / 1e6 / (time.monotonic() - begun)
+    if any(gather(problem)):
+        return [Finding("FAIL", name, f"{folder}: {problem}")] if problem else []
+    text = f"{folder} can be written; with fsync {min(gather(speed)):.0f} MB/s"
+    blind = _blind(existing)
+    if blind:
+        fix = "it must be one folder for all hosts: NFS, Lustre, or the same volume in all pods"
+        text = f"processes {_few(blind)} do not see what process 0 writes in {existing}; {fix}"
+    leaves = jax.tree.leaves(abstract_state(cfg, mesh))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    free, keep = shutil.disk_usage(existing).free, cfg.checkpoint.keep + 1
+    room = f"{units.size(free)} free; a checkpoint has {units.size(size)}, and {keep} are there at times"
+    fix = "; make room, or choose another --run-dir, or a smaller --checkpoint.keep"
+    verdict = "OK" if free >= keep * size else "WARN" if free >= size else "FAIL"
+    room += "" if verdict == "OK" else fix
+    return [Finding("FAIL" if blind else "OK", name, text), Finding(verdict, "disk space", room)]
+
+
+def _blind(folder: Path) -> list[int]:
+    """Return the processes that do not see a file of process 0."""
+    if jax.process_count() == 1:
+        return []
+    path = folder / f".doctor-{gather(uuid.uuid4().hex)[0]}"
+    if jax.process_index() == 0:
+        path.touch()
+    gather(None)
+    until = time.monotonic() + SEEN_S
+    while not (seen := path.exists()) and time.monotonic() < until:
+        time.sleep(0.2)
+    every = gather(seen)
+    if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
+    return [rank for rank, saw in enumerate(every) if not saw]
+
+
+def store(url: str) -> Finding:
+    """Write, read and remove an object where copies of checkpoints go, and see if a lock can be exclusive there."""
+    name, content = f".doctor-{uuid.uuid4().hex}", os.urandom(PROBE_BYTES)
+    try:
+        remote = Remote(url)
+        remote.create(name, content)
+        try:
+            exclusive = not remote.create(name, content)
+            same = remote.read(name, PROBE_BYTES) == content and name in remote.files()
+        finally:
+            remote.remove([name])
+    except UserError as error:
+        return Finding("FAIL", "object storage", f"{error}; or choose another --checkpoint.store")
+    text = f"{url} can be written, read and removed"
+    if not same:
+        return Finding("FAIL", "object storage", f"{url}: an object came back changed")
+    if not exclusive:
+        fix = "see to it that no two jobs start at once with this checkpoint.store"
+        text += f"; it writes over an object that was to be new (If-None-Match): {fix}"
+        return Finding("WARN", "object storage", text)
+    return Finding("OK", "object storage", text)
+
+
+def links(mesh: Mesh) -> list[Finding]:
+    """Time an all-reduce along each axis that joins devices, beside what `plan` expects of the GPUs' links."""
+    with jax.set_mesh(mesh):
+        return [_link(mesh, axis) for axis, ranks in mesh.shape.items() if ranks > 1]
+
+
+def _link(mesh: Mesh, axis: str) -> Finding:
+    ranks, device = mesh.shape[axis], mesh.devices.flat[0]
+    count = SIZE[device.platform] // 4 // ranks * ranks
+    every = NamedSharding(mesh, P(AXES))
+    x = jax.jit(lambda: jnp.ones(count * mesh.size, jnp.float32, out_sharding=every))()
+    others = tuple(name for name in AXES if name != axis)
+    run = jax.jit(smap(lambda x: jax.lax.psum(x, axis), in_specs=P(AXES), out_specs=P(others)))
+    jax.block_until_ready([run(x) for _ in range(2)])
+    begun = time.perf_counter()
+    jax.block_until_ready([run(x) for _ in range(TIMES)])
+    seconds, planned = max(gather((time.perf_counter() - begun) / TIMES)), None
+    known = next((name for name, gpu in GPUS.items() if gpu.kind == device.device_kind), None)
+    if known is not None:
+        cluster = find_cluster(None, known, mesh.size)
+        group = _group(mesh, axis, cluster.gpus_per_node)
+        planned = collective_seconds(cluster, "all-reduce", 4 * count, group)
+    # NCCL's bus bandwidth: the bytes that each link must carry, over the time.
+    moved = 2 * 4 * count * (ranks - 1) / ranks
+    return judge(f"all-reduce over {axis}={ranks}", moved, seconds, planned)
+
+
+def judge(name: str, moved: float, seconds: float, planned: float | None) -> Finding:
+    """Compare `seconds` of a collective, in which a link carries `moved` bytes, with those `planned`, if known."""
+    text = f"{moved / seconds / 1e9:.2f} GB/s"
+    if planned is None:
+        return Finding("NOTE", name, f"{text}; not judged on this device")
+    share = planned / seconds
+    text += f", {share:.0%} of the planned {moved / planned / 1e9:.1f}"
+    if share >= GOOD:
+        return Finding("OK", name, text)
+    fix = "see which link NCCL takes (NCCL_DEBUG=INFO), nvidia-smi nvlink -s and topo -m, and NCCL_IB_HCA"
+    return Finding("WARN" if share >= BAD else "FAIL", name, f"{text}; {fix}")
+
+
+def _group(mesh: Mesh, axis: str, domain: int) -> Group:
+    """Return the first group of the axis; devices of a process are on one node, and processes of a host too."""
+    column = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    devices = column.reshape(-1, mesh.shape[axis])[0]
+    names = gather(socket.gethostname())
+    # Above 8 GPUs NVLink spans hosts: nodes are counted in its domains.
+    nodes = Counter(x.id // domain if domain > 8 else names[x.process_index] for x in devices)
+    return Group(ranks=len(devices), per_node=max(nodes.values()))
