@@ -114,7 +114,8 @@ def hosts(launch: Launch | None) -> Finding:
     few = _few([f"{host} ({count})" for host, count in counts.items()])
     method = "alone" if launch is None else f"joined by {launch.method}"
     local = sorted({count for _, count in processes})
-    text = f"{counted(len(processes), 'process', 'processes')} on {counted(len(counts), 'host', 'hosts')}, {method}: {few}; devices of each: {_few(local)}"
+    amounts = f"{counted(len(processes), 'process', 'processes')} on {counted(len(counts), 'host', 'hosts')}"
+    text = f"{amounts}, {method}: {few}; devices of each: {_few(local)}"
     if len(local) > 1 or len(set(counts.values())) > 1:
         fix = "give every host the same processes and every process the same devices"
         return Finding("WARN", "hosts", f"{text}; {fix}")
