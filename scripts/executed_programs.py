@@ -56,7 +56,7 @@ CASES = {
     "cp_ulysses": f"{CONTEXT} ulysses",
     "ep": f"{MOE} --mesh ep=4,fsdp=2",
     "ep_two_levels": f"{MOE} --mesh ep=4,fsdp=2 --moe.a2a_groups 2",
-    "ep_pp": f"{MOE} --mesh ep=2,pp=2,fsdp=2 --train.microbatches 4",
+    "ep_pp": f"{MOE} --mesh ep=2,pp=2,fsdp=2 --train.microbatches 4 --train.global_batch 16",
     "zero1": f"{DEBUG} --mesh fsdp=8 --train.microbatches 2 --train.global_batch 16 --train.zero 1",
     "zero2": f"{DEBUG} --mesh dp=2,fsdp=4 --train.microbatches 2 --train.global_batch 16 --train.zero 2",
     "zero3": f"{DEBUG} --mesh fsdp=4,sp=2 --train.microbatches 2",
