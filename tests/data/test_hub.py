@@ -1,6 +1,7 @@
 """Datasets that Hugging Face `datasets` streams, from folders of files: the code is that of the Hub's."""
 
 import json
+from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
@@ -11,6 +12,7 @@ from ultrascale_jax.cli.prepare_data import Args, prepare
 from ultrascale_jax.config import UserError
 from ultrascale_jax.data import hub
 from ultrascale_jax.data.hub import HubDataset
+from ultrascale_jax.data.shards import IndexWriter, load_index
 from ultrascale_jax.data.tokenizer import ByteTokenizer
 
 pytest.importorskip("datasets", reason="the package datasets is of the extra hf")
@@ -88,8 +90,7 @@ def test_a_stream_that_broke_off_goes_on_without_what_came_before(folder, tmp_pa
     args = arguments(folder, tmp_path / "out")
     with pytest.raises(UserError, match=r"row 201 has no text in 'text'"):
         prepare(args)
-    done = json.loads((tmp_path / "out" / "index.json").read_text())
-    before = sum(shard["documents"] for shard in done["shards"])
+    before = load_index(tmp_path / "out").shards["documents"].sum()
     place = json.loads((tmp_path / "out" / "stream.json").read_text())
     assert 0 < before - place["documents"] <= 16 + 4
     last.write_text(rest)
@@ -115,9 +116,8 @@ def test_a_stream_that_is_not_the_one_before_is_refused_and_without_a_place_read
         return
     said = "is damaged; remove it to read the input from its beginning"
     if change == "other rows":
-        index = json.loads(expected["index.json"])
-        index.update(shards=index["shards"][:2], complete=False)
-        (tmp_path / "out" / "index.json").write_text(json.dumps(index))
+        index = load_index(tmp_path / "out")
+        IndexWriter(tmp_path / "out", replace(index, shards=index.shards[:2])).save(complete=False)
         write_lines(folder / "train-0.jsonl", ROWS[7:87])
         said = "shard_00000 was made of other documents; remove it"
     elif change == "other input":
@@ -139,7 +139,7 @@ def test_rows_of_conversations_become_what_json_lines_of_them_do(bpe, tmp_path):
     found = []
     for name, text in {"a": f"hf:{tmp_path}/talks", "b": f"{tmp_path}/talks/a.jsonl"}.items():
         index = prepare(Args(input=text, out=tmp_path / name, **options))
-        assert index.settings["chat"] and index.shards[0].answers_sha256
+        assert index.settings["chat"] and index.shards["answers_sha256"].any()
         found.append(contents(tmp_path / name))
     del found[0]["stream.json"]
     assert found[0] == found[1]

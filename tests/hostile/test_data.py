@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.progress import Progress
 
+from tests.corpora import save_index
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
 from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.data.shards import Index, write_shard
+from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -32,9 +33,9 @@ def sound(tmp_path_factory):
         lengths = rng.integers(5, 40, size=12)
         tokens = [rng.integers(0, VOCAB, size=size).astype(np.uint16) for size in lengths]
         hashes = rng.integers(0, 2**63, size=12).astype(np.uint64)
-        shards.append(write_shard(folder, f"shard_{number:05d}", tokens, lengths, hashes))
+        shards.append(write_shard(folder, number, tokens, lengths, hashes))
     fields = {"dtype": "uint16", "tokenizer": ByteTokenizer.fingerprint, "vocab_size": VOCAB}
-    Index(**fields, shards=tuple(shards), complete=True).save(folder)
+    save_index(folder, shards, **fields)
     return folder
 
 
