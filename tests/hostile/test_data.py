@@ -61,6 +61,20 @@ def test_an_index_that_was_bent_is_refused_or_harmless(sound, tmp_path, data):
         read(folder)
 
 
+@BOUNDED
+@given(data=st.data())
+def test_a_table_of_shards_that_was_bent_is_refused_or_harmless(sound, tmp_path, data):
+    """Row 21."""
+    folder = tmp_path / "folder"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sound, folder)
+    (folder / "index.shards").write_bytes(
+        data.draw(bent_bytes((sound / "index.shards").read_bytes()))
+    )
+    with harmless(tmp_path):
+        read(folder)
+
+
 def test_an_index_with_an_integer_too_long_is_refused_by_its_name(sound, tmp_path):
     index = json.loads((sound / "index.json").read_text())
     text = json.dumps({**index, "vocab_size": "long"}).replace('"long"', "1" + "0" * 5000)
@@ -129,7 +143,7 @@ def test_a_tokenizer_that_was_bent_is_refused_or_harmless(tmp_path, data):
             source=f"text:{tmp_path}/*.txt", tokenizer=str(tmp_path / "tokenizer.json")
         )
         sources = open_sources(text, VOCAB)
-        assert sources.corpora[0].arrays[0].max() < VOCAB
+        assert sources.corpora[0].tokens[0].max() < VOCAB
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[]", b'{"model": null}'])

@@ -7,7 +7,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Protocol
@@ -31,8 +31,8 @@ BLOCK_DOCUMENTS = 1 << 20
 _OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MOST_MAPS = 1024 if _OPEN_FILES == resource.RLIM_INFINITY else min(1024, _OPEN_FILES // 4)
 """Files that a process maps into memory at once: each is an open file."""
-RECENT_SHARDS = 2 * BLOCK_SHARDS
-"""Shards of a corpus whose verified chunks a process remembers."""
+RECENT_SHARDS = BLOCK_SHARDS + 16
+"""Shards of a corpus whose digests a process holds, a thousandth of their bytes: of a block, and of rows' ends."""
 
 FETCHERS = 16
 """Threads that fetch shards: a connection to object storage has a fraction of a host's bandwidth."""
@@ -53,7 +53,11 @@ class TokenFile:
     """uint8 [chunks, 16] that the file must have; none where it was verified as a whole."""
     fetch: Callable[[], None] | None = None
     """Puts the file there unless it is; none where it must be."""
-    _is_verified: dict[int, bool] = field(default_factory=dict)
+
+    @cached_property
+    def _is_verified(self) -> np.ndarray:
+        """bool [chunks]."""
+        return np.zeros(0 if self.digests is None else len(self.digests), bool)
 
     def __getitem__(self, span: slice) -> np.ndarray:
         """The tokens of `span`.
@@ -76,7 +80,7 @@ class TokenFile:
         assert self.digests is not None
         first, stop = (place * self.dtype.itemsize for place in (span.start, span.stop))
         for chunk in range(first // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
-            if chunk in self._is_verified:
+            if self._is_verified[chunk]:
                 continue
             begin = chunk * CHUNK_BYTES
             digest = hashlib.sha256(content[begin : begin + CHUNK_BYTES]).digest()[:DIGEST_BYTES]
