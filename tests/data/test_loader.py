@@ -123,6 +123,7 @@ def test_a_batch_is_the_same_for_every_number_of_processes(texts, source, mask):
             changed = whole[name].copy()
             changed[-1, -1] += 1
             assert batch_hash(whole | {name: changed}) != a.batch_hash(step) == batch_hash(whole)
+        assert batch_hash({name: rows[::-1] for name, rows in whole.items()}) != a.batch_hash(step)
 
 
 def test_the_order_is_set_by_the_seed_and_the_held_out_order_is_not(texts):

@@ -104,9 +104,7 @@ def _enter(
         loaders = (loader, *evaluation.values())
         cfg, fallback = fit_documents(cfg, max(x.max_documents for x in loaders))
         notes += fallback
-        if packs_documents(cfg):
-            for one in loaders:
-                one.room = max_documents(cfg.data.seq_len)
+        bound_documents(cfg, loaders)
     events = Events(run_dir, jax.process_index())
     events.check()
     check_lock = stack.enter_context(hold_run_lock(run_dir, events, cfg.checkpoint.store))
@@ -258,6 +256,13 @@ def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
     require(chosen == "auto", "kernels.attention", chosen, fix)
     kernels = dataclasses.replace(cfg.kernels, attention="cudnn")
     return dataclasses.replace(cfg, kernels=kernels), [f"attention reads a document mask: {fault}"]
+
+
+def bound_documents(cfg: Config, loaders: Sequence[Loader]) -> None:
+    """Make a row end the run where packed attention has no room for its documents; not all rows were counted."""
+    if packs_documents(cfg):
+        for loader in loaders:
+            loader.room = max_documents(cfg.data.seq_len)
 
 
 def packs_documents(cfg: Config) -> bool:
