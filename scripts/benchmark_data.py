@@ -4,7 +4,8 @@
     python -m scripts.benchmark_data FOLDER --documents 1000000000 --shards 220000 --mean 15000 --sparse --processes 8
 
 It makes FOLDER, unless it is there, with documents of random lengths around `--mean` whose tokens are zeros. With
-`--sparse` the token files are holes and the shards share the documents of 1,000, so a set of any size takes little disk. Then `--processes` processes open it as a run does and read batches; docs/benchmarks/data.md has the figures.
+`--sparse` the token files are holes and the shards share the documents of 1,000, so any number takes little disk. Then
+`--processes` processes open it as a run does and read batches; docs/benchmarks/data.md has the figures.
 """
 
 import argparse

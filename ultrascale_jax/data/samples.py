@@ -268,7 +268,7 @@ class Shuffled:
         self._first_rows = np.array([0, len(samples)]) if firsts is None else firsts
         self._counts = np.diff(self._first_rows)
         self._epoch, self._rows = lru_cache(2)(self._blocks_of), lru_cache(8)(self._rows_of)
-        self._ahead: tuple[int, int] | None = None
+        self._ahead = -1, -1
 
     def row(self, number: int) -> int:
         """Return which row of the samples is the `number`-th."""
@@ -278,7 +278,7 @@ class Shuffled:
         order, begins = self._epoch(epoch)
         place = int(np.searchsorted(begins, at, side="right")) - 1
         block = int(order[place])
-        if isinstance(self._samples, PackedSamples) and self._ahead != (epoch, place):
+        if isinstance(self._samples, PackedSamples) and (epoch, place) > self._ahead:
             self._ahead = epoch, place
             for near in order[place : place + 2]:
                 self._samples.read_ahead(int(near))

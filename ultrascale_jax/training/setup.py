@@ -101,10 +101,8 @@ def _enter(
         check_pairs(cfg, held_out)
     notes += loader.notes + trained_on(loader, evaluation)
     if mesh.devices.flat[0].platform == "gpu" and cfg.data.document_mask:
-        loaders = (loader, *evaluation.values())
-        cfg, fallback = fit_documents(cfg, max(x.max_documents for x in loaders))
+        cfg, fallback = fit_loaders(cfg, (loader, *evaluation.values()))
         notes += fallback
-        bound_documents(cfg, loaders)
     events = Events(run_dir, jax.process_index())
     events.check()
     check_lock = stack.enter_context(hold_run_lock(run_dir, events, cfg.checkpoint.store))
@@ -239,6 +237,18 @@ def trained_on(loader: Loader, evaluation: Mapping[str, Loader]) -> list[str]:
     return lines
 
 
+def fit_loaders(cfg: Config, loaders: Sequence[Loader]) -> tuple[Config, list[str]]:
+    """Do `fit_documents` for the rows of these loaders, of which not all are counted where a corpus is large.
+
+    A row for whose documents packed attention has no room then stops the run.
+    """
+    cfg, notes = fit_documents(cfg, max(loader.max_documents for loader in loaders))
+    if packs_documents(cfg):
+        for loader in loaders:
+            loader.room = max_documents(cfg.data.seq_len)
+    return cfg, notes
+
+
 def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
     """Give attention a mask if a row can have `most` documents and packed attention has no room for them.
 
@@ -256,13 +266,6 @@ def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
     require(chosen == "auto", "kernels.attention", chosen, fix)
     kernels = dataclasses.replace(cfg.kernels, attention="cudnn")
     return dataclasses.replace(cfg, kernels=kernels), [f"attention reads a document mask: {fault}"]
-
-
-def bound_documents(cfg: Config, loaders: Sequence[Loader]) -> None:
-    """Make a row end the run where packed attention has no room for its documents; not all rows were counted."""
-    if packs_documents(cfg):
-        for loader in loaders:
-            loader.room = max_documents(cfg.data.seq_len)
 
 
 def packs_documents(cfg: Config) -> bool:
