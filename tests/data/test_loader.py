@@ -24,6 +24,7 @@ from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.sequence_order import sequence_order
+from ultrascale_jax.training import setup
 from ultrascale_jax.training.setup import trained_on
 
 ROWS = 8
@@ -124,6 +125,18 @@ def test_a_batch_is_the_same_for_every_number_of_processes(texts, source, mask):
             changed[-1, -1] += 1
             assert batch_hash(whole | {name: changed}) != a.batch_hash(step) == batch_hash(whole)
         assert batch_hash({name: rows[::-1] for name, rows in whole.items()}) != a.batch_hash(step)
+
+
+def test_a_row_of_more_documents_than_attention_has_room_for_stops_the_run(texts):
+    loader = make_loader(texts)
+    most = [int(loader.batch(step)["segment_ids"].max()) for step in range(20)]
+    assert 1 < max(most) <= loader.max_documents
+    loader.room = max(most)
+    loader.batch(most.index(max(most)))
+    loader.room -= 1
+    said = rf"has {max(most)} documents, and attention has room for {loader.room}; go on with kern"
+    with pytest.raises(UserError, match=said):
+        loader.batch(most.index(max(most)))
 
 
 def test_the_order_is_set_by_the_seed_and_the_held_out_order_is_not(texts):
@@ -510,7 +523,9 @@ def test_two_processes_hold_their_parts_of_the_one_global_batch():
         assert output.count(f"hash {loader.batch_hash(5)}\n") == 3, output
 
 
-def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents(texts, tmp_path):
+def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents(
+    texts, tmp_path, monkeypatch
+):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 200)
     given = f"a=text:{tmp_path}/a.txt,b=text:{tmp_path}/*.txt"
@@ -527,6 +542,9 @@ def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents
         "1 of the 1 documents of data.eval_source a",
         "1 of the 2 documents of data.eval_source b",
     ]
+    monkeypatch.setattr(setup, "MOST_COMPARED", 2)
+    [line] = trained_on(shared, shared.evaluation())
+    assert "was not looked up: they have 4" in line
     [(name, split)] = make_loader(texts).evaluation().items()
     assert (name, split.split) == ("", "eval")
 
