@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.corpora import save_index
 from tests.faults.conftest import Job, free_port
 from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.launch.events import read_events
