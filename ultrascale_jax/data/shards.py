@@ -293,13 +293,12 @@ def write_shard(
     shard = describe_shard(lengths, hashes)
     digests = []
     for kind, parts in contents.items():
-        digest, chunks = hashlib.sha256(), ChunkDigests()
+        path, digest = folder / f"{shard_name(number)}.{kind}", hashlib.sha256()
         for part in parts:
             digest.update(part)
-            chunks.update(part)
-        write_atomic(folder / f"{shard_name(number)}.{kind}", *parts)
+        write_atomic(path, *parts)
         shard[f"{kind}_sha256"] = np.frombuffer(digest.digest(), np.uint8)
-        digests += chunks.finish()
+        digests += _chunk_digests(path)
     write_documents(folder, number, shard, lengths, hashes, digests)
     return shard
 
@@ -329,31 +328,10 @@ def write_documents(
     shard["documents_sha256"] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
 
 
-class ChunkDigests:
-    """The digests of the chunks of a file that comes in parts."""
-
-    def __init__(self):
-        self._digests: list[bytes] = []
-        self._chunk, self._size = hashlib.sha256(), 0
-
-    def update(self, part: memoryview) -> None:
-        while len(part):
-            piece = part[: CHUNK_BYTES - self._size]
-            self._chunk.update(piece)
-            self._size += len(piece)
-            part = part[len(piece) :]
-            if self._size == CHUNK_BYTES:
-                self._end()
-
-    def _end(self) -> None:
-        self._digests.append(self._chunk.digest()[:DIGEST_BYTES])
-        self._chunk, self._size = hashlib.sha256(), 0
-
-    def finish(self) -> list[bytes]:
-        """Return the digests, the last of a chunk that may be short."""
-        if self._size:
-            self._end()
-        return self._digests
+def _chunk_digests(path: Path) -> list[bytes]:
+    with open(path, "rb") as file:
+        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+        return [hashlib.sha256(chunk).digest()[:DIGEST_BYTES] for chunk in chunks]
 
 
 def _scan(path: Path, dtype: np.dtype, vocab_size: int) -> tuple[str, tuple[int, int] | None]:
