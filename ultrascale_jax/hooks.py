@@ -88,7 +88,7 @@ class Run:
         state: TrainState,
         *,
         step: int,
-        batches: Generator[tuple[int, Batch, Callable[[], str]]],
+        batches: Generator[tuple[int, Batch, Callable[[], Callable[[], str]]]],
         events: Events,
         watch: Watch,
         note: Callable[[str], None],

@@ -260,7 +260,7 @@ def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts
     batches = loader.device_batches(mesh, start_step=11)
     for expected_step, (step, batch, digest) in zip(range(11, 14), batches, strict=False):
         assert step == expected_step
-        assert digest() == loader.batch_hash(step)
+        assert digest()() == loader.batch_hash(step)
         natural = loader.batch(step)
         # No two rows of a step have the same first tokens, so these say which row is where.
         starts = [row[:8].tolist() for row in natural["tokens"]]
@@ -304,7 +304,7 @@ def test_cp_orders_the_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts
         step, placed, digest = next(batches)
         batches.close()
         assert step == 3
-        assert digest() == one.batch_hash(3) == other.batch_hash(3)
+        assert digest()() == one.batch_hash(3) == other.batch_hash(3)
         host, rows = other.batch(3), other.batch(3, slice(2, 5))
         for name, value in one.batch(3).items():
             np.testing.assert_array_equal(np.asarray(placed[name]), value[:, order])
@@ -489,7 +489,7 @@ for mesh, rows in ((MeshConfig(), 4), (MeshConfig(cp=2), 4), (MeshConfig(fsdp=1,
     for name, value in loader.batch(5).items():
         for shard in batch[name].addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
-    print("hash", digest(), flush=True)
+    print("hash", digest()(), flush=True)
 """
 
 

@@ -194,7 +194,7 @@ def test_a_ramp_of_the_batch_reads_the_same_sequences_in_their_order(folders):
     batches = loader.device_batches(make_mesh(MeshConfig(fsdp=8)), 3)
     for step, size in ((3, 8), (4, 16)):
         found, batch, digest = next(batches)
-        assert (found, digest()) == (step, loader.batch_hash(step))
+        assert (found, digest()()) == (step, loader.batch_hash(step))
         rows = (np.asarray(batch["tokens"]), loader.batch(step)["tokens"])
         assert rows[0].shape == (size, 32)
         np.testing.assert_array_equal(*(np.sort(part, axis=0) for part in rows))

@@ -40,6 +40,10 @@ from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
 
+StartHash = Callable[[], Callable[[], str]]
+"""Begins to add up a batch's row digests, a collective which every process calls at once; what it returns waits for the
+hash, on any process."""
+
 
 class UnreadableError(OSError):
     """A batch could not be read; the next try may succeed, so a supervisor should restart the run."""
@@ -249,12 +253,12 @@ class Loader:
 
     def device_batches(
         self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None = None
-    ) -> Generator[tuple[int, dict[str, jax.Array], Callable[[], str]], None, None]:
+    ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
         """Return an iterator over step, batch on the devices and the batch's hash, from `start_step` on, without end.
 
         With the document mask rows are dealt so that all devices have as much attention. Grain's
-        threads read ahead. A process reads only the rows of its own devices. The devices add up the
-        digests of all rows; to call the hash waits for that. Close the iterator to stop the threads.
+        threads read ahead. A process reads only the rows of its own devices, and the devices add up
+        the digests of all rows: see `StartHash`. Close the iterator to stop the threads.
         A thread's exception is raised where its batch is due; `before(n)` is called in the
         thread that reads the batch of the n-th optimizer step.
 
@@ -273,7 +277,7 @@ class Loader:
 
     def _device_batches(
         self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None
-    ) -> Generator[tuple[int, dict[str, jax.Array], Callable[[], str]], None, None]:
+    ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
         sharding = NamedSharding(mesh, act("BT"))
         by_row = NamedSharding(mesh, PartitionSpec(sharding.spec[0]))
         add_rows = jax.jit(_add_rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -311,15 +315,17 @@ class Loader:
 
             return jax.make_array_from_callback((size, local.shape[1]), where, piece)
 
+        def start_hash(digests: jax.Array) -> Callable[[], str]:
+            return functools.partial(_hash_text, add_rows(digests))
+
         steps = grain.MapDataset.range(start_step, ENDLESS).map(load)
         options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
         reader = iter(steps.to_iter_dataset(options))
         try:
             for step, batch, digests in reader:
                 size = self.batches.at(step)
-                total = add_rows(place(digests, size, by_row))
                 placed = {name: place(value, size) for name, value in batch.items()}
-                yield step, placed, functools.partial(_hash_text, total)
+                yield step, placed, functools.partial(start_hash, place(digests, size, by_row))
         finally:
             reader.close()
 
