@@ -11,7 +11,9 @@ import pytest
 from tests.s3 import client
 from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
+from ultrascale_jax.data import corpus as corpora
 from ultrascale_jax.data import remote_shards
+from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.remote_shards import open_remote
 from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import train_bpe
@@ -133,6 +135,21 @@ def test_processes_of_one_host_fetch_each_file_once(shards, monkeypatch):
         thread.join()
     wanted = [file.name for file in matching(f"{shards}/shard*")]
     assert sorted(fetched) == ["index.shards", *wanted]
+
+
+def test_batches_of_a_bucket_are_those_of_a_folder_in_blocks_too(shards, monkeypatch):
+    monkeypatch.setattr(corpora, "BLOCK_SHARDS", 2)
+    folder = prepare_data.Args(input="", out=shards).folder
+
+    def loader(place):
+        data = DataConfig(source=f"tokens:{place}", seq_len=16, eval_fraction=0.1)
+        return Loader(data, vocab_size=256, global_batch=2, seed=0)
+
+    remote, local = loader(shards), loader(folder)
+    assert not remote.sources.corpora[0].is_small
+    assert remote.fingerprint == local.fingerprint
+    for step in (0, 30, 7):
+        assert remote.batch_hash(step) == local.batch_hash(step)
 
 
 def test_the_files_of_a_block_are_fetched_ahead(shards, monkeypatch):
