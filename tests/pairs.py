@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ultrascale_jax.data.shards import Index, write_shard
+from tests.corpora import save_index
+from ultrascale_jax.data.shards import write_shard
 
 PROMPT = 3
 """Most tokens of a prompt."""
@@ -18,13 +19,8 @@ def write_pairs(folder: Path, count: int = 200, vocab_size: int = 64, longest: i
     tokens = [rng.integers(0, vocab_size, length).astype(np.uint8) for length in lengths]
     answers = [np.arange(length) >= PROMPT for length in lengths]
     hashes = np.repeat(np.arange(count, dtype=np.uint64) * 7919, 2)
-    shard = write_shard(folder, "shard_00000", tokens, lengths, hashes, answers)
-    Index(
-        dtype="uint8",
-        tokenizer="bytes",
-        vocab_size=vocab_size,
-        shards=(shard,),
-        settings={"preferences": True},
-        complete=True,
-    ).save(folder)
+    shard = write_shard(folder, 0, tokens, lengths, hashes, answers)
+    settings = {"preferences": True}
+    fields = {"dtype": "uint8", "tokenizer": "bytes", "vocab_size": vocab_size}
+    save_index(folder, [shard], **fields, settings=settings, answers=True)
     return f"tokens:{folder}"

@@ -88,7 +88,7 @@ class Run:
         state: TrainState,
         *,
         step: int,
-        batches: Generator[tuple[int, Batch, str]],
+        batches: Generator[tuple[int, Batch, Callable[[], Callable[[], str]]]],
         events: Events,
         watch: Watch,
         note: Callable[[str], None],
@@ -109,8 +109,10 @@ class Run:
         """Optimizer steps done before this process began; and the step that is under way, or was last."""
         self.stopped = False
         """Whether SIGTERM came, so that no step follows."""
-        self.batch_hash, self.data_wait_s = "", 0.0
-        """Of the step's batch, and how long it was waited for."""
+        self.batch_hash: Callable[[], str] = str
+        """Returns the hash of the step's batch, when the devices have it."""
+        self.data_wait_s = 0.0
+        """Seconds for which the step's batch was waited for."""
         self.device_wait_s = 0.0
         """Seconds so far in which this process waited for its devices."""
         self.summary: dict[str, Any] = {}
@@ -158,6 +160,7 @@ class Run:
         (row, metrics), self._unread = self._unread, None
         with self.waiting_for_devices():
             values = jax.device_get(metrics)
+        row["batch_hash"] = row["batch_hash"]()
         row |= {name: value.tolist() for name, value in values.items()}
         for hook in self.hooks:
             hook.on_metrics(self, row)

@@ -15,8 +15,8 @@ from tests.runs import mesh_of, run, step_rows
 from ultrascale_jax.cli.prepare_data import Args, main, prepare
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
 from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate, encode_conversations
+from ultrascale_jax.data.corpus import open_shards
 from ultrascale_jax.data.loader import Loader, batch_hash
-from ultrascale_jax.data.shards import open_shards
 from ultrascale_jax.data.tokenizer import JsonTokenizer, train_bpe
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.state import init_state
@@ -253,8 +253,8 @@ def talks(bpe, tmp_path_factory):
 
 def test_shards_hold_a_bit_for_each_token_and_continue_after_a_crash(talks, capsys):
     folder, index = talks
-    assert [shard.documents for shard in index.shards] == [2, 2, 2]
-    assert [(folder / "out" / f"{s.name}.answers").stat().st_size for s in index.shards] == [4] * 3
+    assert index.shards["documents"].tolist() == [2, 2, 2]
+    assert [path.stat().st_size for path in (folder / "out").glob("*.answers")] == [4] * 3
     corpus = open_shards(folder / "out", index.vocab_size, index.tokenizer)
     spans = list(zip(corpus.starts.tolist(), corpus.ends.tolist(), strict=True))
     assert [corpus.counted(*span).tolist() for span in spans] == [DOCUMENT] * 6

@@ -439,7 +439,7 @@ def test_rows_of_parquet_make_the_shards_of_the_same_json_lines(
         out = tmp_path / str(len(made))
         args = Args(input=f"{tmp_path}/{name}", out=out, tokenizer=str(path), workers=1)
         index = prepare(args)
-        assert sum(shard.documents for shard in index.shards) == len(rows) * (1 + (rows is PAIRS))
+        assert index.shards["documents"].sum() == len(rows) * (1 + (rows is PAIRS))
         made[name] = contents(out)
     assert made["lines/a.jsonl"] == made["parquet/a.parquet"]
 
@@ -493,6 +493,7 @@ def test_a_date_is_of_the_settings_that_a_restart_must_share(bpe, tmp_path):  # 
         prepare(Args(**given, workers=1))
     index = prepare(Args(**given, workers=1, date="2025-01-31"))
     assert index.settings["date"] == "2025-01-31"
-    assert prepare(Args(**given, workers=1, date="2025-01-31")) == index
+    again = prepare(Args(**given, workers=1, date="2025-01-31"))
+    assert again.table_sha256 == index.table_sha256
     with pytest.raises(UserError, match="has shards made with other settings"):
         prepare(Args(**given, workers=1, date="2025-02-01"))

@@ -14,14 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.corpora import corpus_of, save_index
 from ultrascale_jax.config import ContextConfig, DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.balance import deal_rows
-from ultrascale_jax.data.loader import Loader, UnreadableError, batch_hash, held_out_hashes
+from ultrascale_jax.data.held_out import ALL, held_out_hashes
+from ultrascale_jax.data.loader import Loader, UnreadableError, batch_hash
 from ultrascale_jax.data.samples import PackedSamples
-from ultrascale_jax.data.shards import Corpus, Index, write_shard
+from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.sequence_order import sequence_order
+from ultrascale_jax.training import setup
 from ultrascale_jax.training.setup import trained_on
 
 ROWS = 8
@@ -53,11 +56,9 @@ def texts(tmp_path_factory):
 
 def make_corpus(lengths, array_borders=()):
     """Documents of these lengths whose tokens are 0, 1, 2, ... through all of them."""
-    ends = np.cumsum(lengths)
-    tokens = np.arange(ends[-1], dtype=np.uint16)
-    cuts = sorted({int(ends[i % len(ends)]) for i in array_borders} - {int(ends[-1])})
-    hashes = np.arange(len(lengths), dtype=np.uint64)
-    return Corpus(arrays=tuple(np.split(tokens, cuts)), ends=ends, hashes=hashes, fingerprint="")
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    borders = [border % len(lengths) for border in array_borders]
+    return corpus_of(tokens, lengths, np.arange(len(lengths)), borders)
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,10 +71,9 @@ def make_corpus(lengths, array_borders=()):
 def test_packing_equals_a_naive_walk_over_the_stream(lengths, array_borders, seq_len, seed):
     corpus = make_corpus(lengths, array_borders)
     data = DataConfig(seq_len=seq_len, document_mask=False)
-    chosen = np.arange(len(lengths))
-    plain = PackedSamples(corpus, chosen, data, ("test", seed))
+    plain = PackedSamples(corpus, ALL, data, ("test", seed))
     masked = PackedSamples(
-        corpus, chosen, dataclasses.replace(data, document_mask=True), ("test", seed)
+        corpus, ALL, dataclasses.replace(data, document_mask=True), ("test", seed)
     )
     total = sum(lengths)
     assert len(plain) == len(masked) == max(0, (total - 1) // seq_len)
@@ -124,6 +124,19 @@ def test_a_batch_is_the_same_for_every_number_of_processes(texts, source, mask):
             changed = whole[name].copy()
             changed[-1, -1] += 1
             assert batch_hash(whole | {name: changed}) != a.batch_hash(step) == batch_hash(whole)
+        assert batch_hash({name: rows[::-1] for name, rows in whole.items()}) != a.batch_hash(step)
+
+
+def test_a_row_of_more_documents_than_attention_has_room_for_stops_the_run(texts):
+    loader = make_loader(texts)
+    most = [int(loader.batch(step)["segment_ids"].max()) for step in range(20)]
+    assert 1 < max(most) <= loader.max_documents
+    loader.room = max(most)
+    loader.batch(most.index(max(most)))
+    loader.room -= 1
+    said = rf"has {max(most)} documents, and attention has room for {loader.room}; go on with kern"
+    with pytest.raises(UserError, match=said):
+        loader.batch(most.index(max(most)))
 
 
 def test_the_order_is_set_by_the_seed_and_the_held_out_order_is_not(texts):
@@ -151,7 +164,7 @@ def test_both_splits_together_hold_every_document_once(texts):
         steps = -(-split.num_sequences // ROWS)
         rows = np.concatenate([split.batch(step)["tokens"] for step in range(steps)])
         seen.append(np.bincount(rows[: split.num_sequences].ravel(), minlength=256))
-    tokens = loader.sources.corpora[0].arrays[0]
+    tokens = loader.sources.corpora[0].tokens[0]
     missing = np.bincount(tokens, minlength=256) - seen[0] - seen[1]
     assert missing.min() >= 0
     assert missing.sum() <= 2 * 2  # the tail of each split: at most seq_len tokens
@@ -195,6 +208,12 @@ def test_a_document_is_held_out_of_all_corpora_or_of_none(corpora, fraction):
         assert len(held_out) < len(set(corpora[0]))
 
 
+def hashes_of(samples):
+    """The hashes of the documents that samples of a small corpus are cut from."""
+    corpus = samples._corpus
+    return corpus.hashes[np.isin(corpus.starts, samples._blocks(0)[1])]
+
+
 def test_a_text_that_occurs_twice_is_on_one_side_only(tmp_path):
     for i in range(30):
         for copy in ("a", "b"):
@@ -205,7 +224,7 @@ def test_a_text_that_occurs_twice_is_on_one_side_only(tmp_path):
         chosen = []
         for split in (loader, loader.held_out()):
             parts = split._split_samples().values()
-            chosen.append({int(h) for p in parts for h in p._corpus.hashes[p._documents]})
+            chosen.append({int(h) for p in parts for h in hashes_of(p)})
         assert not chosen[0] & chosen[1]
         assert len(chosen[0] | chosen[1]) == 30
 
@@ -241,7 +260,7 @@ def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts
     batches = loader.device_batches(mesh, start_step=11)
     for expected_step, (step, batch, digest) in zip(range(11, 14), batches, strict=False):
         assert step == expected_step
-        assert digest == loader.batch_hash(step)
+        assert digest()() == loader.batch_hash(step)
         natural = loader.batch(step)
         # No two rows of a step have the same first tokens, so these say which row is where.
         starts = [row[:8].tolist() for row in natural["tokens"]]
@@ -285,7 +304,7 @@ def test_cp_orders_the_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts
         step, placed, digest = next(batches)
         batches.close()
         assert step == 3
-        assert digest == one.batch_hash(3) == other.batch_hash(3)
+        assert digest()() == one.batch_hash(3) == other.batch_hash(3)
         host, rows = other.batch(3), other.batch(3, slice(2, 5))
         for name, value in one.batch(3).items():
             np.testing.assert_array_equal(np.asarray(placed[name]), value[:, order])
@@ -333,9 +352,9 @@ def shards_of(folder, dtype="uint16", vocab_size=100):
         lengths = rng.integers(20, 60, size=20)
         tokens = [rng.integers(0, vocab_size, size=size).astype(dtype) for size in lengths]
         hashes = rng.integers(0, 2**63, size=20).astype(np.uint64)
-        entries.append(write_shard(folder, f"shard_{number:05d}", tokens, lengths, hashes))
+        entries.append(write_shard(folder, number, tokens, lengths, hashes))
     fields = {"dtype": dtype, "tokenizer": ByteTokenizer.fingerprint, "vocab_size": vocab_size}
-    Index(**fields, shards=tuple(entries), complete=True).save(folder)
+    save_index(folder, entries, **fields)
     data = DataConfig(source=f"tokens:{folder}", seq_len=32)
     return Loader(data, vocab_size=vocab_size, global_batch=ROWS, seed=0)
 
@@ -456,21 +475,21 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.sharding.mesh import make_mesh
 data = DataConfig(source="synthetic", seq_len=16, document_mask=False)
 class Counted:
-    def __init__(self, samples):
-        self.samples, self.reads = samples, set()
-    def __getitem__(self, i):
+    def __init__(self, sample):
+        self.sample, self.reads = sample, set()
+    def __call__(self, i):
         self.reads.add(i % 8)
-        return self.samples[i]
+        return self.sample(i)
 # With cp=4 each process has a part of every row.
 for mesh, rows in ((MeshConfig(), 4), (MeshConfig(cp=2), 4), (MeshConfig(fsdp=1, cp=4), 8)):
     loader = Loader(data, vocab_size=99, global_batch=8, seed=4, cp=mesh.cp, context=ContextConfig())
-    counted = loader._samples = Counted(loader._samples)
+    counted = loader._sample = Counted(loader._sample)
     step, batch, digest = next(loader.device_batches(make_mesh(mesh), 5))
-    assert len(counted.reads) == (8 if process == 0 else rows), counted.reads
+    assert len(counted.reads) == rows, counted.reads
     for name, value in loader.batch(5).items():
         for shard in batch[name].addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
-    print("hash", digest or "none", flush=True)
+    print("hash", digest()(), flush=True)
 """
 
 
@@ -500,11 +519,13 @@ def test_two_processes_hold_their_parts_of_the_one_global_batch():
             process.kill()
     data = DataConfig(source="synthetic", seq_len=16, document_mask=False)
     loader = Loader(data, vocab_size=99, global_batch=8, seed=4)
-    assert outputs[0].count(f"hash {loader.batch_hash(5)}\n") == 3, outputs[0]
-    assert outputs[1].count("hash none\n") == 3, outputs[1]
+    for output in outputs:
+        assert output.count(f"hash {loader.batch_hash(5)}\n") == 3, output
 
 
-def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents(texts, tmp_path):
+def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents(
+    texts, tmp_path, monkeypatch
+):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 200)
     given = f"a=text:{tmp_path}/a.txt,b=text:{tmp_path}/*.txt"
@@ -521,6 +542,9 @@ def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents
         "1 of the 1 documents of data.eval_source a",
         "1 of the 2 documents of data.eval_source b",
     ]
+    monkeypatch.setattr(setup, "MOST_COMPARED", 2)
+    [line] = trained_on(shared, shared.evaluation())
+    assert "was not looked up: they have 4" in line
     [(name, split)] = make_loader(texts).evaluation().items()
     assert (name, split.split) == ("", "eval")
 

@@ -17,7 +17,7 @@ def test_the_standard_library_is_the_same_code_every_time_without_its_tests():
     a, b = (open_sources(DataConfig(), 256).corpora[0] for _ in range(2))
     assert a.fingerprint == b.fingerprint
     assert a.ends[-1] > 2_000_000
-    assert a.arrays[0].dtype == np.uint8
+    assert a.tokens[0].dtype == np.uint8
     paths = stdlib_paths()
     assert {"ast.py", "heapq.py"} <= {path.name for path in paths}
     folders = {part for path in paths for part in path.parts[-3:-1]}

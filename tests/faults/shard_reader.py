@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from ultrascale_jax.data.shards import open_shards
+from ultrascale_jax.data.corpus import open_shards
 from ultrascale_jax.launch import distributed
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.corpora import save_index
 from tests.faults.conftest import Job, free_port
-from ultrascale_jax.data.shards import Index, write_shard
+from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.launch.events import read_events
 
 SECRETS = {"WANDB_API_KEY": "wandb-0123456789abcdef", "HF_TOKEN": "hf_0123456789abcdef"}
@@ -237,14 +238,12 @@ def test_processes_share_the_check_of_the_token_shards_that_they_all_see(job, tm
     """Row 15: nothing is left unchecked, where all see one disk and where each host has its own copy."""
     folder, copy = tmp_path / "tokens", tmp_path / "copy"
     folder.mkdir()
-    one, names = np.array([1]), [f"shard_{number}" for number in range(4)]
-    shards = tuple(
-        write_shard(folder, name, [np.full(n, 7, np.uint8)], n * one, one.astype(np.uint64))
-        for n, name in enumerate(names, start=1)
-    )
-    Index(dtype="uint8", tokenizer="bytes", vocab_size=256, shards=shards, complete=True).save(
-        folder
-    )
+    one, names = np.array([1]), [f"shard_{number:05d}" for number in range(4)]
+    shards = [
+        write_shard(folder, n, [np.full(n + 1, 7, np.uint8)], (n + 1) * one, one.astype(np.uint64))
+        for n in range(4)
+    ]
+    save_index(folder, shards, dtype="uint8", tokenizer="bytes", vocab_size=256)
     shutil.copytree(folder, copy)
 
     def read(*folders: Path) -> list[list[str]]:
@@ -256,7 +255,7 @@ def test_processes_share_the_check_of_the_token_shards_that_they_all_see(job, tm
     assert read(folder, folder) == [names[::2], names[1::2]]
     assert read(folder, copy) == [names, names]
 
-    (folder / "shard_2.tokens").write_bytes(b"\7\7\10")
+    (folder / "shard_00002.tokens").write_bytes(b"\7\7\10")
     run = job(tmp_path / "run", module="tests.faults.shard_reader", before=(str(folder),) * 2)
     assert run.wait() == [2, 2], run.outputs
-    assert "shard_2.tokens was altered" in run.outputs[0]
+    assert "shard_00002.tokens was altered" in run.outputs[0]

@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
+from tests.corpora import save_index
 from tests.faults.conftest import LIMIT_S, RECIPE, ROOT, environment
-from ultrascale_jax.data.shards import Index, write_shard
+from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.data.tokenizer import ByteTokenizer
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED, STOPPED
@@ -135,9 +136,9 @@ def test_damaged_shards_are_refused_by_name_before_anything_is_compiled(tmp_path
     folder.mkdir()
     tokens = [rng.integers(0, 64, size=50).astype(np.uint16) for _ in range(20)]
     lengths, hashes = np.full(20, 50), np.arange(20, dtype=np.uint64)
-    shard = write_shard(folder, "shard_00000", tokens, lengths, hashes)
+    shard = write_shard(folder, 0, tokens, lengths, hashes)
     fields = {"dtype": "uint16", "tokenizer": ByteTokenizer.fingerprint, "vocab_size": 64}
-    Index(**fields, shards=(shard,), complete=True).save(folder)
+    save_index(folder, [shard], **fields)
     os.truncate(folder / "shard_00000.tokens", 1001)
     words = ["--data.source", f"tokens:{folder}", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(

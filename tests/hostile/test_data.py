@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.progress import Progress
 
+from tests.corpora import save_index
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
 from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.data.shards import Index, write_shard
+from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -32,9 +33,9 @@ def sound(tmp_path_factory):
         lengths = rng.integers(5, 40, size=12)
         tokens = [rng.integers(0, VOCAB, size=size).astype(np.uint16) for size in lengths]
         hashes = rng.integers(0, 2**63, size=12).astype(np.uint64)
-        shards.append(write_shard(folder, f"shard_{number:05d}", tokens, lengths, hashes))
+        shards.append(write_shard(folder, number, tokens, lengths, hashes))
     fields = {"dtype": "uint16", "tokenizer": ByteTokenizer.fingerprint, "vocab_size": VOCAB}
-    Index(**fields, shards=tuple(shards), complete=True).save(folder)
+    save_index(folder, shards, **fields)
     return folder
 
 
@@ -56,6 +57,20 @@ def test_an_index_that_was_bent_is_refused_or_harmless(sound, tmp_path, data):
     shutil.copytree(sound, folder)
     index = json.loads((sound / "index.json").read_text())
     (folder / "index.json").write_bytes(data.draw(bent_text(index)))
+    with harmless(tmp_path):
+        read(folder)
+
+
+@BOUNDED
+@given(data=st.data())
+def test_a_table_of_shards_that_was_bent_is_refused_or_harmless(sound, tmp_path, data):
+    """Row 21."""
+    folder = tmp_path / "folder"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sound, folder)
+    (folder / "index.shards").write_bytes(
+        data.draw(bent_bytes((sound / "index.shards").read_bytes()))
+    )
     with harmless(tmp_path):
         read(folder)
 
@@ -128,7 +143,7 @@ def test_a_tokenizer_that_was_bent_is_refused_or_harmless(tmp_path, data):
             source=f"text:{tmp_path}/*.txt", tokenizer=str(tmp_path / "tokenizer.json")
         )
         sources = open_sources(text, VOCAB)
-        assert sources.corpora[0].arrays[0].max() < VOCAB
+        assert sources.corpora[0].tokens[0].max() < VOCAB
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[]", b'{"model": null}'])

@@ -1,15 +1,20 @@
 """Token shards in a bucket train as those of a folder do."""
 
 import json
+import os
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from tests.s3 import client
 from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
+from ultrascale_jax.data import corpus as corpora
 from ultrascale_jax.data import remote_shards
-from ultrascale_jax.data.remote_shards import fetch_shards
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.data.remote_shards import open_remote
 from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import train_bpe
 from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused, matching
@@ -48,19 +53,22 @@ def corpus(source, tokenizer="bytes"):
 
 
 def read(corpus):
+    """The documents, as a run reads them: files are fetched when they are needed."""
     return [bytes(corpus.read(*span)) for span in zip(corpus.starts, corpus.ends, strict=True)]
 
 
 def test_shards_go_to_a_bucket_and_come_back(shards, tmp_path, capsys):
     found = corpus(f"tokens:{shards}@2")
+    folder, _ = open_remote(shards)
+    assert f"fetching shards of {shards} to {folder} as rows need" in capsys.readouterr().out
+    assert not list(folder.glob("shard_*"))
+    assert bytes(found.read(0, 5)) == TEXTS[0][:5].encode()
+    names = ["shard_00000.documents", "shard_00000.tokens"]
+    assert sorted(path.name for path in folder.glob("shard_*")) == names
     assert read(found) == [text.encode() + b"\0" for text in TEXTS]
-    assert len(found.arrays) > 3
+    assert len(found.tokens) > 3
     # From a folder they are the same data: a run may go on with either.
-    (folder,) = {array.path.parent for array in found.arrays}
     assert corpus(f"tokens:{folder}").fingerprint == found.fingerprint
-    assert f"fetching {2 * len(found.arrays)} files" in capsys.readouterr().out
-    assert fetch_shards(shards) == folder
-    assert "fetching" not in capsys.readouterr().out
 
 
 def test_the_tokenizer_beside_the_shards_is_named_by_url(url, monkeypatch, tmp_path, capsys):
@@ -103,8 +111,8 @@ def test_a_shard_that_is_not_what_was_written_is_refused_by_name(shards, change,
     remote.remove(["shard_00001.tokens"])
     if change is not None:
         remote.write("shard_00001.tokens", change(content))
-    with pytest.raises(ValueError, match=f"data.source=.*{message}"):
-        corpus(f"tokens:{shards}")
+    with pytest.raises(ValueError, match=message):
+        read(corpus(f"tokens:{shards}"))
     remote.write("shard_00001.tokens", content)
     assert len(read(corpus(f"tokens:{shards}"))) == len(TEXTS)
 
@@ -116,13 +124,62 @@ def test_processes_of_one_host_fetch_each_file_once(shards, monkeypatch):
         "download",
         lambda self, name, path: (fetched.append(name), download(self, name, path)),
     )
-    threads = [threading.Thread(target=fetch_shards, args=(shards,)) for _ in range(3)]
+
+    def read_all():
+        read(corpus(f"tokens:{shards}"))
+
+    threads = [threading.Thread(target=read_all) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     wanted = [file.name for file in matching(f"{shards}/shard*")]
-    assert sorted(fetched) == wanted
+    assert sorted(fetched) == ["index.shards", *wanted]
+
+
+def test_batches_of_a_bucket_are_those_of_a_folder_in_blocks_too(shards, monkeypatch):
+    monkeypatch.setattr(corpora, "BLOCK_SHARDS", 2)
+    folder = prepare_data.Args(input="", out=shards).folder
+
+    def loader(place):
+        data = DataConfig(source=f"tokens:{place}", seq_len=16, eval_fraction=0.1)
+        return Loader(data, vocab_size=256, global_batch=2, seed=0)
+
+    remote, local = loader(shards), loader(folder)
+    assert not remote.sources.corpora[0].is_small
+    assert remote.fingerprint == local.fingerprint
+    for step in (0, 30, 7):
+        assert remote.batch_hash(step) == local.batch_hash(step)
+
+
+def test_the_files_of_a_block_are_fetched_ahead(shards, monkeypatch):
+    found = corpus(f"tokens:{shards}")
+    folder, _ = open_remote(shards)
+    found.read_ahead(np.array([1, 3]))
+    wanted = {f"shard_0000{number}.{kind}" for number in (1, 3) for kind in ("documents", "tokens")}
+    until = time.monotonic() + 60
+    while {path.name for path in folder.glob("shard_*")} < wanted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert {path.name for path in folder.glob("shard_*")} == wanted
+    monkeypatch.setattr(Remote, "download", None)
+    assert len(found.documents[3])
+
+
+def test_a_short_disk_loses_the_shards_that_were_fetched_first(shards, monkeypatch):
+    found = corpus(f"tokens:{shards}")
+    texts, (folder, _) = read(found), open_remote(shards)
+    names = {path.name for path in folder.glob("*.tokens")}
+    for age, name in enumerate(sorted(names)):
+        os.utime(folder / name, (1000 + age, 1000 + age))
+    last = max(names)
+    (folder / last).unlink()
+    monkeypatch.setattr(remote_shards, "SPARE_BYTES", 1 << 60)
+    open_remote(shards)[1](len(names) - 1, "tokens")
+    left = {path.name for path in folder.glob("*.tokens")}
+    assert last in left and len(left) == len(names) - (len(names) - 1) // 2
+    assert min(left) > min(names)
+    # A run that still reads them fetches them again.
+    assert read(found) == texts
 
 
 def test_a_place_without_shards_and_a_disk_without_room_are_refused(shards, monkeypatch):
@@ -131,8 +188,9 @@ def test_a_place_without_shards_and_a_disk_without_room_are_refused(shards, monk
     ):
         corpus(f"tokens:{shards}/none")
     monkeypatch.setattr(remote_shards, "require_room", no_room)
+    monkeypatch.setattr(remote_shards, "SPARE_BYTES", 1 << 60)
     with pytest.raises(RemoteError, match="no room"):
-        corpus(f"tokens:{shards}")
+        read(corpus(f"tokens:{shards}"))
 
 
 def no_room(folder, needed, what, fix):

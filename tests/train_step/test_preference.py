@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.corpora import corpus_of
 from tests.runs import change
 from tests.states import bytes_at_rest
 from ultrascale_jax.config import (
@@ -27,9 +28,9 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.data.chat import ChatTemplate, encode_conversations
+from ultrascale_jax.data.held_out import Split
 from ultrascale_jax.data.preferences import NEXT, render_pair
 from ultrascale_jax.data.samples import PackedSamples, PairSamples
-from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.data.tokenizer import JsonTokenizer
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.config import read_config
@@ -78,7 +79,7 @@ def corpus(name):
     tokens, lengths, answers = encode_conversations(tokenizer, texts)
     bits = np.packbits(answers, bitorder="little")
     hashes = np.arange(lengths.size, dtype=np.uint64)
-    return Corpus((tokens,), np.cumsum(lengths), hashes, "", answers=(bits,), pairs=pairs)
+    return corpus_of(tokens, lengths, hashes, answers=(bits,), pairs=pairs)
 
 
 def documents(name):
@@ -170,14 +171,16 @@ def rows_of(step, dpo):
     """Rows with the eight pairs, as many a row as fit, or conversations of a step, two a row."""
     if dpo:
         first = 2 * BATCH * step
-        chosen = np.arange(first, first + 2 * BATCH)
+        chosen = Split(True, np.arange(first, first + 2 * BATCH, dtype=np.uint64))
         part = PairSamples(corpus("pairs.jsonl"), chosen, CFG.data, ("key",))
         assert part.max_documents == 5
         return [part[i] for i in range(len(part))]
     starts = range(BATCH * step, BATCH * (step + 1), 2)
     key = CFG.data, ("key",)
     parts = [
-        PackedSamples(corpus("talks.jsonl"), np.arange(i, i + 2), *key, remainder=True)
+        PackedSamples(
+            corpus("talks.jsonl"), Split(True, np.uint64([i, i + 1])), *key, remainder=True
+        )
         for i in starts
     ]
     return [part[0] for part in parts]

@@ -42,7 +42,7 @@ from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.flops import flops_per_token
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
-from ultrascale_jax.training.setup import fit_documents
+from ultrascale_jax.training.setup import fit_documents, fit_loaders
 
 BASE = Config(
     model=MODEL,
@@ -339,6 +339,11 @@ def test_more_documents_than_packed_attention_has_room_for_get_a_mask_and_a_line
     forced = change(cfg, kernels={"attention": "cudnn_packed"})
     with pytest.raises(UserError, match=r"kernels\.attention='cudnn_packed'.*use auto or cudnn"):
         fit_documents(forced, room + 1)
+    # Rows that were not counted stop the run, where attention is packed.
+    for fitted, expected in ((cfg, room), (masked, None)):
+        data = dataclasses.replace(fitted.data, source="python-stdlib")
+        loader = Loader(data, vocab_size=256, global_batch=8, seed=0)
+        assert fit_loaders(fitted, [loader]) == (fitted, []) and loader.room == expected
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@
     ultrascale prepare-data --input 'hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet' --out tokens/edu
 
 One process reads the documents in order, others tokenize them, and the first writes them in order,
-so the shards depend on the input and the settings alone. The index is written after every shard;
+so the shards depend on the input and the settings alone. A row is added to the index after every shard;
 the same command after a crash keeps the shards that are whole, checks that the input still has
 their documents, and continues behind them. Before the first whole shard there is no index.
 
@@ -157,8 +157,8 @@ def prepare(args: Args) -> shards.Index:
         render = renderer(args)
         index = open_index(args, paths, progress)
         documents = read_documents(paths, args.text_field, progress, "tokenize", render)
-        for shard in index.shards:
-            skip_documents(args, shard, documents)
+        for number in range(index.shards.size):
+            skip_documents(args, index, number, documents)
         if index.complete:
             fix = "is finished, but the input has more documents; remove it or choose another --out"
             require(next(documents, None) is None, "out", str(args.folder), fix)
@@ -273,7 +273,7 @@ def open_index(args: Args, paths: Sequence[File], progress: Progress) -> shards.
         except ValueError as error:
             again = "remove it or choose another --out"
             raise UserError(f"out={str(args.folder)!r}: {error}; {again}") from error
-    if found is not None and not found.shards:
+    if found is not None and not found.shards.size:
         found = None  # Nothing depends on its settings.
     require(found is None or found.settings == args.settings, "out", str(args.folder), fix)
     if args.train_bpe and found is None:
@@ -288,12 +288,13 @@ def open_index(args: Args, paths: Sequence[File], progress: Progress) -> shards.
         tokenizer=chosen.fingerprint,
         vocab_size=chosen.vocab_size,
         settings=args.settings,
+        answers=args.kind != "text",
     )
     if found is None:
         return index
-    require(replace(found, shards=(), complete=False) == index, "out", str(args.folder), fix)
-    for number, shard in enumerate(found.shards):
-        fault = shard.fault(args.folder, found.token_dtype, found.vocab_size)
+    require(found.made_with == index.made_with, "out", str(args.folder), fix)
+    for number in range(found.shards.size):
+        fault = found.fault(args.folder, number, found.vocab_size)
         if fault:
             progress.console.print(f"{fault}; writing this shard and all after it again")
             return replace(found, shards=found.shards[:number], complete=False)
@@ -306,12 +307,14 @@ def chosen_tokenizer(args: Args) -> tokenizer.Tokenizer:
     return load_tokenizer(name, args.special_tokens)
 
 
-def skip_documents(args: Args, shard: shards.Shard, documents: Iterator[str]) -> None:
+def skip_documents(args: Args, index: shards.Index, number: int, documents: Iterator[str]) -> None:
     """Pass over the rows of a finished shard, and check that it was made of them."""
-    for expected in shards.shard_documents(args.folder, shard)["hash"][:: args.unit]:
+    made_of, _ = shards.read_documents(args.folder, index, number)
+    name = shards.shard_name(number)
+    for expected in made_of["hash"][:: args.unit]:
         text = next(documents, None)
         same = text is not None and shards.text_hash(text.encode()) == expected
-        fix = f"{shard.name} was made of other documents; remove it or choose another --out"
+        fix = f"{name} was made of other documents; remove it or choose another --out"
         require(same, "out", str(args.folder), fix)
 
 
@@ -325,19 +328,18 @@ def write_shards(
     pending: list[Tokenized] = []
     size = 0
     rate = TokenRate(progress)
+    writer = shards.IndexWriter(args.folder, index)
 
-    def finish_shard() -> shards.Index:
-        name = f"shard_{len(index.shards):05d}"
+    def finish_shard() -> None:
+        number = writer.shards
         tokens, lengths, hashes, answers = zip(*pending, strict=True)
         joined = np.concatenate(lengths), np.concatenate(hashes)
         answers = answers if args.kind != "text" else ()
         with writing(args):
             copy_tokenizer(args)
-            shard = shards.write_shard(args.folder, name, tokens, *joined, answers)
-            longer = replace(index, shards=(*index.shards, shard))
-            longer.save(args.folder)
-        rate.tell(shard)
-        return longer
+            shard = shards.write_shard(args.folder, number, tokens, *joined, answers)
+            writer.add(shard)
+        rate.tell(shards.shard_name(number), int(shard["tokens"]))
 
     for group in tokenize(args, documents):
         while group[1].size:
@@ -350,15 +352,14 @@ def write_shards(
                 size += int(ends[fit - 1])
             group = documents_of(group, fit, ends.size)
             if group[1].size:
-                index = finish_shard()
+                finish_shard()
                 pending, size = [], 0
     if pending:
-        index = finish_shard()
-    require(bool(index.shards), "input", args.input, "holds no text")
-    index = replace(index, complete=True)
+        finish_shard()
+    require(writer.shards > 0, "input", args.input, "holds no text")
     with writing(args):
-        index.save(args.folder)
-    return index
+        writer.save(complete=True)
+    return shards.load_index(args.folder)
 
 
 def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
@@ -397,11 +398,11 @@ class TokenRate:
     def __init__(self, progress: Progress):
         self._progress, self._begun, self._tokens = progress, time.monotonic(), 0
 
-    def tell(self, shard: shards.Shard) -> None:
-        self._tokens += shard.tokens
+    def tell(self, name: str, tokens: int) -> None:
+        self._tokens += tokens
         rate = self._tokens / (time.monotonic() - self._begun)
         task = self._progress.tasks[-1]
-        words = [f"{shard.name}: {shard.tokens:,} tokens", f"{rate:,.0f} tokens/s"]
+        words = [f"{name}: {tokens:,} tokens", f"{rate:,.0f} tokens/s"]
         if task.total:
             words.append(f"{task.percentage:.0f}% of the input")
         if task.time_remaining:
@@ -512,11 +513,10 @@ def main(argv: Sequence[str]) -> None:
         index = prepare(args)
         if is_url(str(args.out)):
             upload_shards(args.folder, str(args.out))
-    tokens = sum(shard.tokens for shard in index.shards)
-    documents = sum(shard.documents for shard in index.shards)
+    tokens, documents = (int(index.shards[count].sum()) for count in ("tokens", "documents"))
     name = "bytes" if index.tokenizer == "bytes" else f"{args.out}/tokenizer.json"
     count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
-    print(f"{args.out}: {tokens:,} tokens of {count} in {len(index.shards)} shards")
+    print(f"{args.out}: {tokens:,} tokens of {count} in {index.shards.size} shards")
     words = ["--data.source", source_of(str(args.out)), "--data.tokenizer", name]
     if args.special_tokens != Args.special_tokens:
         words += ["--data.special-tokens", args.special_tokens]

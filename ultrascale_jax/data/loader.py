@@ -1,8 +1,8 @@
 """Batches as a pure function of (seed, step), whatever the mesh and the number of processes.
 
 The documents of a split are put in an order set by the seed and read as one stream; sample i is its
-tokens i*T to i*T+T, one more than a row so that every token but the first is a target. Grain
-shuffles the samples anew for every epoch, and `mixture.py` mixes the sources by weight, stage after
+tokens i*T to i*T+T, one more than a row so that every token but the first is a target. `Shuffled`
+orders the samples anew for every epoch, and `mixture.py` mixes the sources by weight, stage after
 stage. Both go by index alone, so row r of step s is simply sequence s*B+r, or what a ramp of the
 batch makes of s*B: no state to save, and each process reads only the rows of its own devices.
 `samples.py` cuts the rows; `balance.py` deals them to the devices.
@@ -13,16 +13,17 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import grain
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ultrascale_jax.config import LARGEST, Batches, ContextConfig, DataConfig, UserError, require
 from ultrascale_jax.config.stages import begins, parse_stages
 from ultrascale_jax.data.balance import attention_work, deal_rows
+from ultrascale_jax.data.held_out import HeldOut
 from ultrascale_jax.data.mixture import StagedSamples, parse_named
 from ultrascale_jax.data.samples import (
     ENDLESS,
@@ -30,16 +31,18 @@ from ultrascale_jax.data.samples import (
     PackedSamples,
     PairSamples,
     Place,
-    Places,
     Samples,
+    Shuffled,
     SyntheticSamples,
     nth_token,
-    random_bits,
 )
-from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
+
+StartHash = Callable[[], Callable[[], str]]
+"""Begins to add up a batch's row digests, a collective which every process calls at once; what it returns waits for the
+hash, on any process."""
 
 
 class UnreadableError(OSError):
@@ -47,7 +50,7 @@ class UnreadableError(OSError):
 
 
 class Loader:
-    """The batches of one split of `data.source`; the constructor checks every token of the sources.
+    """The batches of one split of `data.source`; every token is checked before it is used, `open_shards` says when.
 
     `batch(step)` holds int32 arrays [B, T]: `tokens`; `targets`, the next tokens, -1 where the loss
     does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
@@ -115,13 +118,19 @@ class Loader:
         samples = self._split_samples()
         self.num_sequences: int = sum(map(len, samples.values()))
         """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
-        self.max_documents: int = max((x.max_documents for x in samples.values()), default=0)
-        """The most documents that a row has a piece of."""
-        places = {i: Places(self.sources.mixture.names[i], part) for i, part in samples.items()}
-        self._lengths = {i: len(part) for i, part in samples.items()}
-        self._samples, self._places = (
-            self._mixed(parts) if samples else None for parts in (samples, places)
-        )
+        self.room: int | None = None
+        """Documents for which attention has room in a row; none: any number. A row of more stops the run."""
+        self._samples = samples
+        self._parts = list(samples)
+        self._shuffled = [
+            Shuffled(part, (*self._key(), i, "shuffle")) for i, part in enumerate(samples.values())
+        ]
+        self._mixed = self._mix() if samples else None
+
+    @functools.cached_property
+    def max_documents(self) -> int:
+        """The most documents that a row has a piece of; of a large corpus (`Corpus.is_small`), of its first rows."""
+        return max((part.max_documents for part in self._samples.values()), default=0)
 
     def held_out(self) -> "Loader":
         """The held-out split of the same, already open sources, in batches of the largest size of the run."""
@@ -187,7 +196,7 @@ class Loader:
 
     def describe(self, steps: int) -> list[str]:
         """Return a line for each stage of a run of `steps` steps: each source's sequences, and how often it repeats."""
-        if self._samples is None:
+        if self._mixed is None:
             return []
         lines = []
         ends = [*self.begins[1:], steps]
@@ -197,7 +206,7 @@ class Loader:
                 lines.append(f"data: {stage}after step {begin}: not reached in {steps} steps")
                 continue
             first, last = (self.batches.before(step) for step in (begin, min(end, steps)))
-            before, after = self._samples.counts(first), self._samples.counts(last)
+            before, after = self._mixed.counts(first), self._mixed.counts(last)
             parts = [
                 f"{self.sources.mixture.names[i]} {after[i] - before[i]:,} sequences ({self._epochs(i, after[i])})"
                 for i, weight in enumerate(self.sources.mixture.weights[number - 1])
@@ -208,7 +217,7 @@ class Loader:
 
     def _epochs(self, source: int, count: int) -> str:
         """Say how often `count` sequences pass over a source."""
-        length = self._lengths[source]
+        length = len(self._samples[self._parts[source]])
         if length == ENDLESS:
             return "no end"
         return f"{count / length:.2f} epochs of {length:,}"
@@ -218,26 +227,38 @@ class Loader:
         return self._ordered(self._load(step, range(self.batches.at(step))[rows]))
 
     def batch_hash(self, step: int) -> str:
-        """Hash the tokens and targets of the whole global batch; every mesh gives the same hash."""
+        """Hash rows, tokens and targets of the whole global batch; every mesh gives the same hash."""
         return batch_hash(self._load(step, range(self.batches.at(step))))
 
     def places(self, step: int, rows: Sequence[int] | None = None) -> list[list[Place]]:
         """Return the places in files from which a step's global batch is read, for all rows or the given ones."""
-        if self._places is None:
+        if self._mixed is None:
             return []
         rows = range(self.batches.at(step)) if rows is None else rows
         first = self.batches.before(step)
-        found = [self._places[first + int(row)] for row in rows]
-        return cast(list[list[Place]], found)
+        return [self._places(first + int(row)) for row in rows]
+
+    def _places(self, number: int) -> list[Place]:
+        """Return the places from which a sequence of the run is read, after the name of its source."""
+        source, row = self._row(number)
+        name = self.sources.mixture.names[source]
+        places = self._samples[source].places(row)
+        return [(name if file == name else f"{name}/{file}", at, size) for file, at, size in places]
+
+    def _row(self, number: int) -> tuple[int, int]:
+        """Return the source of a sequence of the run, and the row of its samples."""
+        assert self._mixed is not None
+        part, sample = self._mixed.place(number)
+        return self._parts[part], self._shuffled[part].row(sample)
 
     def device_batches(
         self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None = None
-    ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
+    ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
         """Return an iterator over step, batch on the devices and the batch's hash, from `start_step` on, without end.
 
         With the document mask rows are dealt so that all devices have as much attention. Grain's
-        threads read ahead. A process reads only the rows of its own devices, but process 0 all of
-        them, for the hash; elsewhere the hash is "". Close the iterator to stop the threads.
+        threads read ahead. A process reads only the rows of its own devices, and the devices add up
+        the digests of all rows: see `StartHash`. Close the iterator to stop the threads.
         A thread's exception is raised where its batch is due; `before(n)` is called in the
         thread that reads the batch of the n-th optimizer step.
 
@@ -256,9 +277,10 @@ class Loader:
 
     def _device_batches(
         self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None
-    ) -> Generator[tuple[int, dict[str, jax.Array], str], None, None]:
+    ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
         sharding = NamedSharding(mesh, act("BT"))
-        hashing = jax.process_index() == 0
+        by_row = NamedSharding(mesh, PartitionSpec(sharding.spec[0]))
+        add_rows = jax.jit(_add_rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
         @functools.cache
         def own_rows(size: int) -> tuple[np.ndarray, int]:
@@ -268,7 +290,7 @@ class Loader:
             rows = [np.arange(size)[index[0]] for index in indices if index is not None]
             return np.unique(np.concatenate(rows)), size // sharding.shard_shape(shape)[0]
 
-        def load(step: int) -> tuple[int, Batch, str]:
+        def load(step: int) -> tuple[int, Batch, np.ndarray]:
             try:
                 if before is not None:
                     before(step + 1)
@@ -277,16 +299,13 @@ class Loader:
                 text = f"data.source={self.data.source!r}: step {step + 1} cannot be read: {error}"
                 raise UnreadableError(text) from error
 
-        def read(step: int) -> tuple[int, Batch, str]:
+        def read(step: int) -> tuple[int, Batch, np.ndarray]:
             mine, shards = own_rows(self.batches.at(step))
-            own = self._dealt(step, shards)[mine]
-            if not hashing:
-                return step, self._ordered(self._load(step, own)), ""
-            batch = self._load(step, range(self.batches.at(step)))
-            local = {name: value[own] for name, value in batch.items()}
-            return step, self._ordered(local), batch_hash(batch)
+            rows = self._dealt(step, shards)[mine]
+            batch = self._load(step, rows)
+            return step, self._ordered(batch), row_digests(rows, batch)
 
-        def place(local: np.ndarray, size: int) -> jax.Array:
+        def place(local: np.ndarray, size: int, where: NamedSharding = sharding) -> jax.Array:
             mine, _ = own_rows(size)
 
             def piece(index):
@@ -294,15 +313,19 @@ class Loader:
                 count = len(range(size)[index[0]])
                 return local[first : first + count, index[1]]
 
-            return jax.make_array_from_callback((size, self.data.seq_len), sharding, piece)
+            return jax.make_array_from_callback((size, local.shape[1]), where, piece)
+
+        def start_hash(digests: jax.Array) -> Callable[[], str]:
+            return functools.partial(_hash_text, add_rows(digests))
 
         steps = grain.MapDataset.range(start_step, ENDLESS).map(load)
         options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
         reader = iter(steps.to_iter_dataset(options))
         try:
-            for step, batch, digest in reader:
+            for step, batch, digests in reader:
                 size = self.batches.at(step)
-                yield step, {name: place(value, size) for name, value in batch.items()}, digest
+                placed = {name: place(value, size) for name, value in batch.items()}
+                yield step, placed, functools.partial(start_hash, place(digests, size, by_row))
         finally:
             reader.close()
 
@@ -325,21 +348,22 @@ class Loader:
         `eval`: a stage that is added or changed later neither moves a document nor makes evaluations differ.
         """
         corpora, first = self.sources.corpora, self.sources.mixture.known_by(0)
-        evaluated = [corpus for corpus in corpora[:first] if isinstance(corpus, Corpus)]
-        hashes = [corpus.hashes for corpus in evaluated]
-        held_out = held_out_hashes(hashes, self.data.held_out_fraction)
+        evaluated = [corpus for corpus in corpora[:first] if not isinstance(corpus, Synthetic)]
+        held_out, is_held_out = (
+            HeldOut(evaluated, self.data.held_out_fraction),
+            self.split == "eval",
+        )
         samples = {}
-        for i, corpus in enumerate(corpora[:first] if self.split == "eval" else corpora):
+        for i, corpus in enumerate(corpora[:first] if is_held_out else corpora):
             name, key = self.sources.mixture.names[i], (*self._key(), i)
             if isinstance(corpus, Synthetic):
-                if self.split == "eval" and not self.data.held_out_fraction:
+                if is_held_out and not self.data.held_out_fraction:
                     continue
                 part = SyntheticSamples(corpus, self.data, key)
             else:
-                held = np.isin(corpus.hashes, held_out)
-                chosen = np.flatnonzero(held if self.split == "eval" else ~held)
+                split = held_out.split(corpus, name, is_held_out=is_held_out)
                 kind = PairSamples if corpus.pairs else PackedSamples
-                part = kind(corpus, chosen, self.data, key)
+                part = kind(corpus, split, self.data, key)
             if isinstance(part, PairSamples) and part.too_long:
                 left_out = f"{part.too_long:,} of {part.pairs:,} pairs are left out"
                 fault = (
@@ -353,32 +377,35 @@ class Loader:
                 raise UserError(f"data.source={name!r}: {fault}; give more text or shorter rows")
         return samples
 
-    def _mixed(self, parts: dict[int, Any]) -> StagedSamples:
-        """Reshuffle every source each epoch, without end, and mix them, all by index."""
-        endless = []
-        for i, part in enumerate(parts.values()):
-            dataset = grain.MapDataset.source(part)
-            if part.shuffled:
-                seed = int(random_bits((*self._key(), i, "shuffle"), 1)[0] % 2**32)
-                dataset = dataset.seed(seed).shuffle()
-            endless.append(dataset.repeat())
+    def _mix(self) -> StagedSamples:
+        """Return the mixture of the sources that have samples."""
         stages = self.sources.mixture.weights[: len(self.begins)]
-        weights = [[stage[i] for i in parts] for stage in stages]
-        return StagedSamples(endless, weights, [self.batches.before(step) for step in self.begins])
+        weights = [[stage[i] for i in self._parts] for stage in stages]
+        return StagedSamples(weights, [self.batches.before(step) for step in self.begins])
 
     def _load(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        if self._samples is None:
+        if self._mixed is None:
             fix = "the held-out documents do not fill one row; raise it or lower data.seq_len"
             raise UserError(f"data.eval_fraction={self.data.eval_fraction}: {fix}")
         first = self.batches.before(step)
-        samples = [cast(Batch, self._samples[first + int(row)]) for row in rows]
+        samples = [self._sample(first + int(row)) for row in rows]
         batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
         self._check(step, rows, batch)
         return batch
 
+    def _sample(self, number: int) -> Batch:
+        """Return a sequence of the run."""
+        source, row = self._row(number)
+        return self._samples[source][row]
+
     def _check(self, step: int, rows: Sequence[int] | np.ndarray, batch: Batch) -> None:
-        """Check a batch again: the sources were sound when they were opened, but a shard may change under the run."""
+        """Check a batch: a shard may change under the run, and not all of a large one was read when it was opened."""
         tokens, targets, size = batch["tokens"], batch["targets"], self.vocab_size
+        if self.room is not None:
+            most = int(batch["segment_ids"].max())
+            fault = f"a row of step {step + 1} has {most} documents"
+            fix = f"{fault}, and attention has room for {self.room}; go on with kernels.attention=cudnn"
+            require(most <= self.room, "data.source", self.data.source, fix)
         least = min(int(tokens.min()), int(targets.min()) + 1)
         if least >= 0 and max(int(tokens.max()), int(targets.max())) < size:
             return
@@ -400,27 +427,25 @@ class Loader:
 
 
 def batch_hash(batch: Batch) -> str:
-    """Return 32 hexadecimal digits that hash the tokens and targets of a batch."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in ("tokens", "targets"):
-        digest.update(np.ascontiguousarray(batch[name], "<i4"))
-    return digest.hexdigest()
+    """Return 32 hexadecimal digits that hash the rows, tokens and targets of a whole batch in natural order."""
+    return _hash_text(_add_rows(row_digests(np.arange(batch["tokens"].shape[0]), batch)))
 
 
-def held_out_hashes(corpora: Sequence[np.ndarray], fraction: float) -> np.ndarray:
-    """Return the hashes of the documents that no training split may see.
+def row_digests(rows: np.ndarray, batch: Batch) -> np.ndarray:
+    """Return uint32 [rows, 4], digests of the number, tokens and targets of each row of a batch."""
+    digests = []
+    for i, row in enumerate(rows):
+        digest = hashlib.blake2b(int(row).to_bytes(8, "little"), digest_size=16)
+        for name in ("tokens", "targets"):
+            digest.update(np.ascontiguousarray(batch[name][i], "<i4"))
+        digests.append(np.frombuffer(digest.digest(), "<u4"))
+    return np.stack(digests)
 
-    Of every corpus the `fraction` with the smallest hashes, at least one if it has two different
-    documents. They are held out of all corpora, so a text that occurs twice, in one source or in
-    two, is never on both sides.
 
-    Args:
-        corpora: uint64 [documents] of each corpus.
-        fraction: share of the different documents to hold out.
-    """
-    held_out = [np.zeros(0, np.uint64)]
-    for hashes in corpora if fraction > 0 else []:
-        different = np.unique(hashes)
-        count = min(max(1, round(fraction * different.size)), different.size - 1)
-        held_out.append(different[:count])
-    return np.unique(np.concatenate(held_out))
+def _add_rows(digests: Any) -> Any:
+    """Add up row digests, modulo 2^32: the sum does not depend on which device has which rows."""
+    return digests.sum(axis=0, dtype=np.uint32)
+
+
+def _hash_text(total: jax.Array | np.ndarray) -> str:
+    return "".join(f"{int(word):08x}" for word in np.asarray(total))

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ultrascale_jax.config import require
 from ultrascale_jax.config.stages import FORM, parse_stages
@@ -134,25 +133,18 @@ def _numbered(mixture: list[tuple[str, float]]) -> dict[tuple[str, int], float]:
 class StagedSamples:
     """The samples of a run by the number of the sequence: sources mixed by weight, stage after stage."""
 
-    def __init__(
-        self, parts: Sequence[Any], weights: Sequence[Sequence[float]], begins: Sequence[int]
-    ):
-        """Mix `parts`, endless sequences of samples.
+    def __init__(self, weights: Sequence[Sequence[float]], begins: Sequence[int]):
+        """Mix sources without end.
 
         Args:
-          parts: one for each source.
           weights: share of each source in each stage, 0 if it is not in it.
           begins: number of the first sequence of each stage, from 0 up.
         """
-        self._parts, self._begins = parts, tuple(begins)
+        self._begins = tuple(begins)
         self._proportions = [_proportions(stage) for stage in weights]
-        self._used = [(0,) * len(parts)]
+        self._used = [(0,) * len(weights[0])]
         for stage, end in enumerate(self._begins[1:]):
             self._used.append(self._counts(stage, end))
-
-    def __getitem__(self, number: int) -> Any:
-        source, sample = self.place(number)
-        return self._parts[source][sample]
 
     def place(self, number: int) -> tuple[int, int]:
         """Return source and sample of a sequence."""

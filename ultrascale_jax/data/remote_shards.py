@@ -1,68 +1,77 @@
 """Move token shards between object storage and a disk.
 
-Training maps shards into memory and checks every byte before the first step, so it fetches all of them: into a folder
-of the cache that is named after the index. Another index has another folder, and the same one in another bucket the
-same.
+A host fetches the index first, and a shard when a row needs it: into a folder of the cache that is named after the
+index. Another index has another folder, and the same one in another bucket the same.
 """
 
-import os
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.data.shards import MOST_INDEX_BYTES, load_index
+from ultrascale_jax.config.foreign import MOST_BYTES
+from ultrascale_jax.data.corpus import Fetch
+from ultrascale_jax.data.shards import INDEX, SHARD, TABLE, load_index, shard_name
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.storage.cache import cache_folder, fetch, name_of, require_room, write_shared
 from ultrascale_jax.storage.remote import WORKERS, Remote
-from ultrascale_jax.units import size
 
-INDEX = "index.json"
+SPARE_BYTES = 1 << 30
+"""Bytes that stay free on the disk of the cache."""
 
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files that `prepare-data` may write beside the shards."""
 
 
-def fetch_shards(url: str, *, quiet: bool = False) -> Path:
-    """Fetch the token shards at `url` unless this host has them, and return their folder.
+def open_remote(url: str, *, quiet: bool = False) -> tuple[Path, Fetch]:
+    """Fetch the index of the token shards at `url`; return its folder on this host, and how to fetch a shard's file.
 
-    Processes of one host share the work. Raises `UserError` for a missing index, an object that is not what the index
-    says, or a disk that is too small, and `RemoteError`.
+    Processes of one host share the work. Raises `UserError` for a missing index or one of another format, and
+    `RemoteError`.
     """
     remote = Remote(url)
-    content = remote.read(INDEX, MOST_INDEX_BYTES)
+    content = remote.read(INDEX, MOST_BYTES)
     if content is None:
         raise UserError(f"{INDEX} is missing, or the bucket is")
     folder = cache_folder("tokens", name_of(content))
     for name, text in ((INDEX, content), *((name, remote.read(name)) for name in BESIDE)):
         if text is not None and not (folder / name).is_file():
             write_shared(folder / name, text)
+    _fetch_table(remote, folder, content)
     index = load_index(folder)
-    missing = [
-        (f"{shard.name}.{kind}", size, getattr(shard, f"{kind}_sha256"))
-        for shard in index.shards
-        for kind, size in shard.sizes(index.token_dtype).items()
-        if not (folder / f"{shard.name}.{kind}").is_file()
-    ]
-    if not missing:
-        return folder
-    total = sum(size for _, size, _ in missing)
-    fix = "make room, or name a larger disk by XDG_CACHE_HOME"
-    require_room(folder, total, f"fetching {url}", fix)
     if not quiet:
-        say(f"fetching {len(missing)} files ({size(total)}) of {url} to {folder}")
-    # Each process of the host begins elsewhere, and finds what the others have fetched.
-    first = os.getpid() % len(missing)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        waiting = [
-            pool.submit(fetch, remote, name, folder / name, size=size, sha256=sha256)
-            for name, size, sha256 in missing[first:] + missing[:first]
-        ]
-        try:
-            for future in waiting:
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return folder
+        say(f"fetching shards of {url} to {folder} as rows need them")
+
+    def get(number: int, kind: str) -> None:
+        size, sha256 = index.files(number)[kind]
+        path = folder / f"{shard_name(number)}.{kind}"
+        if not (path.is_file() and path.stat().st_size == size):
+            _make_room(folder, size, url)
+            fetch(remote, path.name, path, size=size, sha256=sha256)
+
+    return folder, get
+
+
+def _fetch_table(remote: Remote, folder: Path, content: bytes) -> None:
+    """Fetch the table that the index is about; `load_index` says what is wrong with the index."""
+    try:
+        entries = json.loads(content)
+        size, sha256 = int(entries["shards"]) * SHARD.itemsize, str(entries["table_sha256"])
+    except (ValueError, TypeError, KeyError):
+        return
+    fetch(remote, TABLE, folder / TABLE, size=size, sha256=sha256)
+
+
+def _make_room(folder: Path, needed: int, url: str) -> None:
+    """Remove the token files that were fetched first where the disk is short; who needs one fetches it again."""
+    if shutil.disk_usage(folder).free >= needed + SPARE_BYTES:
+        return
+    files = sorted(folder.glob("*.tokens"), key=lambda path: path.stat().st_mtime)
+    for path in files[: len(files) // 2]:
+        path.unlink(missing_ok=True)
+    fix = "make room, or name a larger disk by XDG_CACHE_HOME"
+    require_room(folder, needed, f"fetching {url}", fix)
 
 
 def fetch_tokenizer(url: str) -> Path:
@@ -87,16 +96,17 @@ def upload_shards(folder: Path, url: str) -> None:
     Raises `UserError` if there are shards of another index at `url`, and `RemoteError`.
     """
     remote, index = Remote(url), load_index(folder)
-    there, own = remote.files(), (folder / INDEX).read_bytes()
-    if INDEX in there and remote.read(INDEX, MOST_INDEX_BYTES) != own:
+    there, content = remote.files(), (folder / INDEX).read_bytes()
+    if INDEX in there and remote.read(INDEX, MOST_BYTES) != content:
         raise UserError(f"out={url!r}: has other shards; remove them or choose another --out")
     sizes = {
-        f"{shard.name}.{kind}": size
-        for shard in index.shards
-        for kind, size in shard.sizes(index.token_dtype).items()
+        f"{shard_name(number)}.{kind}": size
+        for number in range(index.shards.size)
+        for kind, (size, _) in index.files(number).items()
     }
+    sizes[TABLE] = index.shards.nbytes if INDEX in there else -1
     sizes |= {name: -1 for name in BESIDE if (folder / name).is_file()}
     with ThreadPoolExecutor(WORKERS) as pool:
         names = [name for name, size in sizes.items() if there.get(name) != size]
         list(pool.map(lambda name: remote.upload(folder / name, name), names))
-    remote.write(INDEX, own)
+    remote.write(INDEX, content)

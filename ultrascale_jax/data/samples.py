@@ -5,19 +5,27 @@ samples  [  0  ][  1  ][  2  ][  3  ][  4  ] ...
 """
 
 import hashlib
+import threading
 from abc import ABC, abstractmethod
+from functools import cached_property, lru_cache
+from typing import cast
 
+import grain
 import numpy as np
 
-from ultrascale_jax.config import DataConfig
+from ultrascale_jax.config import DataConfig, require
 from ultrascale_jax.config.dpo import most_pairs
-from ultrascale_jax.data.shards import Corpus
+from ultrascale_jax.data.corpus import Corpus, block_bounds
+from ultrascale_jax.data.held_out import Split
 from ultrascale_jax.data.sources import Synthetic
 
 Batch = dict[str, np.ndarray]
 
 Place = tuple[str, int, int]
 """A file, the number of a token in it, and the count of tokens from there on."""
+
+KEPT_BLOCKS = 3
+"""Blocks of a corpus that a process holds, 16 bytes a document: the one that is read, the next, and a row's end."""
 
 ENDLESS = 1 << 31
 """Length given to sequences that have no end; Grain wants one."""
@@ -50,24 +58,37 @@ class CorpusSamples(ABC):
 
 
 class PackedSamples(CorpusSamples):
-    """Rows cut from the documents of one corpus, in an order set by `key`."""
+    """Rows cut from the documents of one side of a corpus, in an order set by `key`.
+
+    Shards in an order of their own make blocks, and the documents of a block are in any order. A small corpus is one
+    block. The documents of a block are read when a row of it is, so memory does not grow with the corpus.
+    """
 
     def __init__(
         self,
         corpus: Corpus,
-        chosen: np.ndarray,
+        split: Split,
         data: DataConfig,
         key: tuple,
         *,
         remainder: bool = False,
     ):
-        """`chosen`: int64 [documents] indices into the corpus; `remainder`: the last row may be short."""
+        """`remainder`: the last row may be short."""
         super().__init__(corpus, data)
-        order = np.argsort(random_bits(key, chosen.size), kind="stable")
-        self._documents = chosen[order]
-        lengths = corpus.ends[self._documents] - corpus.starts[self._documents]
-        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._remainder = remainder
+        self._split, self._key, self._remainder = split, key, remainder
+        self._lock, self._blocks = threading.Lock(), lru_cache(KEPT_BLOCKS)(self._read_block)
+        self._order = np.arange(corpus.sizes.size)
+        self._bounds = np.array([0, corpus.sizes.size])
+        if corpus.is_small:
+            block_tokens = self._blocks(0)[0][-1:]
+        else:
+            self._order = np.argsort(random_bits((*key, "shards"), self._order.size), kind="stable")
+            self._bounds = block_bounds(corpus.counts[self._order])
+            block_tokens = np.add.reduceat(split.sizes(corpus)[self._order], self._bounds[:-1])
+        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(block_tokens)])
+        # A row is of the block in which it begins.
+        self.first_rows = np.minimum(-(-self._begins // data.seq_len), len(self))
+        """int64 [blocks + 1]: the first row of each block."""
 
     def __len__(self) -> int:
         targets, size = max(0, int(self._begins[-1]) - 1), self._data.seq_len
@@ -78,36 +99,84 @@ class PackedSamples(CorpusSamples):
         stream, counted = self._read(spans)
         return _row(stream, np.diff(spans)[:, 0], self._data.document_mask, counted)
 
-    @property
+    @cached_property
     def max_documents(self) -> int:
-        """The most documents that a row has a piece of."""
-        starts = np.arange(len(self), dtype=np.int64) * self._data.seq_len
-        first = np.searchsorted(self._begins, starts, side="right")
-        last = np.searchsorted(self._begins, starts + self._data.seq_len, side="left")
+        """The most documents that a row has a piece of; of a large corpus, a row of the first block."""
+        begins, _ = self._block(0)
+        starts = np.arange(min(len(self), int(self.first_rows[1])), dtype=np.int64)
+        starts *= self._data.seq_len
+        first = np.searchsorted(begins, starts, side="right")
+        last = np.searchsorted(begins, starts + self._data.seq_len, side="left")
         return int((last - first).max(initial=0)) + 1
+
+    def read_ahead(self, block: int) -> None:
+        """Begin to fetch the files of a block in the background, where they are not on this host."""
+        self._corpus.read_ahead(self._shards(block))
 
     def _spans(self, i: int) -> list[tuple[int, int]]:
         start = i * self._data.seq_len
         stop = min(start + self._data.seq_len + 1, int(self._begins[-1]))
-        first = int(np.searchsorted(self._begins, start, side="right")) - 1
-        last = int(np.searchsorted(self._begins, stop, side="left")) - 1
-        edges = np.clip(self._begins[first : last + 2], start, stop)
-        # From the place of a document in the stream to its place in the corpus.
-        documents = self._documents[first : last + 1]
-        shifts = self._corpus.starts[documents] - self._begins[first : last + 1]
-        return list(zip((edges[:-1] + shifts).tolist(), (edges[1:] + shifts).tolist(), strict=True))
+        block = int(np.searchsorted(self._begins, start, side="right")) - 1
+        spans = []
+        while start < stop:
+            end = min(stop, int(self._begins[block + 1]))
+            if start < end:
+                begin = int(self._begins[block])
+                spans += _cut(*self._block(block), start - begin, end - begin)
+            start, block = end, block + 1
+        return spans
+
+    def _shards(self, block: int) -> np.ndarray:
+        return self._order[self._bounds[block] : self._bounds[block + 1]]
+
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        with self._lock:  # several threads read rows
+            begins, starts = self._blocks(block)
+        tokens = int(self._begins[block + 1] - self._begins[block])
+        fix = (
+            f"index.shards counts {tokens} tokens in shards that hold {begins[-1]}; write them anew"
+        )
+        require(begins[-1] == tokens, "data.source", self._corpus.names[0], fix)
+        return begins, starts
+
+    def _read_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each document of a block begins in it, and its end; and where each begins in the corpus.
+
+        Both int64: [documents + 1], [documents].
+        """
+        shards = self._shards(block)
+        parts = [self._corpus.documents[shard] for shard in shards]
+        firsts = self._corpus.firsts[shards]
+        chosen = self._split.chosen(np.concatenate([part["hash"] for part in parts]))
+        pairs = zip(parts, firsts, strict=True)
+        ends = np.concatenate([part["end"] + first for part, first in pairs])
+        lengths = np.concatenate([np.diff(part["end"], prepend=0) for part in parts])
+        key = self._key if self._bounds.size == 2 else (*self._key, block)
+        order = np.argsort(random_bits(key, chosen.size), kind="stable")
+        documents = chosen[order]
+        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[documents])])
+        return begins, ends[documents] - lengths[documents]
+
+
+def _cut(begins: np.ndarray, starts: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the places in the corpus of tokens `start` to `stop` of a block."""
+    first = int(np.searchsorted(begins, start, side="right")) - 1
+    last = int(np.searchsorted(begins, stop, side="left")) - 1
+    edges = np.clip(begins[first : last + 2], start, stop)
+    # From the place of a document in the block to its place in the corpus.
+    shifts = starts[first : last + 1] - begins[first : last + 1]
+    return list(zip((edges[:-1] + shifts).tolist(), (edges[1:] + shifts).tolist(), strict=True))
 
 
 class PairSamples(CorpusSamples):
     """Rows of whole preference pairs, in an order set by `key`: of each the chosen document and then the rejected one.
 
-    Padding, a last document without targets, fills a row.
+    Padding, a last document without targets, fills a row. All pairs are held in memory, 80 bytes each.
     """
 
-    def __init__(self, corpus: Corpus, chosen: np.ndarray, data: DataConfig, key: tuple):
-        """`chosen`: int64 [documents] indices into the corpus, both of each pair."""
+    def __init__(self, corpus: Corpus, split: Split, data: DataConfig, key: tuple):
         super().__init__(corpus, data)
-        pairs = chosen[::2] // 2
+        pairs = split.chosen(corpus.hashes)[::2] // 2
         size, most = data.seq_len, most_pairs(data.seq_len)
         fits = corpus.ends[2 * pairs + 1] - corpus.starts[2 * pairs] <= size
         self.pairs = pairs.size
@@ -187,20 +256,52 @@ def nth_token(places: list[Place], n: int) -> tuple[str, int]:
     raise IndexError(n)
 
 
-class Places:
-    """Samples of `Places` instead of tokens."""
+class Shuffled:
+    """The rows of samples without end, each once an epoch, by Grain's keyed permutation: a function, not an array.
 
-    def __init__(self, name: str, samples: Samples):
-        self._name, self._samples, self.shuffled = name, samples, samples.shuffled
+    Every epoch has the blocks in another order, and in each the rows. Rows that are random anyway keep their order.
+    """
 
-    def __len__(self) -> int:
-        return len(self._samples)
+    def __init__(self, samples: Samples, key: tuple):
+        self._samples, self._key = samples, key
+        firsts = getattr(samples, "first_rows", None)
+        self._first_rows = np.array([0, len(samples)]) if firsts is None else firsts
+        self._counts = np.diff(self._first_rows)
+        self._epoch, self._rows = lru_cache(2)(self._blocks_of), lru_cache(8)(self._rows_of)
+        self._ahead = -1, -1
 
-    def __getitem__(self, i: int) -> list[Place]:
-        def whole(file: str) -> str:
-            return file if file == self._name else f"{self._name}/{file}"
+    def row(self, number: int) -> int:
+        """Return which row of the samples is the `number`-th."""
+        if not self._samples.shuffled:
+            return number
+        epoch, at = divmod(number, int(self._first_rows[-1]))
+        order, begins = self._epoch(epoch)
+        place = int(np.searchsorted(begins, at, side="right")) - 1
+        block = int(order[place])
+        if isinstance(self._samples, PackedSamples) and (epoch, place) > self._ahead:
+            self._ahead = epoch, place
+            for near in order[place : place + 2]:
+                self._samples.read_ahead(int(near))
+        before = epoch * int(self._counts[block]) + at - int(begins[place])
+        return int(self._first_rows[block]) + cast(int, self._rows(block)[before])
 
-        return [(whole(file), at, count) for file, at, count in self._samples.places(i)]
+    def _blocks_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of the blocks in an epoch, and how many of its rows are before each."""
+        blocks = self._counts.size
+        shuffled = _permutations(blocks, (*self._key, "blocks"))
+        places = range(epoch * blocks, (epoch + 1) * blocks)
+        order = np.array([shuffled[place] for place in places] if blocks > 1 else [0])
+        return order, np.cumsum(self._counts[order]) - self._counts[order]
+
+    def _rows_of(self, block: int) -> grain.MapDataset:
+        key = self._key if self._counts.size == 1 else (*self._key, block)
+        return _permutations(int(self._counts[block]), key)
+
+
+def _permutations(size: int, key: tuple) -> grain.MapDataset:
+    """Return the numbers below `size` in one order after the other, without end."""
+    seed = int(random_bits(key, 1)[0] % 2**32)
+    return grain.MapDataset.range(size).seed(seed).shuffle().repeat()
 
 
 def _row(

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.data.corpus import Corpus, Fetch, in_memory, open_shards
 from ultrascale_jax.data.documents import whole_text
 from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture
-from ultrascale_jax.data.shards import Corpus, open_shards, text_hash
+from ultrascale_jax.data.shards import DOCUMENT, text_hash
 from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, run_tokenizer
 from ultrascale_jax.storage.cache import cache_folder
 from ultrascale_jax.storage.remote import RemoteError, is_url
@@ -53,10 +54,9 @@ class Sources:
     tokenizer: Tokenizer
 
     @property
-    def hashes(self) -> np.ndarray:
-        """Return uint64 [documents] that tell the texts of all sources apart."""
-        found = [corpus.hashes for corpus in self.corpora if isinstance(corpus, Corpus)]
-        return np.concatenate([np.zeros(0, np.uint64), *found])
+    def texts(self) -> list[Corpus]:
+        """Return the sources that have documents."""
+        return [corpus for corpus in self.corpora if isinstance(corpus, Corpus)]
 
 
 def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -> Sources:
@@ -79,8 +79,10 @@ def _open(
         return Synthetic(vocab_size)
     if kind == "tokens":
         try:
-            folder = local_shards(argument, together)
-            return open_shards(folder, vocab_size, tokenizer.fingerprint, together=together)
+            folder, fetch = local_shards(argument, together)
+            return open_shards(
+                folder, vocab_size, tokenizer.fingerprint, together=together, fetch=fetch
+            )
         except RemoteError as error:
             raise type(error)(f"data.source={name!r}: {error}") from error
         except (ValueError, OSError) as error:
@@ -101,16 +103,16 @@ def _open(
     return _encode(name, files, tokenizer, vocab_size)
 
 
-def local_shards(place: str, together: bool) -> Path:
-    """Return the folder of the shards at `place`: itself, or for a URL the copy on this host, fetched if need be."""
+def local_shards(place: str, together: bool) -> tuple[Path, Fetch | None]:
+    """Return the folder of the shards at `place`, and for a URL how to fetch a file of them into it."""
     if not is_url(place):
-        return Path(place)
+        return Path(place), None
     # Here, as `prepare_data` needs no JAX.
     import jax
 
-    from ultrascale_jax.data.remote_shards import fetch_shards
+    from ultrascale_jax.data.remote_shards import open_remote
 
-    return fetch_shards(place, quiet=together and jax.process_index() > 0)
+    return open_remote(place, quiet=together and jax.process_index() > 0)
 
 
 def stdlib_paths() -> list[Path]:
@@ -154,12 +156,8 @@ def _encode(
         path = files[int(np.searchsorted(ends, place, side="right"))][0]
         fault = f"{path} has token {tokens[place]}, outside model.vocab_size={vocab_size}"
         raise UserError(f"data.source={name!r}: {fault}; use a tokenizer within it, or raise it")
-    hashes = np.array([text_hash(text.encode()) for _, text in files], np.uint64)
-    digest = hashlib.sha256(tokenizer.fingerprint.encode() + hashes.tobytes() + ends.tobytes())
-    return Corpus(
-        arrays=(tokens,),
-        ends=ends,
-        hashes=hashes,
-        fingerprint=digest.hexdigest(),
-        names=(name,),
-    )
+    documents = np.empty(len(files), DOCUMENT)
+    documents["end"] = ends
+    documents["hash"] = [text_hash(text.encode()) for _, text in files]
+    digest = hashlib.sha256(tokenizer.fingerprint.encode() + documents.tobytes())
+    return in_memory(tokens, documents, digest.hexdigest(), name)

@@ -43,5 +43,5 @@ def _record(run: Run, first: Metrics, second: Metrics) -> None:
         seen = {name: [run[i].item() for run in runs] for i, name in enumerate(LOOKED_AT)}
         verdict = "persistent" if same else "transient"
         run.events.record(
-            "rerun", step=run.step, verdict=verdict, batch_hash=run.batch_hash, **seen
+            "rerun", step=run.step, verdict=verdict, batch_hash=run.batch_hash(), **seen
         )

@@ -9,11 +9,13 @@ Everything else that a run does is a hook: `ultrascale_jax/hooks.py` says how to
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
+import jax
 from jax.sharding import Mesh
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.data.loader import StartHash
 from ultrascale_jax.hooks import Batch, Hook, Run, StepFn
 from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.models.transformer import Transformer
@@ -107,6 +109,21 @@ def _batches(run: Run) -> Generator[Batch]:
         while not run.is_last:
             asked = time.monotonic()
             with run.watch.data(run.is_busy):
-                _, batch, run.batch_hash = next(batches)
+                _, batch, start_hash = next(batches)
             run.data_wait_s = time.monotonic() - asked
+            run.batch_hash = _start_hash(run, start_hash)
             yield batch
+
+
+def _start_hash(run: Run, start_hash: StartHash) -> Callable[[], str]:
+    """Begin to hash the step's batch; on CPUs of several processes do it while no step runs.
+
+    Gloo mixes up collectives of programs that run at once (`launch/collective_order.py`).
+    """
+    if jax.process_count() == 1 or run.mesh.devices.flat[0].platform != "cpu":
+        return start_hash()
+    with run.waiting_for_devices():
+        jax.block_until_ready(run.state)
+        batch_hash = start_hash()
+        batch_hash()
+    return batch_hash

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.data.corpus import Corpus
+from ultrascale_jax.data.held_out import ALL
 from ultrascale_jax.data.samples import Batch, PackedSamples
-from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.data.sources import open_sources
 from ultrascale_jax.data.tokenizer import Tokenizer
 from ultrascale_jax.models.inputs import check_ids
@@ -135,8 +136,7 @@ def source_rows(cfg: Config, source: str) -> Iterator[Batch]:
         assert isinstance(corpus, Corpus)
         fix = "holds preference pairs, which a run of train.dpo evaluates itself; name text"
         require(not corpus.pairs, "source", source, fix)
-        chosen = np.arange(corpus.ends.size)
-        parts.append(PackedSamples(corpus, chosen, data, ("evaluate",), remainder=True))
+        parts.append(PackedSamples(corpus, ALL, data, ("evaluate",), remainder=True))
     return (part[i] for part in parts for i in range(len(part)))
 
 

@@ -15,8 +15,8 @@ from ultrascale_jax.checkpoint.manager import Checkpoints, fits
 from ultrascale_jax.checkpoint.periodic_save import PeriodicSave
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict, config_text
 from ultrascale_jax.config import Config, require, require_type
+from ultrascale_jax.data.corpus import Corpus
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.data.shards import Corpus
 from ultrascale_jax.health.array_faults import FaultInjection
 from ultrascale_jax.health.heartbeat import Heartbeat
 from ultrascale_jax.health.replicas import ReplicaCheck
@@ -50,6 +50,9 @@ from ultrascale_jax.training.profiler import Profiler
 from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput
 from ultrascale_jax.training.trackers import Trackers, check_trackers, chosen
+
+MOST_COMPARED = 1 << 24
+"""Documents of the sources of a run among which those of `data.eval_source` are looked up: a minute's work."""
 
 
 @contextlib.contextmanager
@@ -97,8 +100,7 @@ def _enter(
         check_pairs(cfg, held_out)
     notes += loader.notes + trained_on(loader, evaluation)
     if mesh.devices.flat[0].platform == "gpu" and cfg.data.document_mask:
-        most = max(x.max_documents for x in (loader, *evaluation.values()))
-        cfg, fallback = fit_documents(cfg, most)
+        cfg, fallback = fit_loaders(cfg, (loader, *evaluation.values()))
         notes += fallback
     events = Events(run_dir, jax.process_index())
     events.check()
@@ -202,16 +204,47 @@ def check_pairs(cfg: Config, loader: Loader) -> None:
 
 
 def trained_on(loader: Loader, evaluation: Mapping[str, Loader]) -> list[str]:
-    """Return a line for each source of `data.eval_source` that has documents of the training data, on process 0."""
+    """Return a line for each source of `data.eval_source` that has documents of the training data, on process 0.
+
+    Shards are read one by one; of more than `MOST_COMPARED` documents a line says that they are not compared.
+    """
     if not loader.data.eval_source or jax.process_index():
         return []
-    lines, known = [], np.unique(loader.sources.hashes)
-    for name, own in evaluation.items():
-        hashes = own.sources.hashes
-        if shared := int(np.isin(hashes, known).sum()):
+    trained = loader.sources.texts
+    everything = [
+        *trained,
+        *(corpus for one in evaluation.values() for corpus in one.sources.texts),
+    ]
+    if (documents := sum(int(corpus.counts.sum()) for corpus in everything)) > MOST_COMPARED:
+        return [
+            f"whether documents of data.eval_source are in data.source was not looked up: they have {documents:,}"
+        ]
+    lines = []
+    for name, one in evaluation.items():
+        parts = [part["hash"] for corpus in one.sources.texts for part in corpus.documents]
+        hashes = np.concatenate([np.zeros(0, np.uint64), *parts])
+        shared = np.zeros(hashes.size, bool)
+        for corpus in trained:
+            for part in corpus.documents:
+                shared |= np.isin(hashes, part["hash"])
+        if shared.any():
             of = f"data.eval_source{name and f' {name}'}"
-            lines.append(f"{shared} of the {hashes.size} documents of {of} are in data.source too")
+            lines.append(
+                f"{shared.sum()} of the {hashes.size} documents of {of} are in data.source too"
+            )
     return lines
+
+
+def fit_loaders(cfg: Config, loaders: Sequence[Loader]) -> tuple[Config, list[str]]:
+    """Do `fit_documents` for the rows of these loaders, of which not all are counted where a corpus is large.
+
+    A row for whose documents packed attention has no room then stops the run.
+    """
+    cfg, notes = fit_documents(cfg, max(loader.max_documents for loader in loaders))
+    if packs_documents(cfg):
+        for loader in loaders:
+            loader.room = max_documents(cfg.data.seq_len)
+    return cfg, notes
 
 
 def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
@@ -223,16 +256,21 @@ def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
     Raises:
       UserError: `kernels.attention` asks for packed attention all the same.
     """
-    chosen, seq_len, (ring, _) = cfg.kernels.attention, cfg.data.seq_len, cfg.cp.ranks(cfg.mesh.cp)
-    packs = chosen in ("auto", "cudnn_packed") and divides(seq_len) and ring == 1
-    takes = cfg.train.precision != "fp32" and cudnn_takes_head_dim(cfg.model.head_dim)
-    if not (packs and takes) or most <= max_documents(seq_len):
+    chosen, seq_len = cfg.kernels.attention, cfg.data.seq_len
+    if not packs_documents(cfg) or most <= max_documents(seq_len):
         return cfg, []
     fault = f"a row of {seq_len} tokens can have {most} documents, and has room for {max_documents(seq_len)}"
     fix = f"{fault}; use auto or cudnn, which read a mask, or leave out the shortest documents"
     require(chosen == "auto", "kernels.attention", chosen, fix)
     kernels = dataclasses.replace(cfg.kernels, attention="cudnn")
     return dataclasses.replace(cfg, kernels=kernels), [f"attention reads a document mask: {fault}"]
+
+
+def packs_documents(cfg: Config) -> bool:
+    """Return whether the run may take packed attention, which has room for so many documents in a row."""
+    seq_len, (ring, _) = cfg.data.seq_len, cfg.cp.ranks(cfg.mesh.cp)
+    packs = cfg.kernels.attention in ("auto", "cudnn_packed") and divides(seq_len) and ring == 1
+    return packs and cfg.train.precision != "fp32" and cudnn_takes_head_dim(cfg.model.head_dim)
 
 
 def _state(

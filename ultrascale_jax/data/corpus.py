@@ -1,0 +1,333 @@
+"""Documents end to end, in memory or memory-mapped from a folder of token shards (`shards.py`)."""
+
+import contextlib
+import hashlib
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.data.shards import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    Index,
+    load_index,
+    read_documents,
+    shard_name,
+)
+
+BLOCK_SHARDS = 64
+BLOCK_DOCUMENTS = 1 << 20
+"""Shards and documents whose order is made at once; a corpus with no more of both is small."""
+
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MOST_MAPS = 1024 if _OPEN_FILES == resource.RLIM_INFINITY else min(1024, _OPEN_FILES // 4)
+"""Files that a process maps into memory at once: each is an open file."""
+RECENT_SHARDS = BLOCK_SHARDS + 16
+"""Shards of a corpus whose digests a process holds, a thousandth of their bytes: of a block, and of rows' ends."""
+
+FETCHERS = 16
+"""Threads that fetch shards: a connection to object storage has a fraction of a host's bandwidth."""
+
+Fetch = Callable[[int, str], None]
+"""Puts the file of a shard, by number and kind, where the corpus reads it."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """Token ids in a file, or the bytes of `Corpus.answers`, memory-mapped and verified on first use."""
+
+    path: Path
+    dtype: np.dtype
+    size: int
+    """Number of tokens, or bytes."""
+    digests: np.ndarray | None = None
+    """uint8 [chunks, 16] that the file must have; none where it was verified as a whole."""
+    fetch: Callable[[], None] | None = None
+    """Puts the file there unless it is; none where it must be."""
+
+    @cached_property
+    def _is_verified(self) -> np.ndarray:
+        """bool [chunks]."""
+        return np.zeros(0 if self.digests is None else len(self.digests), bool)
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        """The tokens of `span`.
+
+        Raises:
+            UserError: the file was altered, or cut short since it was opened; to read on would end the process without
+                a word.
+        """
+        if self.fetch is not None:
+            self.fetch()
+        size, wanted = os.stat(self.path).st_size, self.size * self.dtype.itemsize
+        fix = f"has {size} bytes, not {wanted}: truncated under the run; write it anew"
+        require(size >= wanted, "data.source", str(self.path), fix)
+        values = _map(self)
+        if self.digests is not None:
+            self._verify(values.view("u1"), span)
+        return values[span]
+
+    def _verify(self, content: np.ndarray, span: slice) -> None:
+        assert self.digests is not None
+        first, stop = (place * self.dtype.itemsize for place in (span.start, span.stop))
+        for chunk in range(first // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+            if self._is_verified[chunk]:
+                continue
+            begin = chunk * CHUNK_BYTES
+            digest = hashlib.sha256(content[begin : begin + CHUNK_BYTES]).digest()[:DIGEST_BYTES]
+            where = f"was altered at byte {begin} or up to {CHUNK_BYTES} bytes behind it"
+            fix = f"{where}: its SHA-256 is not that of the index; write it anew"
+            same = digest == self.digests[chunk].tobytes()
+            require(same, "data.source", str(self.path), fix)
+            self._is_verified[chunk] = True
+
+
+@lru_cache(MOST_MAPS)
+def _map(file: TokenFile) -> np.ndarray:
+    # As a plain array, whose slices cost a tenth of those of its own class.
+    return np.memmap(file.path, file.dtype, mode="r", shape=(file.size,)).view(np.ndarray)
+
+
+class Shards[Item](Protocol):
+    """An item for each shard."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Item]: ...
+
+    def __getitem__(self, number: int, /) -> Item: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Documents end to end, in shards; no document is in two of them."""
+
+    tokens: Shards[np.ndarray | TokenFile]
+    """Token ids of each shard, of an unsigned type."""
+    documents: Shards[np.ndarray]
+    """`shards.DOCUMENT` [documents] of each shard."""
+    sizes: np.ndarray
+    """int64 [shards]: tokens of each."""
+    counts: np.ndarray
+    """int64 [shards]: documents of each."""
+    fingerprint: str
+    """A digest that changes with the documents or their tokens."""
+    names: Shards[str]
+    """The file of each shard."""
+    answers: Shards[np.ndarray | TokenFile] = ()
+    """uint8 of each shard, 8 tokens a byte, lowest bit first: whether the loss counts them; none: it counts all."""
+    pairs: bool = False
+    """Whether documents 2i and 2i + 1 have the chosen and the rejected answer to one prompt; they share a hash."""
+    below: np.ndarray | None = None
+    """int64 [shards, levels]: tokens of the documents whose hash is below each of `shards.LEVELS`."""
+    fetch: Fetch | None = None
+    """Fetches what is not on this host; none where everything is."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all documents are held in memory at once: they fit one block, or are preference pairs."""
+        fits = is_small(self.sizes.size, int(self.counts.sum()))
+        return fits or self.pairs or self.below is None
+
+    @cached_property
+    def firsts(self) -> np.ndarray:
+        """int64 [shards]: the first token of each, counted through all."""
+        return np.cumsum(self.sizes) - self.sizes
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64 [documents]: one past the last token of each, counted through all; of a small corpus."""
+        parts = zip(self.documents, self.firsts, strict=True)
+        return np.concatenate([part["end"] + first for part, first in parts])
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """int64 [documents]: the first token of each, counted through all; of a small corpus."""
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """uint64 [documents]: `text_hash` of each; of a small corpus."""
+        return np.concatenate([part["hash"] for part in self.documents])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` (exclusive), which must lie in one document; raises as `TokenFile`."""
+        shard, first = self._place(start)
+        return self.tokens[shard][first : first + stop - start]
+
+    def counted(self, start: int, stop: int) -> np.ndarray:
+        """bool: whether the loss counts the tokens that `read` returns; needs `answers`."""
+        shard, first = self._place(start)
+        last = first + stop - start
+        bits = np.unpackbits(self.answers[shard][first // 8 : -(-last // 8)], bitorder="little")
+        return bits[first % 8 :][: stop - start].astype(bool)
+
+    def place(self, token: int) -> tuple[str, int]:
+        """The file of a token, and the token's number in it."""
+        shard, first = self._place(token)
+        return self.names[shard], first
+
+    def read_ahead(self, shards: np.ndarray) -> None:
+        """Begin to fetch the files of `shards` in the background; whoever reads one that cannot be fetched is told."""
+        if (fetch := self.fetch) is None:
+            return
+        kinds = ("documents", "tokens", "answers") if self.answers else ("documents", "tokens")
+
+        def get(some: np.ndarray) -> None:
+            with contextlib.suppress(OSError, UserError):
+                for kind in kinds:
+                    for number in some:
+                        fetch(int(number), kind)
+
+        for first in range(min(FETCHERS, len(shards))):
+            # A daemon: a run that ends does not wait for what it no longer needs.
+            threading.Thread(target=get, args=(shards[first::FETCHERS],), daemon=True).start()
+
+    def _place(self, token: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self.firsts, token, side="right")) - 1
+        return shard, token - int(self.firsts[shard])
+
+
+def is_small(shards: int, documents: int) -> bool:
+    """Return whether one block has room for so many."""
+    return shards <= BLOCK_SHARDS and documents <= BLOCK_DOCUMENTS
+
+
+def block_bounds(documents: np.ndarray) -> np.ndarray:
+    """Return int64 [blocks + 1], the first of the shards of each block, given int64 [shards], their documents.
+
+    A block has about as many shards as fit both bounds of one, and at least one.
+    """
+    weights = np.maximum(documents / BLOCK_DOCUMENTS, 1 / BLOCK_SHARDS)
+    blocks = np.floor(np.cumsum(weights) - weights).astype(np.int64)
+    return np.append(np.flatnonzero(np.diff(blocks, prepend=-1)), documents.size)
+
+
+class _Files[Item]:
+    """One item for each shard, made when it is asked for; the last few are kept."""
+
+    def __init__(self, count: int, make: Callable[[int], Item], kept: int = 0):
+        self._count, self._make = count, lru_cache(kept)(make) if kept else make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Item:
+        return self._make(range(self._count)[number])
+
+    def __iter__(self) -> Iterator[Item]:
+        return map(self._make, range(self._count))
+
+
+def open_shards(
+    folder: Path,
+    vocab_size: int,
+    tokenizer: str,
+    *,
+    together: bool = False,
+    fetch: Fetch | None = None,
+) -> Corpus:
+    """Check the index of a folder of token shards, and every byte of a small one; files are mapped on first use.
+
+    The files of a larger one, or of one that is fetched, are verified as they are read: `TokenFile`.
+
+    Args:
+        folder: what `prepare_data` wrote.
+        vocab_size: tokens must be below it.
+        tokenizer: fingerprint of the tokenizer that must have made them.
+        together: every process of the job opens it now, so those that see the same files each check a part of them; a
+            fault is then raised on one of them alone.
+        fetch: called before a file is read that is not in the folder.
+
+    Raises:
+        ValueError: names the file at fault: missing, truncated, altered, tokens outside the vocabulary, made with
+            another tokenizer than the one whose fingerprint is given, or not finished.
+    """
+    index = load_index(folder)
+    if not (index.complete and index.shards.size):
+        raise UserError("index.json says that prepare_data has not finished")
+    if index.tokenizer != tokenizer:
+        has_file = (folder / "tokenizer.json").is_file()
+        fix = f"set data.tokenizer={folder / 'tokenizer.json' if has_file else index.tokenizer}"
+        if has_file and isinstance(index.settings, dict):
+            fix += f" and data.special_tokens={index.settings.get('special_tokens')}"
+        raise UserError(
+            f"index.json says that another tokenizer than data.tokenizer made the shards; {fix}"
+        )
+    shards = index.shards
+    small = index.pairs or is_small(shards.size, int(shards["documents"].sum()))
+    is_verified = small and fetch is None
+    if is_verified:
+        _verify(folder, index, vocab_size, together)
+    digest = hashlib.sha256(repr([tokenizer, index.dtype, index.table_sha256]).encode())
+
+    def documents(number: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        if fetch is not None:
+            fetch(number, "documents")
+        return read_documents(folder, index, number)
+
+    def files(kind: str, dtype: np.dtype) -> "_Files[TokenFile]":
+        def make(number: int) -> TokenFile:
+            size, _ = index.files(number)[kind]
+            digests = None if is_verified else documents(number)[1][kind].copy()
+            path = folder / f"{shard_name(number)}.{kind}"
+            get = None if fetch is None else partial(fetch, number, kind)
+            return TokenFile(path, dtype, size // dtype.itemsize, digests, get)
+
+        return _Files(shards.size, make, RECENT_SHARDS)
+
+    return Corpus(
+        tokens=files("tokens", index.token_dtype),
+        documents=_Files(shards.size, lambda number: documents(number)[0]),
+        sizes=np.array(shards["tokens"]),
+        counts=np.array(shards["documents"]),
+        fingerprint=digest.hexdigest(),
+        names=_Files(shards.size, lambda number: f"{shard_name(number)}.tokens"),
+        answers=files("answers", np.dtype("u1")) if index.answers else (),
+        pairs=index.pairs,
+        below=shards["below"],
+        fetch=fetch,
+    )
+
+
+def _verify(folder: Path, index: Index, vocab_size: int, together: bool) -> None:
+    part, parts = _part(folder, index) if together else (0, 1)
+    numbers = range(part, index.shards.size, parts)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+        for fault in pool.map(lambda number: index.fault(folder, number, vocab_size), numbers):
+            if fault:
+                raise UserError(fault)
+
+
+def _part(folder: Path, index: Index) -> tuple[int, int]:
+    """Return this process's index, and the number of processes, among those that see the very same files.
+
+    Hosts that share a disk see the same inodes; hosts with a copy each do not, and check their own.
+    """
+    # Here, as `prepare_data` needs no JAX.
+    import jax
+
+    from ultrascale_jax.launch.multihost import gather
+
+    numbers = range(index.shards.size)
+    names = [f"{shard_name(number)}.{kind}" for number in numbers for kind in index.files(number)]
+    stats = [(folder / name).stat() for name in names if (folder / name).is_file()]
+    seen = [(stat.st_ino, stat.st_mtime_ns) for stat in stats]
+    own = hashlib.sha256(repr(seen).encode()).hexdigest()
+    everyone = gather(own)
+    return everyone[: jax.process_index()].count(own), everyone.count(own)
+
+
+def in_memory(tokens: np.ndarray, documents: np.ndarray, fingerprint: str, name: str) -> Corpus:
+    """Return a corpus of one shard that is held in memory; `documents` are `shards.DOCUMENT` [documents]."""
+    sizes, counts = np.array([tokens.size]), np.array([documents.size])
+    return Corpus((tokens,), (documents,), sizes, counts, fingerprint, (name,))
