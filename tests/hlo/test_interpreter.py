@@ -8,7 +8,7 @@ from jax import lax
 
 from scripts import executed_programs
 from ultrascale_jax.hlo import parse
-from ultrascale_jax.hlo.custom_calls import Attention, backward, forward
+from ultrascale_jax.hlo.custom_calls import Attention, Span, backward, forward
 from ultrascale_jax.hlo.interpreter import DeadlockError, Interpreter, RaceError
 from ultrascale_jax.hlo.live_buffers import Place
 from ultrascale_jax.hlo.operations import Unsupported
@@ -259,6 +259,20 @@ def test_devices_take_branches_of_their_own_and_a_collective_waits_for_its_whole
         take("{{0,1,2,3}}")
 
 
+def test_a_branch_may_hand_on_what_the_other_one_updates_in_place():
+    branches = BRANCHES.replace("GROUPS", "{{0},{1}}").replace("negate", "copy")
+    branches = branches.replace(
+        "ROOT %k = f32[4]{0} copy(%a.2)", "ROOT %k = f32[4]{0} bitcast(%a.2)"
+    )
+    places = place("x") | place("r") | place("z", offset=16)
+    entry = CHOICE.replace("ROOT ", "") + "\n  ROOT %z = f32[4]{0} add(%y, %y)"
+    choices = [np.int32(0), np.int32(1)]
+    [result] = run(
+        entry, choices, [ROW, 2 * ROW], computations=SUM + branches, devices=2, places=places
+    )
+    np.testing.assert_array_equal(result, [2 * ROW, 4 * ROW])
+
+
 # Attention
 
 
@@ -268,11 +282,8 @@ def test_attention_by_saved_statistics_is_the_derivative_of_the_definition(causa
     q, dout = (rng.normal(size=(2, 4, 8, 16)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(2, 2, 8, 16)).astype(np.float32) for _ in range(2))
     bias = rng.normal(size=(2, 1, 8, 8)).astype(np.float32)
-    spans = [
-        (0, slice(0, 5), slice(0, 5)),
-        (0, slice(5, 8), slice(5, 8)),
-        (1, slice(0, 8), slice(0, 8)),
-    ]
+    places = [(0, slice(0, 5)), (0, slice(5, 8)), (1, slice(0, 8))]
+    spans = [Span(row, tokens, tokens, (row, tokens)) for row, tokens in places]
     documents = np.array([[0] * 5 + [1] * 3, [0] * 8])
 
     def definition(q, k, v):
@@ -286,7 +297,7 @@ def test_attention_by_saved_statistics_is_the_derivative_of_the_definition(causa
         return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(scores), group[1])
 
     kind = Attention(0.3, causal, window)
-    out, lse = forward(kind, spans, (q, k, v), bias)
+    out, lse = forward(kind, spans, (q, k, v), bias, (2, 4, 8))
     with jax.default_matmul_precision("highest"):
         expected, pull = jax.vjp(definition, q, k, v)
         gradients = pull(dout)
@@ -295,7 +306,7 @@ def test_attention_by_saved_statistics_is_the_derivative_of_the_definition(causa
         backward(kind, spans, (q, k, v), bias, (lse, dout, out)), gradients, strict=True
     ):
         np.testing.assert_allclose(result, gradient, atol=1e-5)
-    out, _ = forward(kind, spans[1:], (q, k, v), bias)
+    out, _ = forward(kind, spans[1:], (q, k, v), bias, (2, 4, 8))
     assert np.isnan(out[0, :, :5]).all() and np.isfinite(out[0, :, 5:]).all()
 
 

@@ -7,7 +7,7 @@ that wrong residuals show. What a call does not write is NaN: tokens of a packed
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,15 @@ from ultrascale_jax.hlo.operations import (
 )
 from ultrascale_jax.hlo.program import Instruction
 
-type Span = tuple[int, slice, slice]
-"""A row, and the queries and keys of one document in it."""
+
+class Span(NamedTuple):
+    """One document of a batch."""
+
+    row: int
+    queries: slice
+    keys: slice
+    statistics: tuple[int, slice]
+    """Where the log-sum-exp of its queries lies in `[rows or documents, heads, tokens]`: first dim and tokens."""
 
 
 def backend_config(i: Instruction, kind: str) -> dict[str, Any]:
@@ -95,14 +102,17 @@ def attention(i: Instruction, *operands: np.ndarray) -> Any:
 
     def by_head() -> np.ndarray:  # float32 [batch, heads, tokens, head dim]
         x = widened(next(given))
-        return x.swapaxes(1, 2) if tokens_first else x
+        x = x.swapaxes(1, 2) if tokens_first else x
+        # Documents may lie across the rows of a packed batch, which is one row of all tokens.
+        return x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3]) if is_packed else x
 
-    q, k, v = by_head(), by_head(), by_head()
     is_backward, is_packed = "Backward" in target, int(config.get("max_seg_per_batch", 1)) > 1
+    q, k, v = by_head(), by_head(), by_head()
     lse, dout = (next(given), by_head()) if is_backward else (None, None)
     bias = widened(next(given)) if "ScaleBias" in target else None
     out = by_head() if is_backward else None
-    spans = [(row, slice(None), slice(None)) for row in range(len(q))]
+    whole = slice(None)
+    spans = [Span(row, whole, whole, (row, whole)) for row in range(len(q))]
     if "PADDING" in mask or is_packed:
         lengths = next(given), next(given)
         spans = documents((q, k), lengths, (next(given), next(given)) if is_packed else None)
@@ -114,8 +124,18 @@ def attention(i: Instruction, *operands: np.ndarray) -> Any:
     if is_backward:
         values = backward(kind, spans, (q, k, v), bias, (lse, dout, out))
     else:
-        values = forward(kind, spans, (q, k, v), bias)
+        values = forward(kind, spans, (q, k, v), bias, i.arrays[1].dims)
+    if is_packed:
+        values = [_in_rows(x, array.dims) for x, array in zip(values, i.arrays, strict=False)]
     return results_of(values, i)
+
+
+def _in_rows(x: np.ndarray, dims: tuple[int, ...]) -> np.ndarray:
+    """Return `[1, heads, all tokens, head dim]` as `[rows, heads, tokens, head dim]`, anything else as it is."""
+    if x.ndim < 4:
+        return x
+    rows, heads, tokens, width = dims
+    return x.reshape(heads, rows, tokens, width).swapaxes(0, 1)
 
 
 def documents(
@@ -123,37 +143,39 @@ def documents(
     lengths: tuple[np.ndarray, np.ndarray],
     offsets: tuple[np.ndarray, np.ndarray] | None,
 ) -> list[Span]:
-    """Find the documents of queries and keys `[batch, heads, tokens, head dim]`.
+    """Find the documents of queries and keys `[rows, heads, tokens, head dim]`.
 
-    Offsets count elements of the whole batch; without them a row has one document at its start.
+    Offsets count elements of the first row, which is the whole batch, and each document has statistics of its own.
+    Without offsets a row has one document at its start.
     """
-    counts = [x.reshape(-1) for x in lengths]
-    spans = []
-    for number in np.flatnonzero(counts[0] > 0):
-        row, slices = int(number), []
-        for side, (x, count) in enumerate(zip(sides, counts, strict=True)):
-            _, heads, tokens, width = x.shape
-            first = 0
-            if offsets is not None:
-                row, first = divmod(
-                    int(offsets[side].reshape(-1)[number]) // (heads * width), tokens
-                )
-            slices.append(slice(first, first + int(count[number])))
-        spans.append((row, *slices))
+    counts, spans = [x.reshape(-1) for x in lengths], []
+    for number in map(int, np.flatnonzero(counts[0] > 0)):
+        slices = []
+        for side, count in enumerate(counts):
+            _, heads, _, width = sides[side].shape
+            first = 0 if offsets is None else offsets[side].reshape(-1)[number] // (heads * width)
+            slices.append(slice(int(first), int(first + count[number])))
+        queries, keys = slices
+        statistics = number, slice(0, int(counts[0][number]))
+        spans.append(Span(number if offsets is None else 0, queries, keys, statistics))
     return spans
 
 
 def forward(
-    kind: Attention, spans: Sequence[Span], qkv: tuple[np.ndarray, ...], bias: np.ndarray | None
+    kind: Attention,
+    spans: Sequence[Span],
+    qkv: tuple[np.ndarray, ...],
+    bias: np.ndarray | None,
+    statistics: tuple[int, ...],
 ) -> list[np.ndarray]:
-    """Return output and log-sum-exp `[batch, heads, tokens]`, NaN between the documents."""
+    """Return the output and the log-sum-exp, whose shape is `statistics`; NaN between the documents."""
     q, k, v = qkv
     group = q.shape[1] // k.shape[1]
     out = np.full((*q.shape[:3], v.shape[3]), np.nan, np.float32)
-    lse = np.full(q.shape[:3], np.nan, np.float32)
-    for row, queries, keys in spans:
+    lse = np.full(statistics, np.nan, np.float32)
+    for row, queries, keys, (number, tokens) in spans:
         all_keys, values = (x[row, :, keys].repeat(group, axis=0) for x in (k, v))
-        p, lse[row, :, queries] = kind.probabilities(
+        p, lse[number, :, tokens] = kind.probabilities(
             q[row, :, queries], all_keys, _bias_of(bias, row, queries, keys)
         )
         out[row, :, queries] = p @ values
@@ -169,13 +191,15 @@ def backward(
 ) -> list[np.ndarray]:
     """Return the gradients of q, k and v, NaN between the documents; `saved` is log-sum-exp, gradient, output."""
     gradients = [np.full(x.shape, np.nan, np.float32) for x in qkv]
-    group = qkv[0].shape[1] // qkv[1].shape[1]
-    for row, queries, keys in spans:
+    group, (lse, dout, out) = qkv[0].shape[1] // qkv[1].shape[1], saved
+    for row, queries, keys, (number, tokens) in spans:
         all_keys, values = (x[row, :, keys].repeat(group, axis=0) for x in qkv[1:])
         of_query, *of_keys = kind.backward(
             (qkv[0][row, :, queries], all_keys, values),
             _bias_of(bias, row, queries, keys),
-            *(x[row, :, queries] for x in saved),
+            lse[number, :, tokens],
+            dout[row, :, queries],
+            out[row, :, queries],
         )
         gradients[0][row, :, queries] = of_query
         for gradient, x in zip(gradients[1:], of_keys, strict=True):

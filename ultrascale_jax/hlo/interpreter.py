@@ -290,7 +290,7 @@ class Interpreter:
             devices = tuple(device for device in devices if goes_on[device])
             if not devices:
                 return state
-            state = _merged(state, self._evaluate(body, [state], devices), devices)
+            state = self._merged(state, self._evaluate(body, [state], devices), devices)
 
     def _conditional(self, i: Instruction, operands: list[Value], devices: Devices) -> Value:
         """Run each branch on the devices that choose it: true the first, a number that is none the last."""
@@ -299,8 +299,23 @@ class Interpreter:
             chosen = tuple(d for d in devices if _branch(operands[0].arrays[d], last) == branch)
             if chosen:
                 value = self._evaluate(name, [operands[1 + branch]], chosen)
-                result = value if result is None else _merged(result, value, chosen)
+                result = value if result is None else self._merged(result, value, chosen)
         return result
+
+    def _merged(self, old: Value, new: Value, devices: Devices) -> Value:
+        """Return `new` on these devices and `old` on the others."""
+        if isinstance(old, tuple):
+            return tuple(self._merged(a, b, devices) for a, b in zip(old, new, strict=True))
+        if old.memory is new.memory:
+            return new
+        both = [new if device in devices else old for device in range(self.num_devices)]
+        memory = Memory(new.memory.writer, new.memory.place)
+        for device, buffer in enumerate(both):
+            if writer := buffer.memory.overwritten.get(device):
+                memory.overwritten[device] = writer
+        if memory.place is not None:
+            self._written[memory.place.allocation].append(memory)
+        return Buffer(memory, [buffer.arrays[device] for device, buffer in enumerate(both)])
 
     # Collectives
 
@@ -389,14 +404,3 @@ def _branch(choice: np.ndarray, last: int) -> int:
     if choice.dtype == np.bool_:
         return 0 if choice else 1
     return int(choice) if 0 <= choice <= last else last
-
-
-def _merged(old: Value, new: Value, devices: Devices) -> Value:
-    """Return `new` on these devices and `old` on the others."""
-    if isinstance(old, tuple):
-        return tuple(_merged(a, b, devices) for a, b in zip(old, new, strict=True))
-    pairs = enumerate(zip(old.arrays, new.arrays, strict=True))
-    others = {d: by for d, by in old.memory.overwritten.items() if d not in devices}
-    if old.memory is not new.memory:
-        new.memory.overwritten.update(others)
-    return Buffer(new.memory, [b if d in devices else a for d, (a, b) in pairs])
