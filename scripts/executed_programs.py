@@ -176,12 +176,12 @@ BUGS: dict[Callable[[CompiledStep], CompiledStep], str] = {
     overwrite_operand: "sp",
     overwrite_argument: "sp",
 }
-"""What puts a bug into a program, and the case whose program it changes."""
+"""Edit that puts a bug into a program, and the case whose program it changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one case gave."""
+    """Result of one case."""
 
     case: str
     error: str = ""
@@ -193,7 +193,7 @@ class Row:
     of_update: float = 0.0
     """The same relative to a parameter's change."""
     from_float32: tuple[float, float] | None = None
-    """Of narrow numbers: largest difference of a first moment from the float32 step, the CPU's and the GPU's."""
+    """For narrow numbers: largest difference of a first moment from the float32 step, the CPU's and the GPU's."""
     bugs: tuple[tuple[str, str], ...] = ()
     """For each bug put into the program its name, and how it was noticed; empty where it was not."""
     compile_s: float = 0.0

@@ -5,13 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from scripts import executed_programs
+from tests.hlo.conftest import NO_MACHINE_CODE
 from ultrascale_jax.hlo import parse
 from ultrascale_jax.hlo.custom_calls import Attention, Span, backward, forward
 from ultrascale_jax.hlo.interpreter import DeadlockError, Interpreter, RaceError
 from ultrascale_jax.hlo.live_buffers import Place
 from ultrascale_jax.hlo.operations import Unsupported
+from ultrascale_jax.plan.compiled.compile import compile_program, target_devices
 
 SUM = """%sum (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -311,6 +315,21 @@ def test_attention_by_saved_statistics_is_the_derivative_of_the_definition(causa
 
 
 # H100 programs
+
+
+@pytest.mark.slow
+def test_a_program_of_ones_own_has_all_elements_of_its_constants_and_runs():
+    numbers = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    mesh = jax.sharding.Mesh(np.array(target_devices(2)), ("x",))
+    rows = jax.ShapeDtypeStruct((4, 100), np.float32, sharding=NamedSharding(mesh, P("x")))
+    program = compile_program(
+        jax.jit(lambda x: (x * numbers[None]).sum(0)), rows, mesh=mesh, options=NO_MACHINE_CODE
+    )
+    shards = np.random.default_rng(1).normal(size=(2, 2, 100)).astype(np.float32)
+    assert program.memory_plan is not None
+    [result] = Interpreter(program.module, 2, program.memory_plan.places).run([list(shards)])
+    expected = (shards.reshape(4, 100) * numbers).sum(0)
+    np.testing.assert_allclose(result, [expected, expected], rtol=1e-5, atol=1e-6)
 
 
 def right(case):

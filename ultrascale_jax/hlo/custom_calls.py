@@ -30,7 +30,7 @@ class Span(NamedTuple):
     queries: slice
     keys: slice
     statistics: tuple[int, slice]
-    """Where the log-sum-exp of its queries lies in `[rows or documents, heads, tokens]`: first dim and tokens."""
+    """Place of its queries' log-sum-exp in `[rows or documents, heads, tokens]`: first dim and tokens."""
 
 
 def backend_config(i: Instruction, kind: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Attention:
     def probabilities(
         self, q: np.ndarray, k: np.ndarray, bias: np.ndarray | None, lse: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return `[heads, queries, keys]`, and the log-sum-exp of the scores `[heads, queries]`, or the given one."""
+        """Return `[heads, queries, keys]` and the log-sum-exp of the scores `[heads, queries]`, by default computed."""
         scores = self.scale * q @ k.swapaxes(1, 2) + (0 if bias is None else bias)
         query, key = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])
         hidden = (key > query) & self.causal
@@ -98,25 +98,25 @@ def attention(i: Instruction, *operands: np.ndarray) -> Any:
         config.get("bmm1_dot_dimension_numbers") or config["bmm2_grad_gemm2_dot_dimension_numbers"]
     )
     tokens_first, mask = numbers["lhs_batch_dimensions"] == ["0", "2"], config.get("mask_type", "")
-    given = iter(operands)
+    unread = iter(operands)
 
     def by_head() -> np.ndarray:  # float32 [batch, heads, tokens, head dim]
-        x = widened(next(given))
+        x = widened(next(unread))
         x = x.swapaxes(1, 2) if tokens_first else x
         # Documents may lie across the rows of a packed batch, which is one row of all tokens.
         return x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3]) if is_packed else x
 
     is_backward, is_packed = "Backward" in target, int(config.get("max_seg_per_batch", 1)) > 1
     q, k, v = by_head(), by_head(), by_head()
-    lse, dout = (next(given), by_head()) if is_backward else (None, None)
-    bias = widened(next(given)) if "ScaleBias" in target else None
+    lse, dout = (next(unread), by_head()) if is_backward else (None, None)
+    bias = widened(next(unread)) if "ScaleBias" in target else None
     out = by_head() if is_backward else None
     whole = slice(None)
     spans = [Span(row, whole, whole, (row, whole)) for row in range(len(q))]
     if "PADDING" in mask or is_packed:
-        lengths = next(given), next(given)
-        spans = documents((q, k), lengths, (next(given), next(given)) if is_packed else None)
-    if list(given):
+        lengths = next(unread), next(unread)
+        spans = documents((q, k), lengths, (next(unread), next(unread)) if is_packed else None)
+    if list(unread):
         raise Unsupported(f"%{i.name}: attention with {len(operands)} operands")
     kind = Attention(
         config["fmha_scale"], "CAUSAL" in mask, int(config.get("sliding_window_length", 0))
@@ -225,9 +225,9 @@ def gemm(i: Instruction, a: np.ndarray, b: np.ndarray, *operands: np.ndarray) ->
     result = config.get("alpha_real", 1) * product(
         a, b, contracted, (dims("lhs_batch"), dims("rhs_batch"))
     )
-    given = list(operands)
-    addend = config["beta"] * widened(given.pop(0)) if config.get("beta") else 0
-    for scale in given:
+    scales = list(operands)
+    addend = config["beta"] * widened(scales.pop(0)) if config.get("beta") else 0
+    for scale in scales:
         if scale.size != 1:
             raise Unsupported(f"%{i.name}: scale {scale.shape} of cuBLAS")
         result = result * scale.reshape(())

@@ -1,7 +1,7 @@
 """Run the scheduled program of many GPUs on this machine's CPU, in the memory that XLA planned for it.
 
-Every device has XLA's allocations as bytes. An instruction reads its operands where they lie and writes its result to
-its place, device by device, in the order of the schedule:
+Every device has XLA's allocations as bytes. An instruction reads its operands in their places and writes its result to
+its own, device by device, in the order of the schedule:
 
     %g = all-gather-start(%w)     reads w, and claims the place of its result
     %y = fusion(%x)               may write neither to w nor to g
@@ -63,7 +63,7 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """An array of every device, and the memory in which it lies."""
+    """An array of every device, and its memory."""
 
     memory: Memory
     arrays: list[np.ndarray]
@@ -142,8 +142,8 @@ class Interpreter:
         place = self._places.get((name, index))
         memory = Memory(name, place)
         if place is None:
-            own = [np.empty(array.dims, dtype_of(array)) for _ in range(self.num_devices)]
-            return Buffer(memory, own)
+            separate = [np.empty(array.dims, dtype_of(array)) for _ in range(self.num_devices)]
+            return Buffer(memory, separate)
         others = self._written.get(place.allocation, [])
         for other in others:
             if other.place is not None and other.place.overlaps(place):

@@ -34,7 +34,7 @@ DTYPES: dict[str, Any] = {
 """HLO's name of an element type to NumPy's."""
 
 UNWRITTEN = 2**30 + 7
-"""What integers hold that nobody wrote: no index, token or position. Floats hold NaN, booleans true."""
+"""Content of unwritten integers: no index, token or position. Unwritten floats hold NaN, booleans true."""
 
 
 class Unsupported(NotImplementedError):
@@ -279,7 +279,7 @@ def product(
     for x, along, over in zip((a, b), contracted, batch, strict=True):
         others = [dim for dim in range(x.ndim) if dim not in (*along, *over)]
         lengths = [math.prod(x.shape[dim] for dim in dims) for dims in (over, others, along)]
-        # Of other strides NumPy makes a loop instead of BLAS's product.
+        # NumPy runs a loop instead of BLAS for other strides.
         ordered = widened(x).transpose(*over, *others, *along).reshape(lengths)
         sides.append(np.ascontiguousarray(ordered))
         free += [x.shape[dim] for dim in others]

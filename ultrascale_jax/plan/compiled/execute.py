@@ -48,9 +48,9 @@ class Execution:
     """One step of a GPU program, executed on the CPU."""
 
     differences: tuple[Difference, ...]
-    """Of all outputs of the step."""
+    """One for each output of the step."""
     results: Mapping[str, Shards]
-    """What the program returned."""
+    """Outputs of the program, by the names of the reference."""
     seconds: float
     """Time of the interpreter."""
 
