@@ -1,8 +1,10 @@
 """`ultrascale plan compile`: what a step needs on GPUs that are not there."""
 
 import json
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -10,6 +12,7 @@ from rich.console import Console
 from ultrascale_jax import hlo
 from ultrascale_jax.cli import plan
 from ultrascale_jax.cli.plan_commands import compile as verb
+from ultrascale_jax.config import UserError
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.hardware import find_cluster
 
@@ -66,19 +69,26 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_compile_executes_a_tiny_program_and_refuses_a_large_one(capsys, monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # puts back what the command sets
+def test_compile_executes_a_tiny_program():
     tiny = ["--model.num-layers", "2", "--data.seq-len", "64", "--train.global-batch", "4"]
-    command = ["compile", "debug", "--gpus", "2", "--mesh", "fsdp=2", *tiny, "--execute"]
-    plan.main([*command, "--json"])
-    executed = json.loads(capsys.readouterr().out)["executed"]
+    command = ["plan", "compile", "debug", "--gpus", "2", "--mesh", "fsdp=2", *tiny, "--execute"]
+    environ = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ultrascale_jax", *command, "--json"],
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    executed = json.loads(done.stdout)["executed"]
     assert executed["relative_differences"].keys() >= {"metrics['loss']", "state.step"}
     assert 0 < executed["largest"] == max(executed["relative_differences"].values()) < 1e-5
 
-    monkeypatch.setattr(verb, "MOST_BYTES", 1000)
-    with pytest.raises(SystemExit):
-        plan.main(command)
-    assert "execute=True: 2 GPUs take" in capsys.readouterr().err
+
+def test_a_program_larger_than_this_machine_is_not_executed():
+    step = SimpleNamespace(axes={"dp": 2, "fsdp": 8}, peak_bytes=2**30 + 1)
+    with pytest.raises(UserError, match=r"^execute=True: 16 GPUs take 16.0 GiB; give a recipe of"):
+        verb.executed(None, step)
 
 
 def test_no_wait_for_copies_is_zero_and_not_less(capsys):

@@ -56,8 +56,8 @@ def main(argv: list[str]) -> None:
     if options.execute:
         from ultrascale_jax.launch.distributed import set_environment
 
-        os.environ["JAX_NUM_CPU_DEVICES"] = str(options.gpus)
         set_environment(os.environ)
+        command_line.use_fake_devices(options.gpus)
     with command_line.user_errors():
         folder = None if options.dump is None else _folder(options.dump)
         cfg, why = common.choose_open(cfg, options, cluster)
