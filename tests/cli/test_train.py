@@ -78,7 +78,7 @@ def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_pat
 )
 def test_a_kind_of_device_that_is_not_here_is_one_line(tmp_path, command, platform):
     done = subprocess.run(
-        [sys.executable, "-m", f"scripts.{command}", "debug", "--run-dir", str(tmp_path)],
+        [sys.executable, "-m", "ultrascale_jax", command, "debug", "--run-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""},

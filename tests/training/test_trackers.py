@@ -266,7 +266,7 @@ def test_the_page_describes_every_column_and_event_of_the_code():
     for source in sources:
         for node in ast.walk(ast.parse(source)) if "record(" in source else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in ("record", "_record") and node.args:
+                if node.func.attr in ("record", "_record", "_note") and node.args:
                     first = [x.value for x in ast.walk(node.args[0]) if isinstance(x, ast.Constant)]
                     for kind in (kind for kind in first if isinstance(kind, str)):
                         found[kind] = {x.arg for x in node.keywords if x.arg} | found.get(
