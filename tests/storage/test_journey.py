@@ -57,7 +57,7 @@ def test_the_doctor_tries_the_place_of_the_copies(url, monkeypatch):
 
 
 def command(name, *arguments):
-    return [sys.executable, "-m", f"scripts.{name}", *map(str, arguments)]
+    return [sys.executable, "-m", "ultrascale_jax", name, *map(str, arguments)]
 
 
 def finished(words, environment, code=0):
@@ -78,7 +78,7 @@ def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tm
     lines = [json.dumps({"text": " ".join(rng.choice(WORDS, 60))}) for _ in range(200)]
     Remote(url).write("text/a.jsonl", "\n".join(lines).encode())
     words = ["--input", f"{url}/text/*.jsonl", "--out", f"{url}/tokens", "--workers", 1]
-    finished(command("prepare_data", *words, "--shard-tokens", 20000), environment)
+    finished(command("prepare-data", *words, "--shard-tokens", 20000), environment)
     options = [
         *("tests.faults.tiny", "--devices", 8, "--sample", 0, "--model.vocab-size", 256),
         *("--data.source", f"tokens:{url}/tokens", "--train.steps", 10, "--checkpoint.every", 2),
