@@ -70,8 +70,8 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes one file of events for TensorBoard to `RUN_DIR/tensorboard`.
 
-    By tensorboardX's `RecordWriter`: its `SummaryWriter` writes in a thread of its own, which a full disk ends with
-    three tracebacks and no error for the caller.
+    It uses tensorboardX's `RecordWriter`: on a full disk `SummaryWriter`, which writes in a thread, prints three
+    tracebacks of its own beside the error.
     """
 
     run_id: str | None = None
