@@ -93,7 +93,7 @@ class Part:
     module: Literal["trainers", "kernels"]
     workload: str
     name: str
-    """What the report calls it where it has no rows."""
+    """Name in the report where it has no rows."""
     spec: dict[str, Any]
     environ: dict[str, str] = field(default_factory=dict)
 

@@ -59,7 +59,7 @@ CPU_FLAGS = {
 """XLA flags for one process on the CPU; a job of many has another scheduler (`_order_cpu_collectives`)."""
 
 ADVICE = "if JAX aborts here, or after %s s, a process is missing, cannot reach this address or has another's rank"
-"""What to look for where JAX's wait for all processes fails: it ends with the stack of its C++ library."""
+"""Things to look for where JAX's wait for all processes fails: it ends with the stack of its C++ library."""
 
 CPU_THREADS = 64
 """Threads of XLA:CPU's pool. By default there are as many as cores or fake devices, and collectives that do not wait
