@@ -74,7 +74,7 @@ ULTRASCALE = Overheads(
     nccl_cores=costs.NCCL_CORES,
     step_s=5e-3,
 )
-"""The program that XLA makes of the trainer. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA 0.12
+"""XLA's program of the trainer. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA 0.12
 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
 writes the exponentials of its logits in bfloat16 and reads them once beside its products (models/loss.py). A layer is
 some 90 kernels of 4 microseconds (XLA's own launch estimate). Where its matrices do not travel together they are
