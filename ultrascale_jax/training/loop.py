@@ -118,7 +118,7 @@ def _batches(run: Run) -> Generator[Batch]:
 def _start_hash(run: Run, start_hash: StartHash) -> Callable[[], str]:
     """Begin to hash the step's batch; on CPUs of several processes do it while no step runs.
 
-    Gloo mixes up collectives of programs that run at once (`launch/collective_order.py`).
+    Gloo mixes up collectives of programs that run at once (`_order_cpu_collectives` in `launch/distributed.py`).
     """
     if jax.process_count() == 1 or run.mesh.devices.flat[0].platform != "cpu":
         return start_hash()
