@@ -119,12 +119,8 @@ class Interpreter:
           RaceError, DeadlockError: the program is wrong.
         """
         devices = tuple(range(self.num_devices))
-        body = self.module.computations[self.module.entry]
-        parameters = sorted(
-            (i for i in body if i.opcode == "parameter"), key=lambda i: int(i.argument)
-        )
         values = []
-        for i, shards in zip(parameters, arguments, strict=True):
+        for i, shards in zip(self.module.parameters, arguments, strict=True):
             declared = i.arrays[0].dims, dtype_of(i.arrays[0])
             if wrong := [(x.shape, x.dtype) for x in shards if (x.shape, x.dtype) != declared]:
                 raise ValueError(f"argument %{i.name} is {wrong[0]}, and the program's {declared}")

@@ -118,6 +118,12 @@ class Module:
         """Computation to name to instruction."""
         return {c: {i.name: i for i in body} for c, body in self.computations.items()}
 
+    @property
+    def parameters(self) -> list[Instruction]:
+        """Parameters of the entry, by their numbers."""
+        body = self.computations[self.entry]
+        return sorted((i for i in body if i.opcode == "parameter"), key=lambda i: int(i.argument))
+
     def dots(self, instruction: Instruction, computation: str) -> list[Dot]:
         """List the matrix products that an instruction of `computation` is or holds.
 

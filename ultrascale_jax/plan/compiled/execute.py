@@ -113,9 +113,8 @@ def execute_step(step: CompiledStep, reference: Reference) -> Execution:
     """
     require_type("step", step, CompiledStep, "compile_step makes one")
     start = time.perf_counter()
-    parameters = [i for i in step.module.computations[step.module.entry] if i.opcode == "parameter"]
-    parameters.sort(key=lambda i: int(i.argument))
-    arguments = [reference.arguments[i.op_name.replace("\\'", "'")] for i in parameters]
+    names = [i.op_name.replace("\\'", "'") for i in step.module.parameters]
+    arguments = [reference.arguments[name] for name in names]
     places = step.memory_plan.places if step.memory_plan else None
     interpreter = Interpreter(step.module, math.prod(step.axes.values()), places)
     shards = interpreter.run(arguments)
