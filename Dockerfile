@@ -1,6 +1,6 @@
 # The command `ultrascale` for NVIDIA GPUs, from this checkout's wheel:
 #   docker build -t ultrascale .
-#   docker run --gpus all --ipc host --ulimit memlock=-1 -v "$PWD/out:/run/out" ultrascale train llama3_8b --run-dir out/x
+#   docker run --gpus all --ipc host --ulimit memlock=-1 -v "$PWD/out:/run/out" ultrascale train llama3_8b --log.run-dir out/x
 FROM python:3.12-slim AS wheel
 WORKDIR /src
 COPY . .
