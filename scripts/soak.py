@@ -176,7 +176,7 @@ class Soak:
 
     def _launch(self) -> subprocess.Popen:
         planned = plan(self._options, self._random)
-        return launch(self._options, self._run_dir, "--faults", US_FAULT=planned)
+        return launch(self._options, self._run_dir, "--faults", ULTRASCALE_FAULT=planned)
 
     def _strike(self, kind: str, step: int) -> int:
         """Do it; the step from which the run must get on before the next one."""
@@ -244,7 +244,7 @@ class Soak:
 
 
 def plan(options: Options, chance: random.Random) -> str:
-    """Plan faults from inside, in the words of `US_FAULT`; the run itself leaves out those that have struck."""
+    """Plan faults from inside, in the words of `ULTRASCALE_FAULT`; the run itself leaves out those that have struck."""
     faults = []
     for turn in range(1, 100):
         step, kind = turn * options.inside_every, INSIDE[turn % len(INSIDE)]

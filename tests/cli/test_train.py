@@ -65,7 +65,7 @@ def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_pat
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"US_FAULT": "exception@1@0"},
+        env=os.environ | {"ULTRASCALE_FAULT": "exception@1@0"},
     )
     _, err = process.communicate(timeout=120)
     assert process.returncode == 70, err

@@ -104,7 +104,7 @@ def job() -> Iterator:
         for rank in range(processes):
             extra = dict(environ)
             if fault:
-                extra["US_FAULT"] = fault
+                extra["ULTRASCALE_FAULT"] = fault
             if processes > 1:
                 extra |= {
                     "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",

@@ -91,7 +91,7 @@ def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tm
         return finished(command("train", *options, *own), environment | more, code)
 
     train("whole", "fsdp=8", "whole")
-    train("run", "fsdp=8", "run", -9, US_FAULT="kill@8@0")
+    train("run", "fsdp=8", "run", -9, ULTRASCALE_FAULT="kill@8@0")
     before = losses(tmp_path / "run")
     last = max(Copies(f"{url}/run").steps()[0])
     assert 2 <= last <= 6

@@ -38,7 +38,7 @@ class Options(command_line.JobOptions):
     ] = None
     """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
     faults: command_line.Flag = False
-    """Let the environment variable US_FAULT make things go wrong on purpose."""
+    """Let the environment variable ULTRASCALE_FAULT make things go wrong on purpose."""
 
     def __post_init__(self):
         super().__post_init__()
