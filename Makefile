@@ -1,4 +1,4 @@
-# `make` sets up .venv, and again only when pyproject.toml has changed. `make train ARGS="debug --devices 8"` passes ARGS on.
+# `make` sets up .venv, and again only when pyproject.toml has changed. `make train ARGS="debug --fake-devices 8"` passes ARGS on.
 
 BIN := .venv/bin
 ARGS ?=

@@ -111,7 +111,7 @@ def job() -> Iterator:
                     "JAX_NUM_PROCESSES": str(processes),
                     "JAX_PROCESS_ID": str(rank),
                 }
-            command = [sys.executable, "-m", module, *before, RECIPE, "--run-dir", str(run_dir)]
+            command = [sys.executable, "-m", module, *before, RECIPE, "--log.run-dir", str(run_dir)]
             command += ["--faults"] if fault else []
             made.processes.append(
                 subprocess.Popen(
@@ -144,7 +144,7 @@ def undisturbed(tmp_path_factory) -> dict[str, list]:
         "launch",
         *several,
         RECIPE,
-        "--run-dir",
+        "--log.run-dir",
         str(folder),
     ]
     subprocess.run(

@@ -355,7 +355,7 @@ def test_copies_are_listed_verified_and_fetched_as_a_run(tmp_path, url, states):
     assert bits(params) == bits(states[1].params) and cfg.model == BASE.model
     out, code = listed(f"{url}/none")
     assert code == 1 and "there is no complete checkpoint" in out
-    with pytest.raises(UserError, match="--fetch out/first, then --init-from out/first"):
+    with pytest.raises(UserError, match=r"--fetch DIR, then --train\.init-from DIR"):
         Source.parse(f"{url}@2")
 
 

@@ -197,8 +197,8 @@ def evaluate(options: Options) -> dict[str, Any]:
     from ultrascale_jax.data.tokenizer import run_tokenizer
     from ultrascale_jax.training.scoring import Scorer, source_rows
 
-    if options.devices is not None:
-        command_line.use_fake_devices(options.devices)
+    if options.fake_devices is not None:
+        command_line.use_fake_devices(options.fake_devices)
     named_model = options.model
     options = replace(options, model=run_on_disk(named_model, options.step))
     cfg, positions = described(options)

@@ -49,7 +49,7 @@ class Options(command_line.JobOptions):
         command_line.require_at_least(0, self, "sample")
         fix = "fake devices are one process's; leave out --dist.address and its like"
         alone = (self.dist.address, self.dist.num_processes, self.dist.process_id) == (None,) * 3
-        require(self.devices is None or alone, "devices", self.devices, fix)
+        require(self.fake_devices is None or alone, "fake_devices", self.fake_devices, fix)
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:
