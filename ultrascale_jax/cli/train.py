@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
-from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace_tables
+from ultrascale_jax.cli import command_line, convert_hf, devices, generate, output, trace_tables
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
@@ -195,7 +195,7 @@ def run(cfg: Config, options: Options) -> dict:
         if jax.process_index() == 0:
             say(job)
         distributed.check_devices(launch, options.dist)
-        cfg = command_line.on_devices(cfg, options, say)
+        cfg = devices.on_devices(cfg, options, say)
         if not _bring_back(cfg) and cfg.train.init_from:
             _bring_tokenizer(cfg)
         faults = FaultPlan.none()
