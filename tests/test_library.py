@@ -19,8 +19,7 @@ from ultrascale_jax.huggingface.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 DOCS, LAYERS, CONTEXT, EXPERTS, PRECISION = (
-    ROOT / f"docs/{page}.md"
-    for page in ("library", "layers", "context", "experts", "precision")
+    ROOT / f"docs/{page}.md" for page in ("library", "layers", "context", "experts", "precision")
 )
 
 

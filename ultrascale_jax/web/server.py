@@ -97,10 +97,9 @@ class Server:
         self._http.shutdown()
 
     def _app(self, page: str, routes: Mapping[str, Route]) -> bottle.Bottle:
-        app = bottle.Bottle()
+        app = _App()
         app.add_hook("before_request", self._check)
         app.add_hook("after_request", lambda: bottle.response.headers.update(HEADERS))
-        app.default_error_handler = _complain
         app.route("/", callback=lambda: bottle.static_file(page, STATIC))
         app.route("/static/<name>", callback=lambda name: bottle.static_file(name, STATIC))
         for path, route in routes.items():
@@ -109,14 +108,15 @@ class Server:
 
     def _check(self) -> None:
         """Refuse a request without the token, or to a foreign name; store the token that an address brings."""
-        if not self._is_ours(bottle.request.get_header("Host", "")):
+        request: Any = bottle.request
+        if not self._is_ours(request.get_header("Host", "")):
             bottle.abort(HTTPStatus.MISDIRECTED_REQUEST, "another host")
-        if bottle.request.path == "/" and self._is_token(bottle.request.query.get("token", "")):
+        if request.path == "/" and self._is_token(request.query.get("token", "")):
             bottle.response.set_cookie(
                 self._cookie, self.token, path="/", httponly=True, samesite="strict"
             )
             bottle.redirect("/", HTTPStatus.SEE_OTHER)
-        if not self._is_token(bottle.request.get_cookie(self._cookie, "")):
+        if not self._is_token(request.get_cookie(self._cookie, "")):
             bottle.abort(HTTPStatus.FORBIDDEN, "open the address that the command printed")
 
     def _is_ours(self, host: str) -> bool:
@@ -133,14 +133,17 @@ class Server:
         return hmac.compare_digest(text.encode(), self.token.encode())
 
 
-def _complain(error: bottle.HTTPError) -> str:
-    bottle.response.content_type = "text/plain; charset=utf-8"
-    return f"{error.status_line}: {error.body}\n"
+class _App(bottle.Bottle):
+    def default_error_handler(self, res: Any) -> str:
+        """Answer with one line of plain text."""
+        bottle.response.content_type = "text/plain; charset=utf-8"
+        return f"{res.status_line}: {res.body}\n"
 
 
 def _answer(route: Route) -> dict[str, Any]:
+    query: Any = bottle.request.query
     try:
-        found = finite(route(dict(bottle.request.query.decode())))
+        found = finite(route(dict(query.decode())))
     except (KeyError, ValueError, IndexError) as error:
         bottle.abort(HTTPStatus.BAD_REQUEST, f"not understood: {error}")
     assert isinstance(found, dict)
