@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from tyro.extras import SubcommandApp
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe, recipes
+from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe
 from ultrascale_jax.config import require
 
 SHELLS = ("bash", "zsh")
@@ -39,9 +39,8 @@ def _form(options: type) -> Any:
     """Return the dataclass of a command: its options, and where it runs a recipe that and all its fields."""
     if not issubclass(options, command_line.Options):
         return options
-    recipe = tyro.conf.Positional[Literal[*recipes()]]
     fields = [
-        ("recipe", recipe, DEFAULT_RECIPE),
+        ("recipe", tyro.conf.Positional[str], DEFAULT_RECIPE),
         ("options", Annotated[options, tyro.conf.arg(name="")], options()),
         ("config", Annotated[Any, tyro.conf.arg(name="")], load_recipe(DEFAULT_RECIPE)),
     ]

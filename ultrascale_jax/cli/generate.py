@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
-from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli import command_line, devices, output
 from ultrascale_jax.cli.models import (
     huggingface_config,
     kept_tokenizer,

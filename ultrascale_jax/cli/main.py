@@ -35,6 +35,9 @@ COMMANDS = {
 GPU_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Files of which a host with NVIDIA GPUs has one, as JAX looks for them; the last is WSL's."""
 
+PAGES = ("watch",)
+"""Commands of `ultrascale_jax.web`; the others are of `ultrascale_jax.cli`."""
+
 LOGGING = ("train", "launch")
 """Commands that are done when their run is, whoever reads what they print."""
 
@@ -76,7 +79,8 @@ def run(command: str, arguments: Sequence[str] | None = None) -> None:
 
 def module_of(command: str) -> types.ModuleType:
     """Import the module of a command."""
-    return importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
+    layer = "web" if command in PAGES else "cli"
+    return importlib.import_module(f"ultrascale_jax.{layer}.{command.replace('-', '_')}")
 
 
 def complete(shell: str) -> None:

@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> None:
 
 def module_of(verb: str) -> types.ModuleType:
     """Import the module of a verb."""
-    return importlib.import_module(f"ultrascale_jax.cli.plan_commands.{verb}")
+    package = "web" if verb == "serve" else "cli.plan_commands"
+    return importlib.import_module(f"ultrascale_jax.{package}.{verb}")
 
 
 def verbs() -> dict[str, type]:
