@@ -114,7 +114,7 @@ class WatchedRun:
 
 def _words(event: Mapping[str, Any]) -> str:
     """Return what an event says beside its kind, step and time, in one line."""
-    left_out = {"kind", "time", "monotonic", "boot", "pid", "attempt", "step", "began", "traceback"}
+    left_out = {"kind", "time", "monotonic", "boot", "pid", "attempt", "step", "age_s", "traceback"}
     left_out |= {"rows"} | {name for name, value in event.items() if value in ({}, [], "")}
     words = {name: f"{x:.4g}" if isinstance(x, float) else x for name, x in event.items()}
     parts = (f"{name} {value}" for name, value in words.items() if name not in left_out)
