@@ -175,6 +175,29 @@ def test_a_process_without_progress_writes_all_stacks_and_ends(tmp_path, hang):
     assert "the_other_thread" in stacks and "Timeout (0:00:00" in stacks.splitlines()[0]
 
 
+START = """
+import time
+from pathlib import Path
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.watchdog import FIRST_S, Watch, limit_start
+FIRST_S["start"] = 0.5
+limit_start()
+FIRST_S["start"] = 60.0
+if {begins}:
+    with Watch(Events(Path({run_dir!r}), 0)):
+        time.sleep(1.0)
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("begins", "code"), [(True, 0), (False, HUNG)])
+def test_a_process_that_does_not_begin_to_train_ends(tmp_path, begins, code):
+    program = START.format(begins=begins, run_dir=str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
+    assert run.returncode == code and (b"Timeout (0:00:00" in run.stderr) is not begins
+
+
 NO_ANSWER = """
     import contextlib, os, signal, threading
     if {silent!r} == "heartbeat":

@@ -39,20 +39,10 @@ DATA_FLOOR_S = 300.0
 SAVE_FLOOR_S = 1800.0
 """A save may be short a hundred times and then wait for a slow disk; `saving.py` gives up long before this."""
 
-FIRST_S = {
-    "start": 1800.0,
-    "restore": 3600.0,
-    "compile": 3600.0,
-    "warm-up": 1800.0,
-    "step": 1800.0,
-    "evaluate": 1800.0,
-    "save": 3600.0,
-    "compare": 1800.0,
-    "profile": 3600.0,
-    "hook": 1800.0,
-    "end": 1800.0,
-}
-"""Limit of each section before its first run, in seconds; `end` is what comes after the watch."""
+SHORT = ("start", "warm-up", "step", "evaluate", "compare", "hook", "end")
+LONG = ("restore", "compile", "save", "profile")
+FIRST_S = dict.fromkeys(SHORT, 1800.0) | dict.fromkeys(LONG, 3600.0)
+"""Limit of each section before its first run, in seconds; `end` is the section after the watch."""
 
 ONCE = ("start", "restore", "compile", "end")
 """Sections before the first step and after the last; `watch.hang_s` is for the others."""
@@ -83,6 +73,11 @@ class Beat:
     """Seconds that this process has waited for batches while its devices were idle."""
     boot: str
     """The boot from which `monotonic` counts; empty if unknown."""
+
+
+def limit_start() -> None:
+    """End this process, with its stacks on stderr, if no `Watch` has begun after `FIRST_S["start"]` seconds."""
+    faulthandler.dump_traceback_later(FIRST_S["start"], exit=True)
 
 
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
@@ -147,7 +142,7 @@ class Watch:
         self._arm()
         self._writing.start()
         if self._rank == 0:
-            details = {"began": _process_began(), "fresh": self._fresh, "before": self._before}
+            details = {"age_s": _process_age_s(), "fresh": self._fresh, "before": self._before}
             self._events.record("start", **details)
         return self
 
@@ -291,10 +286,9 @@ class Watch:
                 self._write()
 
 
-def _process_began() -> float:
-    """Return when this process was started, in unix seconds: before Python was."""
+def _process_age_s() -> float:
+    """Return the seconds since this process was started, before Python was; 0 if the system does not say."""
     stat = read_stat("self")
     if stat is None:
-        return time.time()
-    since_boot = stat.start_ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start_ticks / os.sysconf("SC_CLK_TCK")
