@@ -129,7 +129,7 @@ COMMANDS = [
         "must be at least 257",
         "prepare-data --input text/*.txt --out q --train-bpe 257 --workers 1",
     ),
-    ("inspect-checkpoint text", "the run directory of a training", "inspect-checkpoint trained"),
+    ("inspect text", "the run directory of a training", "inspect trained"),
     (
         "generate hf --prompt a --step 2",
         "a Hugging Face folder has no steps",

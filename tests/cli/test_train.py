@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.runs import step_rows
-from ultrascale_jax.cli import profile
+from ultrascale_jax.cli import inspect
 from ultrascale_jax.cli.train import look_back, main
 from ultrascale_jax.launch.events import read_events
 
@@ -132,8 +132,8 @@ def test_a_profiled_run_ends_with_a_report_that_a_command_prints_again(trained, 
     folder, _, out, _ = trained
     assert "profile of a step of 1 (2 to 2) on cpu, mean of 8 devices" in out
     assert out.count("no prediction") == 1
-    profile.main([str(folder), "--json"])
-    report = json.loads(capsys.readouterr().out)
+    inspect.main([str(folder), "--trace", "--json"])
+    report = json.loads(capsys.readouterr().out)["trace"]
     found = report["measured"]
     axes = {axis for name in found["exposed_s"] for axis in name.split("*")}
     assert {"fsdp", "sp", "tp"} <= axes

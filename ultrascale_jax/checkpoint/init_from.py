@@ -48,7 +48,7 @@ class Source:
         place, step = text.removeprefix("hf:"), None
         if not huggingface:
             place, step = split_step("train.init_from", text, text)
-        fix = f"fetch it first: ultrascale inspect-checkpoint {place} --fetch DIR, then --train.init-from DIR"
+        fix = f"fetch it first: ultrascale inspect {place} --fetch DIR, then --train.init-from DIR"
         require(not is_url(place), "train.init_from", text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"

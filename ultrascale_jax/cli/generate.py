@@ -191,11 +191,6 @@ def typed_lines() -> Iterator[str]:
         yield line
 
 
-def printable(text: str) -> str:
-    """Return `text` without the control characters that a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def texts(options: Options) -> Iterator[str]:
     """Yield the prompt with its continuation, or with `options.chat` an answer to each line of stdin; all printable."""
     import jax
@@ -224,9 +219,9 @@ def texts(options: Options) -> Iterator[str]:
             require(isinstance(tokenizer, JsonTokenizer), "tokenizer", name, fix)
             assert isinstance(tokenizer, JsonTokenizer)
             answers = chat(cfg, params, tokenizer, Path(name), options, typed_lines())
-            yield from map(printable, answers)
+            yield from map(output.printable, answers)
         else:
-            yield printable(continued(cfg, params, tokenizer, options.prompt, options))
+            yield output.printable(continued(cfg, params, tokenizer, options.prompt, options))
 
 
 def main(argv: Sequence[str]) -> None:

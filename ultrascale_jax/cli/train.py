@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
-from ultrascale_jax.cli import command_line, convert_hf, generate, output, profile
+from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace_tables
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events, is_supervised, say
@@ -104,8 +104,7 @@ def report_profile(run_dir: str) -> None:
     from ultrascale_jax.plan.profile.report import make_report
 
     try:
-        report = make_report(Path(run_dir))
-        profile.show(report, output.console(profile.WIDTH))
+        output.console(120).print(trace_tables.tables(make_report(Path(run_dir))))
     except Exception as error:  # Whatever it is, the run itself is done and well.
         say(f"profile: no report: {' '.join(str(error).split())}")
 
