@@ -28,7 +28,7 @@ from ultrascale_jax.train_step.state import TrainState
 VARIABLE = "FAULTS"
 
 PROCESS_FAULTS = ("kill", "stop", "term", "exception", "sleep", "exit")
-"""Kinds that concern the whole process."""
+"""Kinds that concern a process, not its numbers."""
 
 KINDS = (*PROCESS_FAULTS, "killsave", "nan", "spike", "flip", "loader", "stall")
 """`killsave`: SIGKILL while the checkpoint of that step is written; `nan`, `spike`: in the loss of the step; `flip`:
@@ -149,7 +149,7 @@ def install(environ: Mapping[str, str]) -> None:
 
 
 class FaultInjection(Hook):
-    """Injects the faults of a plan, but those of the loader."""
+    """Injects the faults of a plan, except the loader's."""
 
     def __init__(self, plan: FaultPlan):
         self._plan = plan
@@ -181,7 +181,7 @@ class FaultInjection(Hook):
 def _step_with_wrong_norm(
     step_fn: StepFn, factor: float, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """Run the step with the last norm's scales multiplied; afterwards they are what they were."""
+    """Run the step with the last norm's scales multiplied, and restore the scales."""
     sound = state.params.final_norm[...]
     wrong = _of_pieces(sound, lambda piece, _: piece * np.float32(factor))
     new, metrics = step_fn(_with_norm(state, wrong), batch)

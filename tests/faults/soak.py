@@ -245,7 +245,7 @@ class Soak:
 
 
 def plan(options: Options, chance: random.Random) -> str:
-    """Plan faults from inside, in the words of `inject.VARIABLE`; the run itself leaves out those that have struck."""
+    """Plan faults from inside, in the words of `inject.VARIABLE`; the run itself leaves out faults that have struck."""
     faults = []
     for turn in range(1, 100):
         step, kind = turn * options.inside_every, INSIDE[turn % len(INSIDE)]

@@ -3,7 +3,6 @@ import math
 
 import pytest
 
-from ultrascale_jax.cli import goodput
 from ultrascale_jax.launch.goodput import CLASSES, read_ledger
 
 
@@ -219,13 +218,9 @@ def test_hostile_events_make_no_more_than_a_wrong_ledger(tmp_path):
     assert math.isfinite(read_ledger(tmp_path).total_s)
 
 
-def test_the_table_has_a_line_a_class_and_the_sum(tmp_path, capsys):
+def test_the_table_has_a_line_a_class_and_the_sum(tmp_path):
     write(tmp_path, *KILLED, *AGAIN)
-    goodput.main([str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
+    lines = read_ledger(tmp_path).table().splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [*CLASSES, "total"]
     assert lines[-2].split() == ["total", "33.0", "s"]
     assert lines[-1] == "12 steps, 4 again, 1 restart"
-    with pytest.raises(SystemExit, match="2"):
-        goodput.main([str(tmp_path / "nothing")])
-    assert "holds no events.jsonl" in capsys.readouterr().err

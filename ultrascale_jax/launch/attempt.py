@@ -50,7 +50,7 @@ class Attempt:
             run_dir: where heartbeats, stacks and events are.
             number: how often the run was started before.
             disk: does all that is done with `run_dir`.
-            signals: those that the supervisor has got, while it gets them.
+            signals: the numbers of signals that the supervisor has received; the list grows.
             record: writes events.
         """
         self.children: list[Child] = []
@@ -58,7 +58,7 @@ class Attempt:
         self._signals, self._record = signals, record
         self._forwarded = False
         self._stuck: dict[Child, str] = {}
-        """Processes without progress, with a sentence about each; those that were stopped come first."""
+        """Processes without progress, with a sentence about each; stopped ones come first."""
 
     @property
     def living(self) -> list[Child]:
@@ -128,7 +128,7 @@ class Attempt:
         self._stuck = sentence | self._stuck if kind == "stuck" else self._stuck | sentence
 
     def _end(self, children: Sequence[Child]) -> None:
-        """Kill processes; those that are stopped write their stacks before."""
+        """Kill processes; stopped ones write their stacks first."""
         stopped = [child for child in children if child.stopped_s() is not None]
         for child in stopped:
             child.signal(DUMP_SIGNAL)

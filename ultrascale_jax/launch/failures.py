@@ -119,7 +119,7 @@ class Failures:
     ) -> Iterator[None]:
         """Record by `record` any exception that leaves the block, a failing `SystemExit` too, and end the job with it.
 
-        Without `refusals` a `UserError` passes: the block is inside another one of these, and what stands between them
+        Without `refusals` a `UserError` passes: the block is inside another one of these, and the code between them
         may wait for other processes, which all raise it.
         """
         self._record = record
@@ -136,15 +136,15 @@ class Failures:
     def fail(self, error: BaseException) -> NoReturn:
         """End this process because of `error`, and all others with it."""
         with self._last_act(exit_code(error)):
-            own = Cause.of(error, self._rank)
-            first = self._publish(own)
-            if first in (own, None) and not own.quiet:
-                say(own.text, sys.stderr)
+            cause = Cause.of(error, self._rank)
+            first = self._publish(cause)
+            if first in (cause, None) and not cause.quiet:
+                say(cause.text, sys.stderr)
             elif first is None and self._rank != 0:
-                say(f"error: {own.summary}", sys.stderr)
+                say(f"error: {cause.summary}", sys.stderr)
             # Last, as the disk may be what failed.
-            self._note(own, first=first in (own, None))
-            self._leave(first or own, own)
+            self._note(cause, first=first in (cause, None))
+            self._leave(first or cause, cause)
 
     def _watch(self) -> None:
         """Run in a thread: end this process when another one has failed."""
@@ -172,32 +172,32 @@ class Failures:
         finally:
             os._exit(code)
 
-    def _leave(self, first: Cause, own: Cause | None) -> NoReturn:
-        """Print the first cause, last on process 0, and leave with its exit code."""
+    def _leave(self, first: Cause, cause: Cause | None) -> NoReturn:
+        """Print the first cause, last on process 0, and leave with its exit code; `cause`: of this process."""
         who = f"rank {first.rank} ({first.host}, pid {first.pid})"
         if self._rank == 0:
-            if first != own and not first.quiet:
+            if first != cause and not first.quiet:
                 say(first.text, sys.stderr)
             # The others need a moment to read the key; and the last words are the last.
             time.sleep(LINGER_S)
-            same = own is not None and own.summary == first.summary
+            same = cause is not None and cause.summary == first.summary
             refused = "error" if same else f"error of {who}"
             intro = refused if first.quiet else f"first cause: {who}"
             say(f"{intro}: {first.summary}", sys.stderr)
-        elif first != own and not first.quiet:
+        elif first != cause and not first.quiet:
             text = f"rank {self._rank} ends, because {who} failed first: {first.summary}"
             say(text, sys.stderr)
         _flush()
         os._exit(first.code)
 
-    def _publish(self, own: Cause) -> Cause | None:
-        """Return the first cause, `own` if no other process was quicker; None if the coordinator is gone."""
+    def _publish(self, cause: Cause) -> Cause | None:
+        """Return the first cause, `cause` if no other process was quicker; None if the coordinator is gone."""
         assert self._store is not None
         try:
-            self._store.key_value_set(KEY, json.dumps(dataclasses.asdict(own)))
+            self._store.key_value_set(KEY, json.dumps(dataclasses.asdict(cause)))
         except Exception:  # It is there already, or there is no coordinator.
             return self._read()
-        return own
+        return cause
 
     def _read(self) -> Cause | None:
         assert self._store is not None
@@ -206,11 +206,11 @@ class Failures:
         except Exception:
             return None
 
-    def _note(self, own: Cause, *, first: bool) -> None:
+    def _note(self, cause: Cause, *, first: bool) -> None:
         """Write the event, except if the run refuses to begin: that run directory may be another job's."""
-        if self._record is not None and own.code != REFUSED:
-            summary, trace = own.summary, own.text
-            self._record("failure", summary=summary, traceback=trace, code=own.code, first=first)
+        if self._record is not None and cause.code != REFUSED:
+            summary, trace = cause.summary, cause.text
+            self._record("failure", summary=summary, traceback=trace, code=cause.code, first=first)
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -120,8 +120,8 @@ class Moment(NamedTuple):
     def of(cls, row: dict) -> "Moment":
         """Return the moment of an event or a heartbeat, which has a `time`."""
         boot, clock, time = row.get("boot"), row.get("monotonic"), float(row["time"])
-        known = isinstance(boot, str) and boot and is_number(clock)
-        return cls(str(boot), float(clock or 0.0), time) if known else cls("", time, time)
+        has_boot = isinstance(boot, str) and boot and is_number(clock)
+        return cls(str(boot), float(clock or 0.0), time) if has_boot else cls("", time, time)
 
     def before(self, seconds: float) -> "Moment":
         return Moment(self.boot, self.clock - seconds, self.time - seconds)
@@ -218,13 +218,13 @@ class _Book:
 
 
 def _of_rank_0(events: list[dict]) -> Iterator[dict]:
-    """Return the events of rank 0's time: its own, those of the supervisor that runs it, and hangs of any rank."""
+    """Yield the events that rank 0 and its supervisor wrote, and hangs of any rank."""
     latest: dict = {}
     for event in events:
         ranks = event.get("ranks")
         supervised = event["kind"] in ("spawn", "exit") and isinstance(ranks, list) and 0 in ranks
-        own = event["kind"] in ("start", "section", "end") and event.get("rank") == 0
-        if supervised or own:
+        by_rank_0 = event["kind"] in ("start", "section", "end") and event.get("rank") == 0
+        if supervised or by_rank_0:
             latest = event
             yield event
         elif event["kind"] in ("hang", "stuck"):

@@ -74,13 +74,13 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until the run is done, stopped or given up; return the exit code that ended it, 0 if all are well."""
-        before = listener()
+        earlier = listener()
         handlers = {
             number: signal.signal(number, lambda number, _: self._signals.append(number))
             for number in (signal.SIGTERM, signal.SIGINT)
         }
         try:
-            if self._signals or (before is not None and before.received):
+            if self._signals or (earlier is not None and earlier.received):
                 self._record("gave_up", ranks=self._ranks, reason=STOP_REQUESTED)
                 say("supervisor: told to stop before anything was started")
                 return 0
@@ -95,8 +95,8 @@ class Supervisor:
             self._start()
             assert self._attempt is not None
             code, cause = self._attempt.wait()
-            before = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
-            self._record("exit", ranks=self._ranks, codes=self._attempt.codes, before=before)
+            last_beat = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
+            self._record("exit", ranks=self._ranks, codes=self._attempt.codes, before=last_beat)
             if cause is not None:
                 self._count_progress(self._attempt.furthest())
             ledger = self._disk.ask(lambda: read_ledger(self._run_dir), READ_S)
@@ -121,8 +121,8 @@ class Supervisor:
             self._events.attempt += 1
 
     def _start(self) -> None:
-        before = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
-        self._record("spawn", ranks=self._ranks, before=before)
+        last_beat = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
+        self._record("spawn", ranks=self._ranks, before=last_beat)
         variables = {ATTEMPT: str(self._events.attempt)} | PYTHON
         command = self._command(self._restarts)
         # Known before they are all started, so that what fails meanwhile leaves none.
@@ -135,7 +135,7 @@ class Supervisor:
             self._attempt.children.append(child)
 
     def _count_progress(self, reached: int) -> None:
-        """Count the restarts in a row that brought no step beyond those of the attempts before."""
+        """Count the restarts in a row in which the run came no further than before."""
         if reached > self._furthest or not self._restarts:
             self._no_progress, self._failing_since = 0, time.monotonic()
         else:

@@ -84,12 +84,12 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """Return the heartbeat of `rank`; None if it cannot be read."""
     try:
         values = {"boot": ""} | json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
-        given = {name: values[name] for name in Beat.__annotations__}
+        fields = {name: values[name] for name in Beat.__annotations__}
     except (OSError, TypeError, KeyError, *UNREADABLE):
         return None
     fits = {int: is_count, float: is_number, str: lambda value: isinstance(value, str)}
     return (
-        Beat(**given) if all(fits[Beat.__annotations__[n]](v) for n, v in given.items()) else None
+        Beat(**fields) if all(fits[Beat.__annotations__[n]](v) for n, v in fields.items()) else None
     )
 
 
@@ -209,13 +209,13 @@ class Watch:
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Count the time of the block to section `name`, then that of the section before it again."""
-        before = self._section
+        outer = self._section
         self._enter(name)
         try:
             yield
         finally:
             self._learn(name)
-            self._enter(before)
+            self._enter(outer)
 
     @contextlib.contextmanager
     def data(self, hidden: Callable[[], bool]) -> Iterator[None]:
@@ -240,8 +240,8 @@ class Watch:
         self._arm()
         if self._rank == 0:
             again = name == "step" and self._step < self._furthest
-            told, waited = "again" if again else name, self._data_wait_s
-            self._events.record("section", name=told, step=self._step, data_wait_s=waited)
+            name, waited = "again" if again else name, self._data_wait_s
+            self._events.record("section", name=name, step=self._step, data_wait_s=waited)
 
     def _learn(self, name: str) -> None:
         took = time.monotonic() - self._mark
