@@ -7,7 +7,6 @@ holds the runs' ids: a run that resumes from a checkpoint continues them.
 To add a tracker, write a class with the constructor and the methods of `Tracker`, and add it to `TRACKERS`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -42,7 +41,7 @@ NO_SERIES = ("step", "time")
 """Numbers of a row that are not series."""
 
 CLOSE_S, FAILED_S = 45.0, 5.0
-"""Seconds that trackers may take for what they have not sent at the end of a run, and of one that an exception ends."""
+"""Seconds that trackers may take to send the rest at the end of a run, and of a run that an exception ends."""
 
 
 class Tracker(Protocol):
@@ -84,26 +83,20 @@ class TensorBoard:
         # The library truncates a file that is there: no two starts may choose one name.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter(str(folder / name))
-        start = self._event(step=step + 1, session_log={"status": "START"})
-        self._write(self._event(file_version="brain.Event:2"), start)
+        self._write(self._event(file_version="brain.Event:2"))
+        self._write(self._event(step=step + 1, session_log={"status": "START"}))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        scalars = (self._scalar(name, value) for name, value in numbers.items())
-        self._write(*(self._event(step=step, summary=summary) for summary in scalars))
+        for name, value in numbers.items():
+            self._write(self._event(step=step, summary=self._scalar(name, value)))
+        self._records.flush()
 
     def close(self, *, failed: bool) -> None:
         self._records.close()
 
-    def _write(self, *events: Any) -> None:
-        try:
-            for event in events:
-                event.wall_time = time.time()
-                self._records.write(event.SerializeToString())
-            self._records.flush()
-        except OSError:
-            with contextlib.suppress(OSError):  # it tries to write what failed once more
-                self._records.close()
-            raise
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
 
 
 class WandB:
@@ -270,16 +263,15 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        failed = True
         try:
             tracker = self._open()
             try:
                 while not isinstance(item := self.queue.get(), bool):
                     tracker.log(*item)
-            except Exception:
-                with contextlib.suppress(Exception):
-                    tracker.close(failed=True)
-                raise
-            tracker.close(failed=item)
+                failed = item
+            finally:
+                tracker.close(failed=failed)
         except Exception as error:  # Each package raises its own.
             lines = str(error).splitlines() or [type(error).__name__]
             self.warn(lines[0])
