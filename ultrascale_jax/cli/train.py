@@ -14,7 +14,7 @@ from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace_tables
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch import watchdog
-from ultrascale_jax.launch.events import Events, is_supervised, say
+from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
 from ultrascale_jax.launch.sigterm import SigtermListener
 
@@ -64,8 +64,7 @@ the options change single fields of it."""
 
 def main(argv: Sequence[str]) -> None:
     follow_supervisor(os.environ)
-    if is_supervised(os.environ):
-        watchdog.limit_start()
+    watchdog.limit("start")
     # From here on: a signal that comes before the first step stops the run before it.
     with SigtermListener():
         cfg, options = command_line.parse(

@@ -8,9 +8,8 @@ killed with the others, or after `STOPPED_S`.
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ultrascale_jax.launch.events import read_events, say
 from ultrascale_jax.launch.exit_codes import HUNG, REFUSED, STOPPED
@@ -33,17 +32,16 @@ READ_S = 60.0
 """Seconds to read all events of a long run."""
 
 
-class Record(Protocol):
-    """Writes an event of the supervisor."""
-
-    def __call__(self, kind: str, **details: object) -> None: ...
-
-
 class Attempt:
     """The processes of one start."""
 
     def __init__(
-        self, run_dir: Path, number: int, disk: Disk, signals: Sequence[int], record: Record
+        self,
+        run_dir: Path,
+        number: int,
+        disk: Disk,
+        signals: Sequence[int],
+        record: Callable[..., None],
     ):
         """
         Args:
@@ -51,7 +49,7 @@ class Attempt:
             number: how often the run was started before.
             disk: does all that is done with `run_dir`.
             signals: the numbers of signals that the supervisor has received; the list grows.
-            record: writes events.
+            record: writes an event of a kind with its details.
         """
         self.children: list[Child] = []
         self._run_dir, self._number, self._disk = run_dir, number, disk

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale_jax.launch.events import UNREADABLE, Events, boot, is_count, is_number
+from ultrascale_jax.launch.events import (
+    UNREADABLE,
+    Events,
+    boot,
+    is_count,
+    is_number,
+    is_supervised,
+)
 from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular
 
@@ -75,9 +82,10 @@ class Beat:
     """The boot from which `monotonic` counts; empty if unknown."""
 
 
-def limit_start() -> None:
-    """End this process, with its stacks on stderr, if no `Watch` has begun after `FIRST_S["start"]` seconds."""
-    faulthandler.dump_traceback_later(FIRST_S["start"], exit=True)
+def limit(section: str) -> None:
+    """End a process under a supervisor, with its stacks on stderr, if `section`, outside a `Watch`, takes too long."""
+    if is_supervised(os.environ):
+        faulthandler.dump_traceback_later(FIRST_S[section], exit=True)
 
 
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
@@ -173,6 +181,7 @@ class Watch:
 
     def _close_stacks(self) -> None:
         faulthandler.cancel_dump_traceback_later()
+        limit("end")
         faulthandler.unregister(DUMP_SIGNAL)
         self._stacks = None
         assert self._writer.stdin is not None
