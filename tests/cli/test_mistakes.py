@@ -274,7 +274,7 @@ def follow(line):
     cfg, _ = parsed(words)
     make_loader(cfg)
     if (Path(cfg.log.run_dir) / "checkpoints").exists():
-        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None):
+        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None):
             pass
 
 

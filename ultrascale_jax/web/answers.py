@@ -46,6 +46,10 @@ SWEEPS = (
 """Fields over which the page shows a sweep."""
 
 
+LINK = ("axis", "size", "splits", "sends", "nodes", "gbs", "volume", "ratio")
+"""Fields of a `Placement` that the page shows."""
+
+
 class Answers:
     """Answers by path; an answer to what is not legal is `{"error": {"field": ..., "text": ...}}`."""
 
@@ -134,17 +138,9 @@ def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str,
         "gpus": cluster.num_gpus,
         "gpus_per_node": cluster.gpus_per_node,
         "links": [
-            {
-                "name": axis.axis,
-                "splits": axis.splits,
-                "sends": axis.sends,
-                "nodes": axis.nodes,
-                "per_node": group(run.mesh, (axis.axis,), cluster.gpus_per_node).per_node,
-                "gbs": axis.gbs,
-                "bytes": axis.volume,
-                "ratio": axis.ratio,
-                "exposed_s": sum(s for name, s in parts.items() if axis.axis in exposed_axes(name)),
-            }
+            {name: getattr(axis, name) for name in LINK}
+            | {"per_node": group(run.mesh, (axis.axis,), cluster.gpus_per_node).per_node}
+            | {"exposed_s": sum(s for n, s in parts.items() if axis.axis in exposed_axes(n))}
             for axis in place(run, cluster)
         ],
     }

@@ -51,10 +51,10 @@ def main(argv: Sequence[str]) -> None:
         answers, suggestions = Answers(bases), Suggestions(bases)
         routes = {
             **{"/form": answers.form, "/plan": answers.plan, "/sweep": answers.sweep},
-            **{"/suggest": suggestions.suggest, "/cancel": suggestions.cancel},
+            "/suggest": suggestions.suggest,
         }
         server = Server("planner.html", routes, options.host, options.port, options.token)
     try:
         server.serve("planner")
     finally:
-        suggestions.cancel({})
+        suggestions.end()

@@ -43,26 +43,17 @@ class Suggestions:
 
         return answered(work)
 
-    def cancel(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Answer /cancel: end the search that runs."""
-        with self._lock:
-            self._end()
-        return {}
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the search that runs, if one does."""
         if self._process is not None:
             self._process.kill()
-        self._process = None
 
     def _search(self, command: list[str]) -> dict[str, Any]:
-        whole = [sys.executable, "-m", "ultrascale_jax", "plan", "search", *command]
-        pipe = subprocess.PIPE
+        words = [sys.executable, "-m", "ultrascale_jax", "plan", "search", *command]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with self._lock:
-            self._end()
-            process = subprocess.Popen(
-                whole, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-            )
-            self._process = process
+            self.end()
+            self._process = process = subprocess.Popen(words, text=True, **pipes)
         output, errors = process.communicate()
         if not output:
             last = errors.strip().splitlines()[-1:] if process.returncode > 0 else [STOPPED]

@@ -1,14 +1,13 @@
 """Watch runs on a page of the browser, live or finished: `ultrascale watch RUN_DIR...`.
 
-The page has loss, learning rate, gradient norm, speed, memory, experts' loads and every other field of
-`metrics.jsonl`, goodput by class, and events; several runs are drawn into the same charts. It loads nothing from the
-network. Only this machine can open it, by the address that is printed; `--host` opens it to others.
+The page has loss, learning rate, gradient norm, speed, memory and every other number of `metrics.jsonl`, goodput by
+class, and events; several runs are drawn into the same charts. It loads nothing from the network. Only this machine can
+open it, by the address that is printed; `--host` opens it to others.
 
     ultrascale watch out/demo
     ultrascale watch out/a out/b
 """
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ AXES = ("step", "time")
 """Fields that a chart may have along its x axis."""
 
 UNTOLD = {
-    *("kind", "time", "monotonic", "boot", "pid", "attempt", "step", "began", "before"),
+    *("kind", "time", "monotonic", "boot", "pid", "attempt", "step", "age_s", "before"),
     *("traceback", "rows", "batch_hash", "rank", "host"),
 }
 """Fields of an event that its text leaves out."""
@@ -98,15 +97,11 @@ def live_server(run_dirs: Sequence[Path], host: str, port: int) -> Server:
     runs = [WatchedRun(path) for path in run_dirs]
 
     def state(query: Mapping[str, str]) -> dict[str, Any]:
-        window = (
-            query["x"],
-            float(query.get("first", -math.inf)),
-            float(query.get("last", math.inf)),
-        )
-        if window[0] not in AXES:
-            raise ValueError(f"x={window[0]!r}")
-        points = min(MOST_POINTS, max(1, int(query["points"])))
-        shown = [run.state(*window, points) for run in runs]
+        x, points = query["x"], min(MOST_POINTS, max(1, int(query["points"])))
+        if x not in AXES:
+            raise ValueError(f"x={x!r}")
+        first, last = float(query.get("first", "-inf")), float(query.get("last", "inf"))
+        shown = [run.state(x, first, last, points) for run in runs]
         return {"runs": shown, "classes": CLASSES, "faults": FAULTS}
 
     return Server("live.html", {"/state": state}, host, port)

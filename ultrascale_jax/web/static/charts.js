@@ -2,7 +2,7 @@
 // What both pages share: elements, numbers, tables, questions to the server, and charts.
 
 const COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#EE8866", "#999933"];
-const LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 22, HEIGHT = 190;  // margins and height of a line chart
+const LEFT = 58, RIGHT = 20, TOP = 8, BOTTOM = 22, HEIGHT = 190;  // margins and height of a line chart
 
 const byId = (id) => document.getElementById(id);
 const sum = (values) => Object.values(values).reduce((a, b) => a + b, 0);

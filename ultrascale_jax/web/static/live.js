@@ -55,7 +55,6 @@ function show() {
   if (!zoom) begin = Math.min(...state.runs.flatMap((run) => Object.values(run.series).map((points) => points[0]?.[0] ?? Infinity)));
   [...Object.keys(TITLES).filter((field) => names.has(field)), ...[...names].filter((field) => !(field in TITLES) && !HIDDEN.has(field))].forEach(showChart);
   showRuns();
-  showExperts();
   showSamples();
   showLedger();
   showEvents();
@@ -85,23 +84,6 @@ function showChart(field) {
   fillTable(chart.numbers, ["run", axis(), "mean", "least", "largest"], points.flatMap((of, n) => of.map((p) => [state.runs[n].path, ...p.map(String)])));
 }
 
-function showExperts() {
-  const shown = state.runs.map((run, n) => [run, n]).filter(([run]) => Array.isArray(run.last.moe_load));
-  byId("experts").hidden = !shown.length;
-  byId("experts").lastElementChild.replaceChildren(...shown.map(([run, n]) => {
-    const box = element("div"), loads = element("div", undefined, "loads"), values = run.last.moe_load.map(Number);
-    loads.append(...values.map((load, expert) => {
-      const made = element("i");
-      made.style.height = `${100 * load / Math.max(...values, 1)}%`;
-      made.style.background = colour(n);
-      made.title = `expert ${expert}: ${number(load)}`;
-      return made;
-    }));
-    box.append(keyed(colour(n), `${run.path}, step ${number(run.last.step)}: least ${number(Math.min(...values))}, most ${number(Math.max(...values))}`), loads);
-    return box;
-  }));
-}
-
 // Rows of all runs' events or samples, the newest first.
 const newest = (list) => state.runs.flatMap((run, n) => run[list].map((event) => ({ ...event, n, run }))).sort((a, b) => b.time - a.time);
 
@@ -116,7 +98,7 @@ function showSamples() {
 }
 
 function showLedger() {
-  byId("ledger").replaceChildren(...state.runs.filter((run) => run.ledger.seconds).map((run, n) => {
+  byId("ledger").replaceChildren(...state.runs.map((run, n) => [run, n]).filter(([run]) => run.ledger.seconds).map(([run, n]) => {
     const box = element("div"), key = element("div", undefined, "key"), all = run.ledger.seconds, total = sum(all);
     const parts = Object.fromEntries(Object.entries(all).filter(([, s]) => s >= 0.05));
     key.append(...Object.entries(parts).map(([name, s]) => {

@@ -232,9 +232,9 @@ function showMesh(mesh) {
   const where = used.map((axis) => `${axis.name} ${own[axis.name] + 1} of ${axis.size}`).join(", ");
   byId("gpu").textContent = `GPU ${chosenGpu} in node ${Math.floor(chosenGpu / perNode)} of ${whole(nodes)} is ${where || "alone"}; in colour, whom it talks to. Choose another by click or arrow keys.`;
   fillTable(byId("axes"), ["axis", "size", "splits", "sends", "link", "GB/s", "GiB a step", "comm./comp.", "waits"], links.map((link) => [
-    keyed(AXIS_COLOURS[link.name], link.name), whole(axes.find(({ name }) => name === link.name).size), link.splits, link.sends,
+    keyed(AXIS_COLOURS[link.axis], link.axis), whole(link.size), link.splits, link.sends,
     link.nodes === 1 ? "in the node" : `over ${whole(link.nodes)} nodes, ${link.per_node} in each`, number(link.gbs),
-    link.bytes === null ? "" : gib(link.bytes), link.ratio === null ? "" : link.ratio.toFixed(2), link.exposed_s ? seconds(link.exposed_s) : "",
+    link.volume === null ? "" : gib(link.volume), link.ratio === null ? "" : link.ratio.toFixed(2), link.exposed_s ? seconds(link.exposed_s) : "",
   ]), ["splits", "sends", "link"]);
 }
 
@@ -290,9 +290,7 @@ async function start() {
   makeForm();
   readAddress();
   ["suggest", "again"].forEach((id) => byId(id).addEventListener("click", suggest));
-  byId("stop").addEventListener("click", () => ask("cancel"));
   byId("keep").addEventListener("click", () => { kept = kept ? null : { ...changes }; refresh(); });
-  byId("link").addEventListener("click", () => copyText(location.href, byId("link")));
   byId("reset").addEventListener("click", () => { [changes, kept] = [{ ...form.start }, null]; refresh(); });
   byId("over").addEventListener("change", refresh);
   addEventListener("hashchange", () => { readAddress(); refresh(); });
