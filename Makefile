@@ -1,4 +1,4 @@
-# `make` sets up .venv, and again only when pyproject.toml has changed. `make train ARGS="debug --devices 8"` passes ARGS on.
+# `make` sets up .venv, and again only when pyproject.toml has changed. `make train ARGS="debug --fake-devices 8"` passes ARGS on.
 
 BIN := .venv/bin
 ARGS ?=
@@ -34,7 +34,7 @@ test-all: .venv/.installed-dev
 
 # The live page and the planner's in Chromium (`apt-get install chromium`).
 test-browser: .venv/.installed-dev
-	$(PYTEST) -m browser $(ARGS) tests/dashboard tests/cli/test_plan_serve_browser.py
+	$(PYTEST) -m browser $(ARGS) tests/web
 
 # Every row of the matrix of faults; `make test` has a part of them.
 FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \
@@ -44,12 +44,12 @@ FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \
 test-faults: .venv/.installed-dev
 	$(PYTEST) -n 2 --dist load -m "" $(ARGS) $(FAULTS)
 
-# Bugs on purpose, each of which a test must notice; docs/mutants.md. Not in CI.
+# Bugs on purpose, each of which a test must notice; CONTRIBUTING.md. Not in CI.
 mutants: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.mutants $(ARGS)
 
-soak: .venv/.installed
-	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.soak $(ARGS)
+soak: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.faults.soak $(ARGS)
 
 bench: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)

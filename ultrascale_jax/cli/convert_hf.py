@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, check_run_dir, files
-from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli import command_line, devices, output
 from ultrascale_jax.config import Config, MeshConfig, UserError, at_home, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
@@ -71,7 +71,7 @@ class Export:
     """Longest context to claim; none is the imported one, or else the sequence length of the run."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
     """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
-    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    fake_devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Run on so many fake CPU devices."""
 
 
@@ -323,9 +323,9 @@ def _import(arguments: Sequence[str]) -> None:
     require(given, "arguments", " ".join(arguments), f"write {usage} [RECIPE] [OPTIONS]")
     hf_dir, run_dir = map(at_home, positional)
     recipe_name = [] if arguments[2:3] and not arguments[2].startswith("-") else [RECIPE]
-    arguments = [*recipe_name, *arguments[2:], "--run-dir", run_dir]
+    arguments = [*recipe_name, *arguments[2:], "--log.run-dir", run_dir]
     recipe, options = command_line.parse(arguments, prog=usage)
-    fix = "an import begins with HF_DIR; leave it out, or leave out the import: ultrascale train --init-from"
+    fix = "an import begins with HF_DIR; leave it out, or leave out the import: ultrascale train --train.init-from"
     require(not recipe.train.init_from, "init_from", recipe.train.init_from, fix)
     check_run_dir(recipe)
     if any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments):
@@ -335,13 +335,13 @@ def _import(arguments: Sequence[str]) -> None:
         model = dataclasses.replace(cfg.model, mtp_layers=recipe.model.mtp_layers)
         cfg = dataclasses.replace(cfg, model=model)
     told = list(notes(cfg, Path(hf_dir)))
-    with _start_jax(options.devices):
+    with _start_jax(options.fake_devices):
         import jax
 
         from ultrascale_jax.sharding.mesh import make_mesh
 
         # No step runs here: on the devices that train, the choice is made again.
-        checked = command_line.on_devices(cfg, options, lambda why: None, must_fit=False)
+        checked = devices.on_devices(cfg, options, lambda why: None, must_fit=False)
         with output.working(f"importing {hf_dir}"):
             import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
@@ -391,7 +391,7 @@ def _export(arguments: Sequence[str]) -> None:
         description="Write a run's checkpoint so that `transformers` loads it.",
     )
     require_empty(Path(options.hf_dir))
-    with _start_jax(options.devices):
+    with _start_jax(options.fake_devices):
         import jax
 
         from ultrascale_jax.checkpoint.copies import run_on_disk
@@ -411,6 +411,11 @@ def _export(arguments: Sequence[str]) -> None:
             export_checkpoint(options, make_mesh(mesh))
         if jax.process_index() == 0:
             print(f"wrote {options.hf_dir}")
+
+
+def verbs() -> dict[str, type]:
+    """Return the options of `import` and `export`."""
+    return {"import": command_line.Options, "export": Export}
 
 
 def main(argv: Sequence[str]) -> None:

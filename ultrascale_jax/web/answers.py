@@ -1,0 +1,193 @@
+"""Answer what the planner's page asks: one configuration by formula, or a row of them; no JAX.
+
+The formulas are those of `ultrascale plan memory` and `search`, and so are the numbers.
+"""
+
+import shlex
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ultrascale_jax.cli.plan_commands import memory, search
+from ultrascale_jax.cli.plan_commands.common import planned
+from ultrascale_jax.cli.plan_commands.words import machine_words, words
+from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.figures.palette import OWN, colours
+from ultrascale_jax.plan.auto import choose_auto
+from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.placement import place
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import GPUS, Cluster
+from ultrascale_jax.plan.search.search_space import divisors
+from ultrascale_jax.plan.workload import Run, group
+from ultrascale_jax.web.fields import FIELDS, Asked, Bases, State, rest_of
+
+TIMES = (
+    *("matrix products", "attention", "memory traffic", "recomputation", "cores lent to NCCL"),
+    *("exposed fsdp", "exposed sp", "exposed pp", "bubble", "exposed tp", "exposed ep"),
+    *("exposed cp", "loss", "optimizer", "step overhead", "host", "reference"),
+)
+"""Parts of a step's time, the frequent first."""
+
+MOST_POINTS = 16
+"""Values of a sweep."""
+
+DOUBLINGS = range(-3, 5)
+"""Powers of two by which a sweep multiplies the GPUs, and the tokens of a sequence."""
+
+WIDEST = 64
+"""The largest axis of a sweep."""
+
+SWEEPS = (
+    *("data.seq_len", "gpus", "train.microbatches", "train.remat", "train.zero"),
+    *("mesh.sp", "mesh.tp", "mesh.pp", "mesh.cp", "train.precision", "gpu"),
+)
+"""Fields over which the page shows a sweep."""
+
+
+LINK = ("axis", "size", "splits", "sends", "nodes", "gbs", "volume", "ratio")
+"""Fields of a `Placement` that the page shows."""
+
+
+class Answers:
+    """Answers by path; an answer to what is not legal is `{"error": {"field": ..., "text": ...}}`."""
+
+    def __init__(self, bases: Bases):
+        self.bases = bases
+        self._lock = threading.Lock()
+        """Warnings are caught for the whole process."""
+
+    def form(self, query: State) -> dict[str, Any]:
+        """Answer /form: the fields of the page, the sweeps, and the state that it begins with."""
+        return self.bases.form() | {"sweeps": SWEEPS}
+
+    def plan(self, state: State) -> dict[str, Any]:
+        """Answer /plan: all about one configuration."""
+        return answered(lambda: self._plan(state))
+
+    def sweep(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Answer /sweep: memory and time for other values of the field `over`."""
+        state = dict(query)
+        return answered(lambda: self._sweep(state, state.pop("over", "")))
+
+    def _plan(self, state: State) -> dict[str, Any]:
+        asked = self.bases.ask(state)
+        cluster = asked.cluster
+        with self._lock, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cfg, why = choose_auto(asked.cfg, cluster, must_fit=False)
+            run = planned(cfg, asked.options)
+            summary = memory.summarize(cfg, asked.options, cluster, meshes=False)
+        step = estimate(run, cluster, peak_bytes=summary["peak_bytes"])
+        return {
+            "state": asked.state,
+            "memory": summary,
+            "step": step.summary() | {"tokens": run.step_tokens, "sequences": run.sequences},
+            "colours": colours_of(summary["parts"]) | colours_of(step.parts),
+            "parameters": run.shape.num_params,
+            "experts": run.shape.experts is not None,
+            "chosen": {"train.remat": run.remat, "train.microbatches": str(run.microbatches)},
+            "mesh": mesh_of(run, cluster, step.parts),
+            "notes": [why, *sorted({str(one.message) for one in caught})],
+            "commands": commands(asked, cfg),
+        }
+
+    def _sweep(self, state: State, over: str) -> dict[str, Any]:
+        require(over in SWEEPS, "over", over, f"choose one of {', '.join(SWEEPS)}")
+        asked = self.bases.ask(state)
+        points = []
+        for value in values_of(over, asked)[:MOST_POINTS]:
+            change = {over: value} | takes_rest(over, asked)
+            change |= {"cluster": ""} if over == "gpu" else {}
+            changed = {**state, **change}
+            point = answered(lambda changed=changed: self._point(changed))
+            points.append({"value": value, "change": change} | point)
+        parts = {name: 0.0 for point in points for name in point.get("parts", {})}
+        return {"over": over, "points": points, "colours": colours_of(parts)}
+
+    def _point(self, state: State) -> dict[str, Any]:
+        asked = self.bases.ask(state)
+        with self._lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cfg, _ = choose_auto(asked.cfg, asked.cluster, must_fit=False)
+            run = planned(cfg, asked.options)
+        return {"parts": breakdown(run).parts} | estimate(run, asked.cluster).summary()
+
+
+def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `work` returns, or its `UserError` and the field that it names."""
+    try:
+        return work()
+    except UserError as error:
+        return {"error": {"field": str(error).partition("=")[0], "text": str(error)}}
+
+
+def colours_of(parts: Iterable[str]) -> dict[str, str]:
+    """Return the colour of every part: that of the figures, whatever parts there are, so that two can be compared."""
+    names = list(parts)
+    known = next((of for of in (TIMES, tuple(OWN)) if not {*names}.isdisjoint(of)), ())
+    all_colours = colours([*known, *(name for name in names if name not in known)])
+    return {name: all_colours[name][0] for name in names}
+
+
+def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str, Any]:
+    """Return how the axes lie on the nodes; `parts` are the seconds of the step."""
+    return {
+        "axes": [{"name": axis, "size": size} for axis, size in run.mesh.sizes.items()],
+        "gpus": cluster.num_gpus,
+        "gpus_per_node": cluster.gpus_per_node,
+        "links": [
+            {name: getattr(axis, name) for name in LINK}
+            | {"per_node": group(run.mesh, (axis.axis,), cluster.gpus_per_node).per_node}
+            | {"exposed_s": sum(s for n, s in parts.items() if axis.axis in exposed_axes(n))}
+            for axis in place(run, cluster)
+        ],
+    }
+
+
+def exposed_axes(part: str) -> list[str]:
+    """Return the axes whose communication a part of the step waits for: those of `exposed fsdp*cp`."""
+    name, _, axes = part.partition(" ")
+    return axes.split("*") if name == "exposed" else []
+
+
+def values_of(over: str, asked: Asked) -> list[str]:
+    """Return the values of a sweep over a field, the present one among them where it can be."""
+    cfg, num_gpus = asked.cfg, asked.cluster.num_gpus
+    if over in ("data.seq_len", "gpus"):
+        now = num_gpus if over == "gpus" else cfg.data.seq_len
+        scaled = (now * 2.0**n for n in DOUBLINGS)
+        return [str(int(value)) for value in scaled if value == int(value)]
+    if over == "train.microbatches":
+        mesh = cfg.mesh.resolve(num_gpus)
+        counts = divisors(max(1, cfg.train.global_batch // mesh.batch))
+        return [str(n) for n in counts if n >= mesh.pp]  # a pipeline has no fewer
+    if over.startswith("mesh."):
+        return [str(n) for n in divisors(num_gpus) if n <= WIDEST]
+    choices = GPUS if over == "gpu" else FIELDS[over].choices
+    return [choice for choice in choices if choice != "auto"]
+
+
+def takes_rest(over: str, asked: Asked) -> dict[str, str]:
+    """Return the change that lets an axis take the GPUs that a sweep over GPUs or another axis leaves."""
+    sizes = asked.cfg.mesh.sizes
+    others = [size for axis, size in sizes.items() if over != f"mesh.{axis}"]
+    if -1 in others or not (over == "gpus" or over.startswith("mesh.")):
+        return {}
+    return {f"mesh.{rest_of(sizes)}": "-1"}
+
+
+def commands(asked: Asked, cfg: Config) -> dict[str, str]:
+    """Return the command lines of what is shown; `cfg` has no field open but an axis of the mesh."""
+    machine = machine_words(asked.options)
+
+    def plan(verb: str, of: Config) -> str:
+        return shlex.join(["ultrascale", "plan", verb, *words(asked.recipe, of), *machine])
+
+    return {
+        "train": search.train(asked.recipe, cfg),
+        "memory": plan("memory", cfg),
+        "compile": plan("compile", cfg),
+        "serve": plan("serve", asked.cfg),
+    }

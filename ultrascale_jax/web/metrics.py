@@ -1,0 +1,132 @@
+"""Read a run's `metrics.jsonl` as it grows, and thin its columns out for a chart.
+
+A chart has some hundred points, a run up to millions of rows. Each point stands for neighbouring rows: their mean, and
+their least and largest value, so that no spike is lost.
+"""
+
+import math
+import os
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ultrascale_jax.launch.events import is_number, parse_object
+from ultrascale_jax.launch.run_files import METRICS, open_regular
+
+BLOCK = 1 << 24
+"""Bytes that are read at once."""
+
+EVALUATION = "eval_loss"
+"""Field of the rows that an evaluation writes; those of training have none."""
+
+
+class Columns:
+    """Rows of numbers by column; a field that a row lacks, and one that is no number, is nan there."""
+
+    def __init__(self):
+        self.columns: dict[str, array] = {}
+        self.length = 0
+
+    def extend(self, rows: list[dict[str, Any]]) -> None:
+        """Append rows."""
+        for field in dict.fromkeys(field for row in rows for field in row):
+            values = [_float(row.get(field)) for row in rows]
+            if field not in self.columns:
+                if all(map(math.isnan, values)):
+                    continue
+                self.columns[field] = array("d", [math.nan]) * self.length
+            self.columns[field].extend(values)
+        self.length += len(rows)
+        for column in self.columns.values():
+            column.extend([math.nan] * (self.length - len(column)))
+
+    def thinned(
+        self, field: str, x: str, first: float, last: float, points: int
+    ) -> list[list[float]]:
+        """Return at most `points` of `[x, mean, least, largest]` of a field over `x` from `first` to `last`."""
+        if field not in self.columns or x not in self.columns:
+            return []
+        xs, values = (np.array(self.columns[name]) for name in (x, field))
+        shown = (xs >= first) & (xs <= last) & np.isfinite(values)
+        xs, values = xs[shown], values[shown]
+        if not len(xs):
+            return []
+        starts = np.unique(np.linspace(0, len(xs), min(points, len(xs)), endpoint=False, dtype=int))
+        counts = np.diff([*starts, len(xs)])
+        rows = (
+            np.add.reduceat(xs, starts) / counts,
+            np.add.reduceat(values, starts) / counts,
+            np.minimum.reduceat(values, starts),
+            np.maximum.reduceat(values, starts),
+        )
+        return np.stack(rows, axis=1).tolist()
+
+
+class RunMetrics:
+    """The metrics of one run, read again whenever `update` is called."""
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / METRICS
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps, self.evaluations = Columns(), Columns()
+        self.last: dict[str, Any] = {}
+        """The newest row of training, whole."""
+        self.damaged = 0
+        """Lines that hold no row."""
+        self._inode: int | None = None
+        """Of the file: a run that resumes writes a new one."""
+        self._offset = 0
+
+    def update(self) -> None:
+        """Read the rows that came since the last call; all again if the run cut the file, or wrote it anew."""
+        try:
+            opened = open(self.path, "rb", opener=open_regular)
+        except OSError:
+            return
+        with opened as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._clear()
+                self._inode = status.st_ino
+            file.seek(self._offset)
+            while (end := (block := file.read(BLOCK)).rfind(b"\n")) >= 0:
+                self._add(block[:end].splitlines())
+                self._offset += end + 1
+                file.seek(self._offset)
+
+    def _add(self, lines: list[bytes]) -> None:
+        rows = [row for line in lines if is_number((row := parse_object(line)).get("step"))]
+        self.damaged += len(lines) - len(rows)
+        self.evaluations.extend([row for row in rows if EVALUATION in row])
+        steps = [row for row in rows if EVALUATION not in row]
+        self.steps.extend(steps)
+        self.last = steps[-1] if steps else self.last
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of all fields that have numbers, in the order in which a run writes them."""
+        names = (*self.steps.columns, *self.evaluations.columns)
+        return [name for name in dict.fromkeys(names) if name not in ("step", "time")]
+
+    def thinned(
+        self, field: str, x: str, first: float, last: float, points: int
+    ) -> list[list[float]]:
+        """Return points as `Columns.thinned` does, of a field of training or of evaluation."""
+        columns = self.steps if field in self.steps.columns else self.evaluations
+        return columns.thinned(field, x, first, last, points)
+
+    def step_at(self, time: float) -> float | None:
+        """Return the step that had been done at a time."""
+        times = self.steps.columns.get("time")
+        if not times:
+            return None
+        before = int(np.searchsorted(np.array(times), time))
+        return 0.0 if not before else self.steps.columns["step"][before - 1]
+
+
+def _float(value: object) -> float:
+    return float(value) if isinstance(value, bool) or is_number(value) else math.nan
