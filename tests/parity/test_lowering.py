@@ -18,11 +18,14 @@ def marked(name: str):
 
 @pytest.mark.parametrize("name", map(marked, test_meshes.TABLE))
 def test_plain_lowering_on_a_mesh_equals_one_device(name, assert_equals_one_device, pairs):
-    cfg = change(
-        test_meshes.configure(*test_meshes.TABLE[name]), train={"lowering": "plain"}
-    )
+    cfg = change(test_meshes.configure(*test_meshes.TABLE[name]), train={"lowering": "plain"})
     if cfg.train.dpo:
         cfg = change(cfg, data={"source": pairs})
     assert_equals_one_device(cfg, evaluates=False)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("name", test_pipelines.TABLE)
+def test_plain_lowering_in_a_pipeline_equals_one_device(name, assert_equals_one_device):
+    cfg = change(test_pipelines.configure(*test_pipelines.TABLE[name]), train={"lowering": "plain"})
+    assert_equals_one_device(cfg, evaluates=False)
