@@ -16,7 +16,7 @@ def marked(name: str):
     return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.wide)
 
 
-@pytest.mark.parametrize("name", map(marked, test_meshes.TABLE))
+@pytest.mark.parametrize("name", [marked(name) for name in test_meshes.TABLE])
 def test_plain_lowering_on_a_mesh_equals_one_device(name, assert_equals_one_device, pairs):
     cfg = change(test_meshes.configure(*test_meshes.TABLE[name]), train={"lowering": "plain"})
     if cfg.train.dpo:
@@ -25,7 +25,7 @@ def test_plain_lowering_on_a_mesh_equals_one_device(name, assert_equals_one_devi
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", test_pipelines.TABLE)
+@pytest.mark.parametrize("name", list(test_pipelines.TABLE))
 def test_plain_lowering_in_a_pipeline_equals_one_device(name, assert_equals_one_device):
     cfg = change(test_pipelines.configure(*test_pipelines.TABLE[name]), train={"lowering": "plain"})
     assert_equals_one_device(cfg, evaluates=False)
