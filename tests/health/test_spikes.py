@@ -18,6 +18,7 @@ from ultrascale_jax.config import Experts, WatchConfig
 from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.skipped_steps import Diverged, reason, suspicious
 from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.train_step.objective import Sums
 from ultrascale_jax.train_step.spikes import Spikes
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import apply_gradients
@@ -121,12 +122,12 @@ def test_one_number_that_is_not_finite_changes_no_bit(path):
         broken = jax.tree.map(lambda g: new if g is old else g, sound)
         batch = {"targets": jnp.zeros((8, 32), jnp.int32)}
         results = [
-            step(state, batch, jnp.float32(loss), grads)
+            step(state, batch, grads, Sums(jnp.float32(loss)))
             for loss, grads in ((1.0, broken), (np.inf, sound), (1.0, sound))
         ]
         huge = with_huge_moments(state)
-        after, metrics = step(huge, batch, jnp.float32(1.0), sound)
-    # Loss and gradients are finite, and what the optimizer makes of them is not.
+        after, metrics = step(huge, batch, sound, Sums(jnp.float32(1.0)))
+    # Loss and gradients are finite, and the update that the optimizer would make of them is not.
     assert bits((after.params, after.opt_state)) == bits((huge.params, huge.opt_state))
     assert bool(metrics["skipped"]) and suspicious(metrics) and reason(metrics) == "update"
     assert (int(after.skipped_in_a_row), int(after.spikes.accepted)) == (1, 0)

@@ -19,10 +19,11 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.sharding.rules import act, manual, specs, varying
+from ultrascale_jax.train_step.objective import NextToken
 from ultrascale_jax.train_step.precision import layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import initial_state
-from ultrascale_jax.train_step.step import loss_and_gradients, objective
+from ultrascale_jax.train_step.step import gradients
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients
 
 BASE = Config(
@@ -105,9 +106,13 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
     stage = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, pp=2))
 
     def pieces(params, batch, weight):
-        fn = jax.value_and_grad(lambda p: objective(stage, p, batch, weight), has_aux=True)
-        (_, (loss, _)), grads = fn(prepare_params(stage, params))
-        return loss, grads
+        fn = jax.value_and_grad(NextToken(cfg=stage, weight=weight).loss, has_aux=True)
+        (_, sums), grads = fn(prepare_params(stage, params), batch)
+        return sums.loss, grads
+
+    def explicit(params, batch, weight):
+        grads, sums = gradients(cfg, params, batch, weight)
+        return sums.loss, grads
 
     with jax.set_mesh(mesh):
         params = some_state(cfg, mesh).params
@@ -115,7 +120,7 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
         batch = jax.device_put(batch, NamedSharding(mesh, act("BT")))
         weight = jnp.float32(1 / batch["targets"].size)
         found = jax.jit(functools.partial(by_pieces, pieces))(params, batch, weight)
-        expected = jax.jit(functools.partial(loss_and_gradients, cfg))(params, batch, weight)
+        expected = jax.jit(explicit)(params, batch, weight)
     assert_same(found, expected)
 
 

@@ -17,14 +17,9 @@ from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineCon
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
-from ultrascale_jax.train_step.step import (
-    Auxiliary,
-    apply_gradients,
-    loss_and_gradients,
-    make_eval_step,
-    make_pair_step,
-    position_weight,
-)
+from ultrascale_jax.train_step.forward_steps import make_eval_step, make_pair_step
+from ultrascale_jax.train_step.objective import Sums
+from ultrascale_jax.train_step.step import apply_gradients, gradients, position_weight
 from ultrascale_jax.training.setup import make_loader
 
 TOLERANCE = 1e-5
@@ -48,16 +43,16 @@ class Outcome(NamedTuple):
     evaluation: float | None
 
 
-def by_name(grads: Transformer, auxiliary: Auxiliary) -> dict[str, np.ndarray]:
+def by_name(grads: Transformer, sums: Sums) -> dict[str, np.ndarray]:
     """Each gradient, and what the routers did, their layers as the model runs them, and those of `mtp_layers` last."""
     found = {}
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if auxiliary.routed is not None:
+    if sums.routed is not None:
         modules = grads.cfg.mtp_layers
-        rows = len(auxiliary.routed) - modules
-        named["blocks.moe.statistics"] = auxiliary.routed[:rows]
-        named |= {"mtp.statistics": auxiliary.routed[rows:]} if modules else {}
+        rows = len(sums.routed) - modules
+        named["blocks.moe.statistics"] = sums.routed[:rows]
+        named |= {"mtp.statistics": sums.routed[rows:]} if modules else {}
     for name, leaf in named.items():
         value = np.asarray(leaf)
         if name.startswith("blocks."):
@@ -81,8 +76,8 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
     @jax.jit
     def step(state, batch):
         weight = position_weight(state, batch)
-        loss, *found = loss_and_gradients(cfg, state.params, batch, weight, state.frozen)
-        return apply_gradients(cfg, state, batch, loss, *found), found
+        found = gradients(cfg, state.params, batch, weight, state.frozen)
+        return apply_gradients(cfg, state, batch, *found), found
 
     losses, first = [], {}
     with jax.set_mesh(mesh):

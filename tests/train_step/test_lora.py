@@ -26,8 +26,9 @@ from ultrascale_jax.plan.formulas.parameters import weights_of
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step import step
 from ultrascale_jax.train_step.state import abstract_state
-from ultrascale_jax.train_step.step import loss_and_gradients, train_step
+from ultrascale_jax.train_step.step import train_step
 from ultrascale_jax.training.model_shape import adapter_params
 from ultrascale_jax.training.setup import make_loader
 
@@ -67,9 +68,9 @@ def gradients(cfg, mesh, state, batch):
     """Gradients by name of the parameters that are trained."""
     with jax.set_mesh(mesh):
         batch = jax.device_put(batch, jax.NamedSharding(mesh, act("BT")))
-        run = jax.jit(functools.partial(loss_and_gradients, cfg))
+        run = jax.jit(functools.partial(step.gradients, cfg))
         weight = np.float32(1 / batch["targets"].size)
-        found = run(state.params, batch, weight, state.frozen)[1]
+        found = run(state.params, batch, weight, state.frozen)[0]
     leaves = jax.tree.leaves_with_path(found)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
     return {

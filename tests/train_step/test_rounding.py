@@ -24,6 +24,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.train_step.objective import Sums
 from ultrascale_jax.train_step.rounding import in_bfloat16, random_bits, round_stochastically
 from ultrascale_jax.train_step.state import abstract_state, to_checkpoint_layout
 from ultrascale_jax.train_step.step import apply_gradients
@@ -157,7 +158,7 @@ def trained():
     with jax.set_mesh(mesh):
         state = some_state(cfg, mesh)
         grads = state.params
-        step = jax.jit(lambda state, g: apply_gradients(cfg, state, batch, jnp.float32(1), g))
+        step = jax.jit(lambda state, g: apply_gradients(cfg, state, batch, g, Sums(jnp.float32(1))))
         for _ in range(2):
             state, _ = step(state, grads)
         return cfg, step, state, grads

@@ -23,12 +23,13 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import loss_scale
+from ultrascale_jax.train_step.forward_steps import make_eval_step
+from ultrascale_jax.train_step.objective import Sums
 from ultrascale_jax.train_step.optim import optimizer, rate_change, schedule
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import (
     apply_gradients,
-    loss_and_gradients,
-    make_eval_step,
+    gradients,
     make_train_step,
     train_step,
 )
@@ -175,9 +176,9 @@ def test_master_weights_moments_and_gradients_are_float32(precision, zero):
         for name, x in Loader(CFG.data, vocab_size=64, global_batch=8, seed=0).batch(0).items()
     }
     with jax.set_mesh(mesh):
-        step = functools.partial(loss_and_gradients, cfg)
-        loss, grads, _ = jax.eval_shape(step, state.params, batch, jnp.float32(1.0))
-    leaves = jax.tree.leaves((state.params, state.opt_state, loss, grads))
+        step = functools.partial(gradients, cfg)
+        grads, sums = jax.eval_shape(step, state.params, batch, jnp.float32(1.0))
+    leaves = jax.tree.leaves((state.params, state.opt_state, grads, sums))
     assert {x.dtype for x in leaves if x.dtype != jnp.int32} == {jnp.dtype(jnp.float32)}
 
 
@@ -193,7 +194,7 @@ def updated(cfg):
             state.params,
         )
         step = jax.jit(
-            lambda state, grads: apply_gradients(cfg, state, batch, jnp.float32(1), grads)
+            lambda state, grads: apply_gradients(cfg, state, batch, grads, Sums(jnp.float32(1)))
         )
         for _ in range(3):
             state, _ = step(state, grads)
@@ -289,7 +290,7 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
             length = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
             # A quarter of the positions has no target: a sum over the others is divided by their number.
             grads = jax.tree.map(lambda g, by=0.75 * norm / length: g * by, grads)
-            scaled = jax.tree.map(lambda g: scale * g, (jnp.float32(1.0), grads))
+            scaled = jax.tree.map(lambda g: scale * g, (grads, Sums(jnp.float32(1.0))))
             after, metrics = step(state, {"targets": targets}, *scaled)
             assert [int(getattr(after, name)) for name in counts] == [6, 3, 0]
             np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)

@@ -129,19 +129,10 @@ def global_norm(tree: object) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
-def updates_to_check(
-    cfg: Config, grads: Any, share: jax.Array, opt_state: Any, updates: Any
-) -> Any:
-    """Return updates that are finite if `updates` are.
+def first_moments_norm(opt_state: Any) -> jax.Array:
+    """Return the norm of the first moments, float32.
 
-    AdamW's are those of `grads` times `share`, which does not clip them: so XLA reads the gradients once for their norm
-    and for the check. They are made apart from those that are applied: else XLA writes new parameters, and reads them
-    again beside the old ones once it knows. They have no weight decay, which is finite for finite parameters. Muon's
-    are products of matrices, too dear to make twice.
+    If it and the square of the gradients' norm are finite, so is the update: AdamW divides the next first moments by at
+    least `optim.eps`, and Muon normalises them.
     """
-    if cfg.optim.name == "muon":
-        return updates
-    share = jax.lax.optimization_barrier(share)
-    grads = jax.tree.map(lambda g: g * share, grads)
-    update: Callable = optimizer(cfg).update
-    return update(grads, opt_state, jax.tree.map(jnp.zeros_like, updates))[0]
+    return global_norm([mu for _, mu in optax.tree.get_all_with_path(opt_state, "mu")])

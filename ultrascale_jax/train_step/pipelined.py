@@ -28,6 +28,7 @@ from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, specs, varying
+from ultrascale_jax.train_step.objective import Sums
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
@@ -36,14 +37,14 @@ MicroBatches = dict[str, jax.Array]
 """Tokens, targets, positions and documents `[M, B, T]`, int32."""
 
 
-def loss_and_gradients(
+def gradients(
     cfg: Config,
     params: Transformer,
     parts: MicroBatches,
     weight: jax.Array,
     router_weight: jax.Array,
-) -> tuple[jax.Array, Transformer, jax.Array | None]:
-    """Compute what `step.loss_and_gradients` does; the layers of the statistics lie as those of the parameters."""
+) -> tuple[Transformer, Sums]:
+    """Compute what `step.gradients` does; the layers of the statistics lie as those of the parameters."""
 
     def region(params, parts, weights):
         loss, grads, routed = _run(cfg, schedules.of_config(cfg), params, parts, *weights)
@@ -54,7 +55,8 @@ def loss_and_gradients(
 
     rest, routed = specs(params), None if cfg.model.experts is None else P("pp")
     run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest, routed))
-    return run(params, parts, (weight, router_weight))
+    loss, grads, statistics = run(params, parts, (weight, router_weight))
+    return grads, Sums(loss, statistics)
 
 
 def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:

@@ -11,7 +11,8 @@ from ultrascale_jax.config import Config
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.hooks import Batch, Hook, Row, Run
 from ultrascale_jax.train_step import preference
-from ultrascale_jax.train_step.step import Metrics, make_eval_step, make_pair_step
+from ultrascale_jax.train_step.forward_steps import make_eval_step, make_pair_step
+from ultrascale_jax.train_step.objective import Metrics
 
 
 def mean_loss(nats: float, tokens: int) -> float:

@@ -18,7 +18,7 @@ from ultrascale_jax.models.inputs import check_ids
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
-from ultrascale_jax.train_step.step import make_eval_step, make_row_step
+from ultrascale_jax.train_step.forward_steps import make_eval_step, make_row_step
 
 
 class Loss(NamedTuple):

@@ -1,0 +1,186 @@
+"""Compile runs for H100s with each rule of `config/lowering.py` off, and simulate them, for a page of the benchmarks.
+
+python -m scripts.lowering_rules                      # every rule on every run that it is for, into the page
+python -m scripts.lowering_rules --runs 8b --out -    # one run, onto the screen
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale_jax.config import Config, MeshConfig
+from ultrascale_jax.config import lowering as rules
+from ultrascale_jax.launch.distributed import set_environment
+
+PAGE = Path("docs/benchmarks/h100_lowering.md")
+BEGIN = "<!-- made by scripts.lowering_rules -->\n"
+PLAIN = "all of them"
+"""Name of the row of a run without any rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A recipe on a mesh."""
+
+    recipe: str
+    mesh: str
+    train: dict
+
+
+CASES = {
+    "1b": Case(recipe="llama32_1b", mesh="dp=1", train={"global_batch": 4, "remat": "selective"}),
+    "8b": Case(recipe="llama3_8b", mesh="fsdp=8", train={"global_batch": 8, "remat": "dots"}),
+    "8b_sp": Case(recipe="llama3_8b", mesh="fsdp=4,sp=2", train={"global_batch": 8, "remat": "selective"}),
+    "8b_dp": Case(recipe="llama3_8b", mesh="dp=8,fsdp=8", train={"global_batch": 64, "remat": "full"}),
+    "8b_fp8": Case(
+        recipe="llama3_8b",
+        mesh="fsdp=8",
+        train={"global_batch": 8, "remat": "full", "precision": "fp8"},
+    ),
+    "70b": Case(recipe="llama3_70b", mesh="fsdp=256,sp=2", train={"global_batch": 256, "remat": "dots"}),
+    "70b_dp": Case(recipe="llama3_70b", mesh="dp=8,fsdp=64", train={"global_batch": 512, "remat": "full"}),
+    "70b_pp": Case(
+        recipe="llama3_70b",
+        mesh="pp=4,fsdp=16,sp=8",
+        train={"global_batch": 256, "microbatches": 16, "remat": "full", "zero": 1},
+    ),
+    "405b": Case(
+        recipe="llama3_405b",
+        mesh="fsdp=128,sp=8",
+        train={"global_batch": 128, "remat": "save:attn_out+offload:gate,up"},
+    ),
+    "128k": Case(recipe="llama3_8b_128k", mesh="cp=8,fsdp=4", train={"global_batch": 4, "remat": "full"}),
+    "mixtral": Case(recipe="mixtral_8x7b", mesh="fsdp=8,ep=8", train={"global_batch": 64, "remat": "full"}),
+    "mixtral_pp": Case(
+        recipe="mixtral_8x7b",
+        mesh="pp=4,fsdp=2,ep=8",
+        train={"global_batch": 128, "microbatches": 8, "remat": "full", "zero": 1},
+    ),
+}  # fmt: skip
+"""Runs that together meet the condition of every rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One compiled program."""
+
+    case: str
+    without: str
+    """The rule that is off; empty: none."""
+    step_s: float = 0.0
+    peak_gib: float = 0.0
+    error: str = ""
+
+
+def config_of(case: Case) -> Config:
+    """Return the checked configuration of a case."""
+    recipe = __import__(f"ultrascale_jax.configs.{case.recipe}", fromlist=["config"]).config
+    train = dataclasses.replace(recipe.train, **{"microbatches": 1, **case.train})
+    mesh = MeshConfig.parse(case.mesh)
+    devices = mesh.batch * mesh.tensor * mesh.cp * mesh.pp
+    return dataclasses.replace(recipe, train=train, mesh=mesh).check(devices)
+
+
+def applied(cfg: Config) -> list[str]:
+    """Return the rules that change this run."""
+    whole = rules.Lowering.of(cfg)
+    return [r.name for r in rules.RULES if rules.Lowering.of(cfg, without=[r.name]) != whole]
+
+
+def measure(name: str, without: str) -> Row:
+    """Compile and simulate one case without a rule; call it in a process of its own."""
+    import jax
+
+    from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
+    from ultrascale_jax.plan.hardware import find_cluster
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    cfg = config_of(CASES[name])
+    if without == PLAIN:
+        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, lowering="plain"))
+    elif without:
+        rules.RULES = tuple(rule for rule in rules.RULES if rule.name != without)
+        rules.choose.cache_clear()
+    devices = cfg.mesh.batch * cfg.mesh.tensor * cfg.mesh.cp * cfg.mesh.pp
+    try:
+        step = compile_step(cfg, devices, "h100")
+        timeline = simulate_step(step, find_cluster(None, "h100", devices))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        return Row(case=name, without=without, error=text)
+    peak = step.peak_bytes + step.workspace_bytes
+    return Row(case=name, without=without, step_s=timeline.step_s, peak_gib=peak / 2**30)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as Markdown: what each rule brings, `without -> with`."""
+    whole = {row.case: row for row in rows if not row.without}
+    lines = [
+        "| rule | run | step without -> with it | | GiB without -> with it |",
+        "|---|---|---|---|---|",
+    ]
+    order = [PLAIN, *(rule.name for rule in rules.RULES)]
+    for row in sorted((r for r in rows if r.without), key=lambda r: order.index(r.without)):
+        base = whole[row.case]
+        if row.error:
+            lines.append(f"| {row.without} | {row.case} | {row.error.replace('|', '')} | | |")
+            continue
+        gain = 1 - base.step_s / row.step_s
+        lines.append(
+            f"| {row.without} | {row.case} | {1e3 * row.step_s:,.0f} -> {1e3 * base.step_s:,.0f} ms "
+            f"| {gain:+.1%} | {row.peak_gib:.1f} -> {base.peak_gib:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", nargs="*", default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--rules", nargs="*", help="only these rules")
+    parser.add_argument(
+        "--rows", type=Path, help="file of rows that are there already, and to add to"
+    )
+    parser.add_argument(
+        "--out", default=str(PAGE), help="page whose table is replaced; -: the screen"
+    )
+    options = parser.parse_args(argv)
+    os.environ |= {"JAX_PLATFORMS": "cpu"}
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    set_environment(os.environ)
+    rows: list[Row] = []
+    if options.rows and options.rows.exists():
+        rows = [Row(**json.loads(line)) for line in options.rows.read_text().splitlines()]
+    done = {(row.case, row.without) for row in rows}
+    jobs = [
+        (name, without)
+        for name in options.runs
+        for without in ["", *applied(config_of(CASES[name])), PLAIN]
+        if (name, without) not in done
+        and (options.rules is None or without in ("", *options.rules))
+    ]
+    start, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for row in pool.map(measure, *zip(*jobs, strict=True)) if jobs else ():
+            rows.append(row)
+            print(f"{time.perf_counter() - start:6.0f} s  {row}", file=sys.stderr, flush=True)
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+    if options.out == "-":
+        print(table(rows))
+    else:
+        page = Path(options.out)
+        page.write_text(page.read_text().partition(BEGIN)[0] + BEGIN + table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Judge a step before it changes anything: its loss, its gradients and the update must be finite, and no spike."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config import Config
+from ultrascale_jax.train_step.loss_scale import LEAST, LossScale
+from ultrascale_jax.train_step.optim import first_moments_norm
+from ultrascale_jax.train_step.spikes import Spikes
+from ultrascale_jax.train_step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the guards say of a step's loss and gradient norm."""
+
+    finite: jax.Array
+    """Loss and norm are finite."""
+    ok: jax.Array
+    """The step may change the state: loss, gradients and update are finite, it is no spike, and has a target."""
+    spike: jax.Array | None
+    """The step is a spike; None without `watch.spike_guard`."""
+
+
+def judge(
+    cfg: Config, state: TrainState, loss: jax.Array, norm: jax.Array, terms: jax.Array
+) -> Verdict:
+    """Judge a step by its loss, its gradient norm and the number of its terms."""
+    finite, spike = jnp.isfinite(loss) & jnp.isfinite(norm), None
+    update_is_finite = jnp.isfinite(jnp.square(norm) + first_moments_norm(state.opt_state))
+    ok = finite & update_is_finite & (terms > 0)
+    if state.spikes is not None:
+        spike = finite & state.spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
+        ok &= ~spike
+    return Verdict(finite, ok, spike)
+
+
+def after(
+    state: TrainState,
+    verdict: Verdict,
+    loss: jax.Array,
+    norm: jax.Array,
+    terms: jax.Array,
+) -> tuple[jax.Array, jax.Array, LossScale | None, Spikes | None]:
+    """Return skipped steps, those in a row, loss scale and spike window after a step.
+
+    A step that is skipped while the loss scale can still fall does not count towards those in a row.
+    """
+    spikes, scaling = state.spikes, state.loss_scale
+    if spikes is not None:
+        spikes = spikes.after(verdict.ok, loss, norm)
+    bad = counted = (~verdict.ok).astype(jnp.int32)
+    if scaling is not None:
+        counted = bad * (verdict.finite | (scaling.scale <= LEAST))
+        new = scaling.after(verdict.finite)
+        scaling = jax.tree.map(lambda new, old: jnp.where(terms > 0, new, old), new, scaling)
+    return state.skipped + bad, (state.skipped_in_a_row + counted) * bad, scaling, spikes

@@ -1,0 +1,187 @@
+"""What a step minimises: `NextToken`, with the losses of multi-token prediction, or `Preference` (`train.dpo`).
+
+Both give, for a micro-batch, the term to differentiate and `Sums`, which add up over the micro-batches of a step.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ultrascale_jax.config import Config, remat_names, require, require_type
+from ultrascale_jax.config.dpo import Dpo, has_reference
+from ultrascale_jax.models.fp8 import Fp8
+from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.lora import split_adapters, without_adapters
+from ultrascale_jax.models.transformer import ModelOutputs, Transformer
+from ultrascale_jax.train_step import balance, preference
+from ultrascale_jax.train_step.multi_token import predict_ahead
+from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
+from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.zero import prepare_params
+
+Batch = dict[str, jax.Array]
+"""`tokens`, `targets`, `positions` and, with documents, `segment_ids`: `[B, T]` int32."""
+
+Metrics = dict[str, jax.Array]
+
+
+class Sums(NamedTuple):
+    """Sums over the micro-batches of a step beside gradients."""
+
+    loss: jax.Array
+    """Bare cross-entropy, or the loss of pairs, times the weight of a position."""
+    routed: jax.Array | None = None
+    """The routers' statistics `[L, num + 2]` (`models/moe.py`), partial sums; none without experts."""
+    mtp: tuple[jax.Array, jax.Array] | None = None
+    """Bare cross-entropies times the weight, and targets, of each of `model.mtp_layers`: `[mtp_layers]`."""
+    pairs: jax.Array | None = None
+    """With `train.dpo` the sums over pairs of `preference.SUMS`."""
+
+
+class Objective(Protocol):
+    """A loss of a micro-batch whose sum over all micro-batches a step minimises."""
+
+    def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
+        """Return the term to differentiate, and the sums, of a micro-batch; `model` is `zero.prepare_params`'s."""
+        ...
+
+    def zeros(self) -> Sums:
+        """Return the sums of no micro-batch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextToken:
+    """Cross-entropy of the next token, z-loss, the routers' losses, and the losses of multi-token prediction."""
+
+    cfg: Config
+    fp8: Fp8 | None = None
+    weight: jax.Array
+    """Factor of a position's loss."""
+    router_weight: jax.Array | float = 0.0
+    """Factor of a position's routers' losses."""
+
+    def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
+        """Return what `Objective.loss` says."""
+        cfg, dtype = self.cfg, COMPUTE[self.cfg.train.precision]
+        inputs = layer_inputs(cfg, batch, self.fp8)
+        out = run_layers(cfg, model, batch, inputs)
+        model = model.with_whole_head(dtype) if model.cfg.mtp_layers else model
+        z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
+        total, nats = model.loss(out.x_BRD, targets_BT, self.weight, z_loss=z_loss, dtype=dtype)
+        total, routed = total + self.router_weight * out.balance, out.statistics_LZ
+        if not model.cfg.mtp_layers:
+            return total, Sums(nats, routed)
+        ahead = predict_ahead(cfg, model, out.x_BRD, batch, inputs, self.weight, self.router_weight)
+        if routed is not None:
+            routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in ahead.statistics)])
+        return total + ahead.objective, Sums(nats, routed, (ahead.nats, ahead.counts))
+
+    def zeros(self) -> Sums:
+        """Return what `Objective.zeros` says."""
+        modules = self.cfg.model.mtp_layers
+        mtp = (jnp.zeros(modules, jnp.float32), jnp.zeros(modules, jnp.int32)) if modules else None
+        return Sums(jnp.float32(0.0), balance.statistics_start(self.cfg), mtp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """Loss of pairs of answers, the margin of the chosen one over the rejected one (`preference.py`)."""
+
+    cfg: Config
+    fp8: Fp8 | None = None
+    weight: jax.Array
+    """Factor of a pair's loss."""
+    reference: tuple[Transformer, Fp8 | None] | None = None
+    """Model over which the log-ratios are, as `prepare_params` returned it, and `fp8_of` it."""
+
+    def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
+        """Return what `Objective.loss` says."""
+        cfg = self.cfg
+
+        def logps(model: Transformer, fp8: Fp8 | None) -> jax.Array:
+            x_BRD = run_layers(cfg, model, batch, layer_inputs(cfg, batch, fp8)).x_BRD
+            return preference.answer_logps(model, x_BRD, batch, COMPUTE[cfg.train.precision])
+
+        reference_BP2 = None if self.reference is None else logps(*self.reference)
+        policy_BP2 = logps(model, self.fp8)
+        dpo = Dpo.parse(cfg.train.dpo)
+        total, sums = preference.pair_losses(dpo, policy_BP2, reference_BP2, batch)
+        return self.weight * total, Sums(self.weight * total, pairs=sums)
+
+    def zeros(self) -> Sums:
+        """Return what `Objective.zeros` says."""
+        return Sums(jnp.float32(0.0), pairs=jnp.zeros(len(preference.SUMS)))
+
+
+def preference_objective(
+    cfg: Config,
+    used: Transformer,
+    fp8: Fp8 | None,
+    frozen: Transformer | None,
+    weight: jax.Array,
+) -> Preference:
+    """Make the objective of `train.dpo`, whose reference is the base of adapters, or else the frozen first parameters.
+
+    `used` is the model that is trained, with its adapters, as `prepare_params` returned it, and `fp8` is `fp8_of` it.
+    """
+    reference = None
+    if has_reference(cfg.train.dpo):
+        assert frozen is not None, "train.dpo has a frozen reference"
+        base = prepare_params(cfg, frozen)
+        if cfg.train.lora:
+            base = without_adapters(split_adapters(used)[1])
+        reference = base, fp8_of(cfg, frozen)
+    return Preference(cfg=cfg, fp8=fp8, weight=weight, reference=reference)
+
+
+def run_layers(cfg: Config, model: Transformer, batch: Batch, inputs: LayerInputs) -> ModelOutputs:
+    """Run embedding, layers and final norm as `cfg` recomputes and offloads them."""
+    offload = remat_names(cfg.train.remat)[1]
+    return model(batch["tokens"], inputs, remat=remat(cfg), offload=offload)
+
+
+def check_batch(batch: Batch) -> None:
+    """Refuse what is no batch of `hooks.Batch`."""
+    require_type("batch", batch, dict, "of tokens, targets and positions, [B, T] int32")
+    for name in ("tokens", "targets", "positions", *(["segment_ids"] * ("segment_ids" in batch))):
+        require(name in batch, "batch", list(batch), f"{name!r} is missing")
+        array, fix = (
+            jax.typeof(batch[name]),
+            f"must be int32 {batch['tokens'].shape}, as tokens are",
+        )
+        same = array.dtype == jnp.int32 and array.shape == batch["tokens"].shape and array.ndim == 2
+        require(same, f"batch[{name!r}]", str(array), fix)
+
+
+def count(batch: Batch) -> jax.Array:
+    """Return the number of targets that the loss counts; int32 scalar."""
+    return jnp.sum((batch["targets"] >= 0).astype(jnp.int32))
+
+
+def count_terms(cfg: Config, batch: Batch) -> jax.Array:
+    """Return the number of terms whose mean is the loss: targets, or with `train.dpo` pairs; int32 scalar."""
+    return preference.count_pairs(batch) if cfg.train.dpo else count(batch)
+
+
+def of_known_ids(cfg: Config, batch: Batch, loss: jax.Array) -> jax.Array:
+    """Return the loss, but NaN, so that the step is skipped, if `batch` has ids outside the vocabulary.
+
+    A target may be -1. The host cannot see the values of a batch; the loader checks its own.
+    """
+    tokens, targets, size = batch["tokens"], batch["targets"], cfg.model.vocab_size
+    outside = (tokens < 0) | (tokens >= size) | (targets < -1) | (targets >= size)
+    return jnp.where(jnp.sum(outside.astype(jnp.int32)) == 0, loss, jnp.nan)
+
+
+def metrics(cfg: Config, batch: Batch, sums: Sums, mean: jax.Array) -> Metrics:
+    """Return the metrics of a step's sums beside its loss; `mean` times a sum of weighted losses is their mean."""
+    found = balance.metrics(cfg, sums.routed)
+    if sums.mtp is not None:
+        nats, counts = sums.mtp
+        found["mtp_loss"] = mean * count(batch) * nats / jnp.maximum(counts, 1)
+    if sums.pairs is not None:
+        found |= preference.metrics(sums.pairs, preference.count_pairs(batch))
+    return found
