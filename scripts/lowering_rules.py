@@ -6,6 +6,7 @@ python -m scripts.lowering_rules --runs 8b --out -    # one run, onto the screen
 
 import argparse
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import os
@@ -82,7 +83,7 @@ class Row:
 
 def config_of(case: Case) -> Config:
     """Return the checked configuration of a case."""
-    recipe = __import__(f"ultrascale_jax.configs.{case.recipe}", fromlist=["config"]).config
+    recipe = importlib.import_module(f"ultrascale_jax.configs.{case.recipe}").config
     train = dataclasses.replace(recipe.train, **{"microbatches": 1, **case.train})
     mesh = MeshConfig.parse(case.mesh)
     devices = mesh.batch * mesh.tensor * mesh.cp * mesh.pp

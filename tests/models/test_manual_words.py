@@ -137,7 +137,8 @@ def test_loss_and_gradients_equal_the_explicit_ones(name):
     ids=str,
 )
 def test_a_vocabulary_split_over_the_pipeline_gives_the_same_in_both_forms(mesh, tied):
-    cfg = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, tied_embeddings=tied))
+    model = dataclasses.replace(BASE.model, tied_embeddings=tied)
+    cfg = dataclasses.replace(BASE, model=model, mesh=MeshConfig.of(**mesh))
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, 64, (2, 8, 32)).astype(np.int32)
     targets[0, :7] = -1
