@@ -36,7 +36,8 @@ from ultrascale_jax.config import (
     TrainConfig,
 )
 from ultrascale_jax.configs import shapes
-from ultrascale_jax.figures.charts import Lines, Point
+from docs.drawings.charts import Lines
+from ultrascale_jax.figures.charts import Point
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
