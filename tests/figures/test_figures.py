@@ -58,7 +58,7 @@ PIPELINE = Pipeline(
     kinds={"F": "forward", "B": "backward"},
     unit="time",
 )
-POINTS = [Point(x=1, y=2.5, note="a<b"), Point(x=2, y=3.5, solid=False)]
+POINTS = [Point(x=1, y=2.5), Point(x=2, y=3.5, solid=False)]
 KINDS = [
     *(STREAMS, BARS, AREAS, ROOFLINE, PIPELINE),
     Clouds(**TEXT, panels={"p": Cloud(x="measured", y="predicted", groups={"a": POINTS})}),

@@ -4,21 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import (
-    Figure,
-    check_numbers,
-    grid,
-    legend,
-    number,
-)
-from ultrascale_jax.figures.palette import (
-    INK,
-    MARKERS,
-    PAPER,
-    SERIES,
-    colours,
-    is_variable,
-)
+from ultrascale_jax.figures.figure import Figure, check_numbers, grid, legend, number
+from ultrascale_jax.figures.palette import INK, MARKERS, PAPER, SERIES, colours, is_variable
 
 CLIP = 2.5
 """A stack higher than so many times the limit is cut, and its height written on it."""
@@ -34,7 +21,6 @@ class Bar:
     label: str
     parts: Mapping[str, float]
     """From the bottom up, in the unit of the figure."""
-    note: str = ""
     text: str = ""
     """Over the stack, in place of its height."""
 
@@ -127,26 +113,25 @@ class Areas(Figure):
     def paint(self, canvas: Any) -> None:
         (ax,) = grid(canvas, 1, 3.6, 1)
         canvas.set_size_inches(10.5, 4.2)
-        highest = max(map(max, self.parts.values()), default=0.0)
-        look = colours([part for part, row in self.parts.items() if max(row) > INVISIBLE * highest])
-        at = [*self.starts, self.end]
-        floor = [0.0] * len(at)
-        for part, (colour, hatch) in look.items():
-            row = self.parts[part]
-            heights = [a + b for a, b in zip(floor, (*row, row[-1]), strict=True)]
-            style = {"facecolor": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0}
-            ax.fill_between(at, floor, heights, step="post", label=part, **style)
-            floor = heights
-        top = max(floor)
+        largest = {part: max(row) for part, row in self.parts.items()}
+        least = INVISIBLE * max(largest.values(), default=0.0)
+        look = colours([part for part, size in largest.items() if size > least])
+        rows = [[*self.parts[part], self.parts[part][-1]] for part in look]
+        colour, hatch = zip(*look.values(), strict=True) if look else ((), ())
+        style = {"colors": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0}
+        ax.stackplot([*self.starts, self.end], rows, labels=list(look), step="post", **style)
+        top = highest = max(map(sum, zip(*rows, strict=True)), default=0.0)
         if self.limit is not None:
             line = ax.axhline(self.limit, color=INK, linestyle="--", linewidth=1)
             line.set_label(self.limit_name)
             top = max(top, self.limit)
         box = {"boxstyle": "square,pad=0.1", "facecolor": PAPER, "edgecolor": "none"}
-        place = self.starts[self.peak], max(floor)
+        place = self.starts[self.peak], highest
         style = {"ha": "center", "va": "top", "fontsize": 7, "bbox": box}
-        ax.annotate(number(max(floor)), place, (0, -4), textcoords="offset points", **style)
-        ax.set(xlim=(at[0], self.end), ylim=(0, 1.1 * top), xlabel=self.x, ylabel=self.unit)
+        ax.annotate(number(highest), place, (0, -4), textcoords="offset points", **style)
+        ax.set(
+            xlim=(self.starts[0], self.end), ylim=(0, 1.1 * top), xlabel=self.x, ylabel=self.unit
+        )
         ax.xaxis.set_major_formatter("{x:,g}")
         handles, labels = ax.get_legend_handles_labels()
         canvas.legend(handles[::-1], labels[::-1], loc="outside right upper")
@@ -183,7 +168,6 @@ class Point:
     y: float
     solid: bool = True
     """False draws it hollow: the figure says what that means."""
-    note: str = ""
 
     def __post_init__(self):
         check_numbers(self.x, self.y)
@@ -206,8 +190,6 @@ class Cloud:
     x: str
     y: str
     groups: Mapping[str, Sequence[Point]]
-    equal: bool = False
-    """Both axes logarithmic with the same range, and a diagonal: prediction over measurement."""
     limit: float | None = None
     """Place of a dashed vertical line."""
     limit_name: str = ""
@@ -234,24 +216,8 @@ class Clouds(Figure):
             ax.set(title=panel, xlabel=cloud.x, ylabel=cloud.y)
             ax.grid(True, axis="both")
             ax.yaxis.set_major_formatter("{x:,g}")
-            if cloud.equal:
-                _equal(ax, [p for points in cloud.groups.values() for p in points])
             if cloud.limit is not None:
                 line = ax.axvline(cloud.limit, color=INK, linestyle="--", linewidth=1)
                 line.set_label(cloud.limit_name)
         name_groups(axes[0], names, self.hollow, marker="o", linestyle="none", markersize=4)
         legend(canvas, axes[0])
-
-
-def _equal(ax: Any, points: Sequence[Point]) -> None:
-    """Make both axes logarithmic over one range, with the diagonal and 20% to either side."""
-    values = [value for p in points for value in (p.x, p.y)]
-    low, high = 0.8 * min(values, default=1.0), 1.25 * max(values, default=10.0)
-    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
-    ax.plot([low, high], [low, high], color=INK, linewidth=1, label="prediction = measurement")
-    band = [0.8 * low, 0.8 * high], [1.2 * low, 1.2 * high]
-    style = {"color": INK, "alpha": 0.08, "linewidth": 0}
-    ax.fill_between([low, high], *band, label="within 20%", **style)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:,g}")
-        axis.set_minor_formatter(lambda value, _: "")
