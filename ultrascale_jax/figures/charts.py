@@ -120,7 +120,7 @@ class Areas(Figure):
         colour, hatch = zip(*look.values(), strict=True) if look else ((), ())
         style = {"colors": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0}
         ax.stackplot([*self.starts, self.end], rows, labels=list(look), step="post", **style)
-        top = highest = max(map(sum, zip(*rows, strict=True)), default=0.0)
+        top = highest = max((sum(column) for column in zip(*rows, strict=True)), default=0.0)
         if self.limit is not None:
             line = ax.axhline(self.limit, color=INK, linestyle="--", linewidth=1)
             line.set_label(self.limit_name)

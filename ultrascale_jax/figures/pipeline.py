@@ -78,23 +78,29 @@ class Pipeline(Figure):
         ax.set_xlim(0, self.width)
         rows_of(ax, [f"rank {rank}" for rank in range(self.ranks)], "", lines=False)
 
+    def kept(self, rank: int) -> tuple[list[float], list[float]]:
+        """Return times, and the micro-batches that a rank keeps from each on, counted through all of its layers.
+
+        A stage keeps a micro-batch from its first operation to its last.
+        """
+        spans: dict[tuple[int, int], list[float]] = {}
+        for op in self.operations:
+            if op.rank == rank:
+                times = round(op.start, 9), round(op.end, 9)
+                spans.setdefault((op.microbatch, op.chunk), []).extend(times)
+        changes = Counter(min(times) for times in spans.values())
+        changes.subtract(max(times) for times in spans.values())
+        moments = sorted(changes)
+        counts = accumulate((changes[moment] / self.chunks for moment in moments), initial=0.0)
+        return [0.0, *moments], [*counts]
+
     def _paint_kept(self, ax: Any) -> None:
-        """Paint the micro-batches that each rank keeps, counted through all of its layers."""
+        """Paint the micro-batches that each rank keeps."""
         step = -(-self.ranks // MOST_LINES)
-        highest = 0.0
         for rank, colour in zip(range(0, self.ranks, step), SERIES, strict=False):
-            # A micro-batch is kept in a stage from its first operation there to its last.
-            spans: dict[tuple[int, int], list[float]] = {}
-            for op in self.operations:
-                if op.rank == rank:
-                    spans.setdefault((op.microbatch, op.chunk), []).extend((op.start, op.end))
-            changes = Counter(min(times) for times in spans.values())
-            changes.subtract(max(times) for times in spans.values())
-            times = [0.0, *sorted(changes)]
-            counts = [*accumulate((changes[time] / self.chunks for time in times[1:]), initial=0.0)]
-            ax.step(times, counts, where="post", color=colour, label=f"rank {rank}")
-            highest = max(highest, *counts)
-        ax.set(xlabel=self.unit, ylabel="micro-batches\nkept", ylim=(0, 1.1 * highest))
+            ax.step(*self.kept(rank), where="post", color=colour, label=f"rank {rank}")
+        ax.set(xlabel=self.unit, ylabel="micro-batches\nkept")
+        ax.set_ylim(bottom=0)
         ax.yaxis.get_major_locator().set_params(integer=True, nbins=5)
         ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
 
