@@ -23,8 +23,8 @@ LAYERS = [
     {"hooks"},
     {"checkpoint"},
     {"health"},
-    {"training"},
     {"plan"},
+    {"training"},
     {"cli"},
     {"scripts"},
 ]

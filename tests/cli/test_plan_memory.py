@@ -140,12 +140,13 @@ def test_a_pipeline_keeps_micro_batches_by_its_schedule(capsys):
     assert "micro-batches" not in text(capsys, *flat).split("fits")[0]
 
 
-def test_fp8_and_what_the_trainer_does_not_have_can_be_counted(capsys):
-    fp8 = ["--train.precision", "fp8"]
-    usual, low, plain = (
-        answer(capsys, *FITS, *more)["peak_bytes"] for more in ([], fp8, ["--plain-mlp"])
-    )
-    assert low != usual and plain < usual
+def test_the_figure_is_a_picture_and_nothing_else_can_be_asked_for(capsys, tmp_path):
+    path = tmp_path / "memory.png"
+    assert text(capsys, *FITS, "--figure", str(path)).endswith(f"wrote {path}\n")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit):
+        plan.main(["memory", "--figure", "memory.svg"])
+    assert "figure='memory.svg': must end in .png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from ultrascale_jax.cli import command_line, plan
 from ultrascale_jax.cli.plan_commands import search
 from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.report.search import SearchReport
 from ultrascale_jax.plan.search.ranking import Search
 
 ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
@@ -119,7 +120,8 @@ def test_a_narrow_terminal_gets_whole_words(capsys):
     found = Search(cfg, cluster, parse_choices("fixed", "fsdp=8"))
     found.predict()
     for width in (80, 200):
-        search.show(search.summarize(found, "llama3_8b", options), Console(width=width))
+        report = SearchReport.of(found, "llama3_8b", str, top=options.top)
+        Console(width=width).print(report, crop=False)
         lines = capsys.readouterr().out.splitlines()
         row = next(line for line in lines if " best " in line)
         best = found.rows(1)["the best of each mesh"][0][0]

@@ -10,8 +10,8 @@ from ultrascale_jax.configs.shapes import LLAMA3_8B
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 
 RUN = Run(
     shape=ModelShape.of(LLAMA3_8B),

@@ -16,10 +16,10 @@ from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.compiled import compile
 from ultrascale_jax.plan.compiled.op_costs import Operations, attention_flops
 from ultrascale_jax.plan.compiled.timeline import simulate
+from ultrascale_jax.plan.flops import attention_flops_per_token, matmul_params, mean_keys
 from ultrascale_jax.plan.formulas import costs, pipeline
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Group, Run
-from ultrascale_jax.training.flops import attention_flops_per_token, matmul_params, mean_keys
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NODE, CLUSTER = find_cluster(None, "h100", 8), find_cluster(None, "h100", 16)

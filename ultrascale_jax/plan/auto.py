@@ -27,7 +27,6 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.search.search_space import configured, pinned
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 from ultrascale_jax.units import GIB
 
 SAFE = 0.91
@@ -92,7 +91,6 @@ def choose_auto(
     *,
     choose_mesh: bool = False,
     must_fit: bool = True,
-    shape: ModelShape | None = None,
 ) -> tuple[Config, str]:
     """Choose the fields of `cfg` that are `auto`: by formula the fastest that fits on `cluster`.
 
@@ -104,7 +102,6 @@ def choose_auto(
       cluster: the GPUs, as `find_cluster` or `cluster_of` describes them.
       choose_mesh: choose the mesh too, whatever `cfg.mesh` is.
       must_fit: refuse where nothing fits; otherwise choose what needs the least memory.
-      shape: the model, where `cfg.model` cannot say it.
 
     Raises:
       UserError: nothing is legal on so many GPUs, or nothing fits.
@@ -112,12 +109,12 @@ def choose_auto(
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     if not cfg.train.auto and not choose_mesh:
         return cfg, ""
-    search = _search(cfg, cluster, shape, choose_mesh=choose_mesh)
+    search = _search(cfg, cluster, choose_mesh=choose_mesh)
     if not search.counts["candidates"]:
-        raise _nothing_legal(cfg, cluster, shape, choose_mesh=choose_mesh)
+        raise _nothing_legal(cfg, cluster, choose_mesh=choose_mesh)
     fits = [candidate.formula for candidate in search.ranking]
     if must_fit and not fits:
-        raise _nothing_fits(cfg, cluster, search, shape, choose_mesh=choose_mesh)
+        raise _nothing_fits(cfg, cluster, search, choose_mesh=choose_mesh)
     run, why = _best(search, fits)
     chosen = configured(cfg, run) if choose_mesh else cfg
     chosen = with_changes(chosen, mesh=chosen.mesh, remat=run.remat, microbatches=run.microbatches)
@@ -127,24 +124,20 @@ def choose_auto(
     return chosen, f"{' '.join(words)} ({at_once}): by formula {why}"
 
 
-def _search(
-    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
-) -> Search:
+def _search(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> Search:
     """Rank what `cfg` leaves open by formula."""
-    search = Search(cfg, cluster, _choices(cfg, cluster, choose_mesh=choose_mesh), shape)
+    search = Search(cfg, cluster, _choices(cfg, cluster, choose_mesh=choose_mesh))
     search.predict()
     return search
 
 
-def _in_the_way(
-    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
-) -> str:
+def _in_the_way(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> str:
     """Say which values of `cfg`, as few as possible, to leave open so that something fits; empty if none help."""
     pinned_fields = [name for name in FREE if name not in cfg.train.auto]
     for count in range(1, len(pinned_fields) + 1):
         for names in itertools.combinations(pinned_fields, count):
             freed = with_changes(cfg, mesh=cfg.mesh, **{name: FREE[name] for name in names})
-            if _search(freed, cluster, shape, choose_mesh=choose_mesh).ranking:
+            if _search(freed, cluster, choose_mesh=choose_mesh).ranking:
                 return " and ".join(
                     f"train.{name}={FREE[name]!r} in place of {getattr(cfg.train, name)!r}"
                     for name in names
@@ -197,9 +190,7 @@ def _simplest(best: StepPrediction, safe: list[StepPrediction]) -> StepPredictio
     return min((s for s in safe if s.step_s <= EQUAL * best.step_s), key=place, default=best)
 
 
-def _nothing_fits(
-    cfg: Config, cluster: Cluster, search: Search, shape: ModelShape | None, *, choose_mesh: bool
-) -> UserError:
+def _nothing_fits(cfg: Config, cluster: Cluster, search: Search, *, choose_mesh: bool) -> UserError:
     """Say how much is missing, and with which open fields or which mesh it would fit."""
     assert search.closest is not None  # all candidates are misses
     need, run = search.closest
@@ -207,7 +198,7 @@ def _nothing_fits(
         return _host_is_short(run, cluster.gpu)
     name = "mesh" if choose_mesh else f"train.{cfg.train.auto[0]}"
     fix = "take more GPUs, or a smaller data.seq_len"
-    if values := _in_the_way(cfg, cluster, shape, choose_mesh=choose_mesh):
+    if values := _in_the_way(cfg, cluster, choose_mesh=choose_mesh):
         fix = f"give {values}, which is chosen then"
     elif not choose_mesh:
         with contextlib.suppress(UserError):
@@ -235,13 +226,11 @@ def _host_is_short(run: Run, gpu: Gpu) -> UserError:
     )
 
 
-def _nothing_legal(
-    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
-) -> UserError:
+def _nothing_legal(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> UserError:
     """Say why no candidate is legal: what the trainer's own check refuses, where it is that."""
     if choose_mesh:
         fix = "take another number of them, or another train.global_batch"
-        if values := _in_the_way(cfg, cluster, shape, choose_mesh=True):
+        if values := _in_the_way(cfg, cluster, choose_mesh=True):
             fix = f"give {values}, which is chosen then"
         return UserError(f"mesh='auto': none is legal on {cluster.num_gpus} GPUs; {fix}")
     train, mesh = cfg.train, cfg.mesh.resolve(cluster.num_gpus)

@@ -44,7 +44,7 @@ class StepPrediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation as `training/flops.py` counts it.
+        """Model FLOPs utilisation as `plan/flops.py` counts it.
 
         Causal attention is halved, recomputation not counted; the peak is that of `run.precision`.
         """
@@ -65,6 +65,23 @@ class StepPrediction:
         """Return the same step, `factor` times as long."""
         parts = {name: factor * seconds for name, seconds in self.parts.items()}
         return dataclasses.replace(self, step_s=factor * self.step_s, parts=parts)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], run: Run, gpu: Gpu) -> "StepPrediction":
+        """Return what `summary` returned of a compiled step of `run` on `gpu`."""
+        return cls(
+            run=run,
+            gpu=gpu,
+            source="compiled",
+            step_s=values["step_s"],
+            parts=values["time_s"],
+            peak_bytes=values["peak_bytes"],
+            host_bytes=values["host_bytes"],
+            workspace_bytes=values["workspace_bytes"],
+            one_stream_s=values["one_stream_s"],
+            side_by_side_s=values["side_by_side_s"],
+            contended_s=values["contended_s"],
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers as JSON has them; bytes and seconds on one GPU."""

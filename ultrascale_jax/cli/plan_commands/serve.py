@@ -30,7 +30,7 @@ from ultrascale_jax.launch.run_files import write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Assumptions):
+class Options(common.Options):
     """Options of `ultrascale plan serve`."""
 
     host: str = "127.0.0.1"
@@ -44,8 +44,9 @@ class Options(common.Assumptions):
     export: Annotated[Path | None, command_line.option("FILE")] = None
     """Write one HTML file that needs no server, with a grid of configurations around the command line's, and end."""
 
-    # The page has tables.
+    # The page has tables and figures.
     json: tyro.conf.Suppress[bool] = False
+    figure: tyro.conf.Suppress[Path | None] = None
 
 
 def main(argv: Sequence[str]) -> None:

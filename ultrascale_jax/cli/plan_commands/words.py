@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shlex
 from typing import Any
 
 from ultrascale_jax.cli import command_line
@@ -29,6 +30,11 @@ def words(recipe: str, cfg: Config) -> list[str]:
             before, after = getattr(default, section.name), getattr(cfg, section.name)
             found += command_line.changes(section.name, before, after, always)
     return found
+
+
+def train_command(recipe: str, cfg: Config) -> str:
+    """Return the command line that trains `cfg`."""
+    return shlex.join(["ultrascale", "train", *words(recipe, cfg)])
 
 
 def machine_words(options: Options) -> list[str]:

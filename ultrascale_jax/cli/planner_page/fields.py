@@ -172,7 +172,7 @@ class Asked:
     recipe: str
     cfg: Config
     """With the mesh as it was given, perhaps with an axis that takes the rest, and `auto` fields open."""
-    options: common.Assumptions
+    options: common.Options
     cluster: Cluster
 
     @property
@@ -191,7 +191,7 @@ class Bases:
     """The recipe of the command line."""
     cfg: Config
     """Its configuration, as the command line changes it."""
-    options: common.Assumptions
+    options: common.Options
     """The machine of the command line."""
 
     @property
@@ -222,14 +222,14 @@ class Bases:
         cfg, cluster = common.described(cfg, options)
         return Asked(recipe=recipe, cfg=cfg, options=options, cluster=cluster)
 
-    def _machine(self, state: State) -> common.Assumptions:
+    def _machine(self, state: State) -> common.Options:
         """Return the options that name the machine; another cluster brings its GPU, unless the state names one."""
         own = self.options
         gpu = state.get("gpu", None if "cluster" in state else own.gpu)
         require(gpu in (None, *GPUS, own.gpu), "gpu", gpu, f"choose one of {', '.join(GPUS)}")
         cluster = state.get("cluster", own.cluster) or None
         number = _number("gpus", state["gpus"]) if "gpus" in state else own.gpus
-        return common.Assumptions(gpus=number, gpu=gpu, cluster=cluster, plain_mlp=own.plain_mlp)
+        return common.Options(gpus=number, gpu=gpu, cluster=cluster)
 
 
 def rest_of(sizes: Mapping[str, int]) -> str:

@@ -3,8 +3,7 @@
 `breakdown` follows `train_step/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
 which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
 `docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
-in `pipeline_memory.py`. Plain feed-forward layers, which the trainer does not have, follow from theory. fp8 has been
-compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
+in `pipeline_memory.py`. fp8 has been compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,6 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
     OFFLOADED,
     POLICIES,
-    UNTRAINED,
     Choices,
     Space,
     configured,
@@ -33,7 +32,6 @@ from ultrascale_jax.plan.search.search_space import (
     enumerate_runs,
 )
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 from ultrascale_jax.units import GIB
 
 MARGIN = 0.85
@@ -100,20 +98,18 @@ class Search:
         cfg: Config,
         cluster: Cluster,
         choices: Choices | None = None,
-        shape: ModelShape | None = None,
     ):
         """Search for the model, batch and sequence length of `cfg` on `cluster`.
 
         Args:
           choices: what is pinned; of several global batches the one with the most tokens a second wins.
-          shape: the model, where `cfg.model` cannot say it.
         """
         self.cfg, self.cluster = cfg, cluster
         self.counts = dict.fromkeys(("candidates", "fits", "does not fit", NEEDLESS), 0)
         """Number of candidates, and of those pruned, by reason."""
         self._candidates: dict[Run, Candidate] = {}
         self._misses: list[tuple[int, Run]] = []
-        self._choices, self._shape = choices or {}, shape
+        self._choices = choices or {}
         self._space = Space()
         self._ratios: dict[Kind, list[float]] = {}
 
@@ -129,8 +125,8 @@ class Search:
 
     @property
     def _usable(self) -> bool:
-        """Whether something fits that may be recommended, or could be if the trainer had the model."""
-        return any(c.refusal in ("", UNTRAINED) for c in self._candidates.values())
+        """Whether something fits that may be recommended."""
+        return any(not c.refusal for c in self._candidates.values())
 
     def _parts(self) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
         """Return sizes of ep that share the experts equally, in a node and all; nothing for a model without."""
@@ -150,7 +146,7 @@ class Search:
         self, axes: list[str], choices: Choices, advance: Callable[[int, int], None]
     ) -> None:
         known = set(self._space.runs)
-        self._space = enumerate_runs(self.cfg, self.cluster, choices, axes, self._shape)
+        self._space = enumerate_runs(self.cfg, self.cluster, choices, axes)
         runs = [run for run in self._space.runs if run not in known]
         self.counts["candidates"] += len(runs)
         self.counts |= {f"illegal: {name}": n for name, n in self._space.illegal.items()}
@@ -193,7 +189,7 @@ class Search:
 
     def _candidate(self, run: Run, peak: int) -> Candidate:
         formula = estimate(run, self.cluster, peak_bytes=peak)
-        return Candidate(formula=formula, refusal=self._space.refusal or drawback(run))
+        return Candidate(formula=formula, refusal=drawback(run))
 
     def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
         """Compile `most` of those that may be recommended, and yield each before it is compiled.
@@ -275,6 +271,24 @@ class Search:
     def closest(self) -> tuple[int, Run] | None:
         """The run that needs the least memory of those that do not fit, and its bytes."""
         return min(self._misses, key=lambda miss: miss[0], default=None)
+
+    @property
+    def answer(self) -> str:
+        """The result in one line."""
+        winner, usable = self.winner, f"{self.usable_bytes / GIB:.1f} GiB"
+        if winner is not None:
+            unsure = f"; by formula, since it does not compile: {winner.failure}"
+            return f"best: {winner.run.label}{unsure if winner.failure else ''}"
+        if ranking := self.ranking:
+            why = ranking[0].refusal or "none that was compiled fits"
+            return f"none of those that fit by formula can be recommended: {why}"
+        if self.closest is None:
+            return "no candidate was tried"
+        need, run = self.closest
+        lacks = (
+            f"needs {need / GIB:.1f} GiB of the {usable} that one {self.cluster.gpu.name} can give"
+        )
+        return f"nothing fits: the closest, {run.label}, {lacks}; take more GPUs, or a shorter sequence"
 
     def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:
         """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""

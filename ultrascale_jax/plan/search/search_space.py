@@ -38,7 +38,6 @@ from ultrascale_jax.config import (
 from ultrascale_jax.plan.formulas.memory import fits_host
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
-from ultrascale_jax.training.model_shape import ModelShape
 
 STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 """Virtual stages that are tried; for the other schedules their own number."""
@@ -79,8 +78,6 @@ FIELDS = (
 )
 """Fields of a candidate that differ, and that can be pinned."""
 
-UNTRAINED = "this release trains no such model"
-
 type Choices = Mapping[str, Sequence[Any]]
 """A field of `FIELDS` to the values it may take; a field that is not named is free."""
 
@@ -114,8 +111,6 @@ class Space:
     """The candidates of one search and what was left out of it."""
 
     runs: list[Run] = field(default_factory=list)
-    refusal: str = ""
-    """Why this release trains none of them; empty if it does."""
     illegal: Counter[str] = field(default_factory=Counter)
     """Number of illegal combinations of the fields, by the field that is illegal."""
 
@@ -132,7 +127,6 @@ def enumerate_runs(
     cluster: Cluster,
     choices: Choices,
     axes: Sequence[str] = AXES,
-    shape: ModelShape | None = None,
 ) -> Space:
     """Yield every legal way to train the global batch of `cfg`, or those among the choices, on `cluster`.
 
@@ -141,12 +135,10 @@ def enumerate_runs(
       cluster: how many GPUs, and how many of them make a node.
       choices: what is pinned.
       axes: which others may be larger than 1.
-      shape: the model, where `cfg.model` cannot say it.
     """
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
     runs: list[Run] = []
     illegal: Counter[str] = Counter()
-    shape = shape or ModelShape.of(cfg.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was asked for
         for mesh in meshes(num_gpus, choices, axes):
@@ -160,13 +152,13 @@ def enumerate_runs(
             ):
                 try:
                     candidate = _candidate_config(cfg, mesh, work, schedule, moe=moe, cp=cp)
-                    run = Run.of(candidate, num_gpus, shape)
+                    run = Run.of(candidate, num_gpus)
                     _require_parts(run, choices)
                 except UserError as error:
                     illegal[str(error).partition("=")[0]] += 1
                 else:
                     runs += _variants(run, cfg, cluster, choices)
-    return Space(runs=runs, refusal="" if shape.gated else UNTRAINED, illegal=illegal)
+    return Space(runs=runs, illegal=illegal)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
