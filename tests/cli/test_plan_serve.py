@@ -71,7 +71,7 @@ def test_memory_and_time_are_those_of_the_command_lines_it_shows(answers, state,
     told = json.loads(capsys.readouterr().out)
     assert found["memory"] == {k: v for k, v in told.items() if k not in ("verb", "schema")}
 
-    cfg, options, cluster = common.parse(words[3:], "memory", common.Assumptions, "")
+    cfg, options, cluster = common.parse(words[3:], "memory", common.Options, "")
     run = Run.of(cfg, options.gpus)
     assert found["step"].items() >= estimate(run, cluster).summary().items()
     assert found["step"]["tokens"] == run.step_tokens == cfg.train.global_batch * run.seq_len

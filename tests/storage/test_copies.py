@@ -20,7 +20,7 @@ from ultrascale_jax.checkpoint.manager import Checkpoints, NothingLeft, SaveFail
 from ultrascale_jax.checkpoint.manifest import Unreadable
 from ultrascale_jax.checkpoint.run_metadata import describe, saved_config
 from ultrascale_jax.checkpoint.step_dirs import steps
-from ultrascale_jax.cli import inspect_checkpoint
+from ultrascale_jax.cli import inspect
 from ultrascale_jax.config import CheckpointConfig, LogConfig, UserError
 from ultrascale_jax.launch.events import Events, read_events
 from ultrascale_jax.storage.lock import StoreLock
@@ -327,10 +327,10 @@ def test_a_network_that_is_gone_is_no_damage(tmp_path, url, states, monkeypatch)
 
 
 def listed(*words):
-    """Return what inspect-checkpoint prints of these words, and its exit code."""
+    """Return what `inspect` prints of these words, and its exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            inspect_checkpoint.main(list(words))
+            inspect.main(list(words))
         except SystemExit as error:
             return out.getvalue(), error.code
     return out.getvalue(), 0
@@ -345,7 +345,7 @@ def test_copies_are_listed_verified_and_fetched_as_a_run(tmp_path, url, states):
     remote, name = largest(config(tmp_path, url), 2)
     content = remote.read(name)
     remote.write(name, bytes(len(content)))
-    out, code = listed(url, "--step", "2")
+    out, code = listed(url, "--checkpoint", "2")
     assert code == 1 and "DAMAGED" in out and "has other bytes" in out
     out, code = listed(url, "--fetch", f"{tmp_path}/one")
     assert code == 0 and f"{url}/2 is damaged" in out and "1" in out
@@ -353,9 +353,8 @@ def test_copies_are_listed_verified_and_fetched_as_a_run(tmp_path, url, states):
     cfg = saved_config(tmp_path / "one")
     _, params = load_params(tmp_path / "one", mesh())
     assert bits(params) == bits(states[1].params) and cfg.model == BASE.model
-    out, code = listed(f"{url}/none")
-    assert code == 1 and "there is no complete checkpoint" in out
-    with pytest.raises(UserError, match="--fetch out/first, then --init-from out/first"):
+    assert listed(f"{url}/none") == ("", 2)
+    with pytest.raises(UserError, match=r"--fetch DIR, then --train\.init-from DIR"):
         Source.parse(f"{url}@2")
 
 

@@ -336,7 +336,7 @@ def _check_form(known: Mapping[str, tuple], shapes: Groups) -> None:
         raise UserError(
             "the checkpoint holds other arrays than this run has:\n  "
             + "\n  ".join(changes[:8] + more)
-            + "\nno option makes them fit; put the model and the optimizer back, or choose another --run-dir"
+            + "\nno option makes them fit; put the model and the optimizer back, or choose another --log.run-dir"
         )
 
 
