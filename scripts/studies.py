@@ -198,7 +198,7 @@ def by_microbatches(scenario: Scenario) -> Figure:
             for lines, y in zip(
                 panels.values(), (step.peak_bytes / GIB, step.tokens_per_s_gpu), strict=True
             ):
-                point = Point(x=number, y=y, solid=step.fits, note=step.run.label)
+                point = Point(x=number, y=y, solid=step.may_fit, note=step.run.label)
                 lines.setdefault(f"recompute {remat}", []).append(point)
     return Lines(
         name="microbatches",
@@ -225,7 +225,7 @@ def fastest(scenario: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
         run = scenario.varied(mesh, sequences=sequences)
         if run is not None and run.global_batch == batch:
             found.append(scenario.estimated(run))
-    fitting = [step for step in found if step.fits] or found[:1]
+    fitting = [step for step in found if step.may_fit] or found[:1]
     return max(fitting, key=lambda step: step.tokens_per_s_gpu, default=None)
 
 
@@ -237,7 +237,7 @@ def step_parts(scenario: Scenario) -> Figure:
             if gpus % size == 0 and (
                 found := fastest(scenario, {axis: size, "fsdp": gpus // size})
             ):
-                label = f"{size}" + ("" if found.fits else "*")
+                label = f"{size}" + ("" if found.may_fit else "*")
                 bar = Bar(label=label, parts=dict(found.parts), note=found.run.label)
                 panels.setdefault(title, []).append(bar)
     run = scenario.run
@@ -281,7 +281,7 @@ def scaling(scenario: Scenario) -> Figure:
 def _axis_point(scenario: Scenario, axis: str, size: int) -> Point | None:
     if (found := fastest(scenario, {axis: size})) is None:
         return None
-    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.fits, note=found.run.label)
+    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.may_fit, note=found.run.label)
 
 
 def communication(scenario: Scenario) -> Figure:

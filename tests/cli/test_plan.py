@@ -48,7 +48,7 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     assert exposed == pytest.approx(sum(summary["exposed_s"].values()))
     assert summary["idle_s"] + sum(summary["busy_s"].values()) == pytest.approx(summary["step_s"])
     assert sum(summary["time_s"].values()) == pytest.approx(summary["step_s"])
-    assert (summary["schema"], summary["source"], summary["fits"]) == (1, "compiled", True)
+    assert (summary["schema"], summary["source"], summary["verdict"]) == (1, "compiled", "fits")
     tokens = 16 * 256 / 2  # global_batch and seq_len of the recipe
     assert summary["tokens_per_s_gpu"] == pytest.approx(tokens / summary["step_s"])
 

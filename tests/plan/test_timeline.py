@@ -696,7 +696,7 @@ def test_speed_is_that_of_the_run(precision, peak):
     assert found.mfu == pytest.approx(planned.step_flops / 8 / timeline.step_s / peak)
     assert found.parts["matrix products"] == timeline.busy_s["gemm"]
     assert sum(found.parts.values()) == pytest.approx(found.step_s)
-    assert found.peak_bytes == 3 and found.fits
+    assert found.peak_bytes == 3 and found.verdict == "fits"
 
 
 @pytest.mark.wide

@@ -113,12 +113,14 @@ class Options:
     """Options of a command that runs a recipe, beside the configuration."""
 
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
-    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: the fastest by formula
-    of all meshes that fit."""
+    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: what
+    `plan search` recommends by formula, with ZeRO stage, schedule, micro-batches and recomputation unless named."""
     fake_devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
     """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
+    named: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """The options that the command line has: what they set is not chosen."""
 
     def __post_init__(self):
         inside = self.fake_devices is None or 1 <= self.fake_devices <= MOST_FAKE_DEVICES
@@ -183,7 +185,7 @@ def parse[O: Options](
                 description=description,
                 default=_Command(options=options(), config=_with_named_parts(default, arguments)),
             )
-            return command.config, command.options
+            return command.config, dataclasses.replace(command.options, named=named(arguments))
 
         cfg, chosen = made(default)
         if cfg.train.init_from:
@@ -300,9 +302,11 @@ def checked(
     Raises `UserError` as `Config.check` and `choose_auto` do.
     """
     from ultrascale_jax.plan.auto import choose_auto
+    from ultrascale_jax.plan.search.search_space import named_choices
 
     choose_mesh = options.mesh == "auto"
-    cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=must_fit)
+    fixed = named_choices(cfg, options.named, cluster.num_gpus)
+    cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=must_fit)
     if why:
         tell(why)
     return cfg.check(cluster.num_gpus)
@@ -492,6 +496,13 @@ def _split_recipe(argv: Sequence[str]) -> tuple[str, list[str]]:
     if argv and not argv[0].startswith("-"):
         return argv[0], list(argv[1:])
     return DEFAULT_RECIPE, list(argv)
+
+
+def named(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the options in `arguments`, as errors spell them; a mesh that is to be chosen is none."""
+    options = [a.partition("=")[0].removeprefix("--") for a in arguments if a.startswith("--")]
+    names = dict.fromkeys(option.replace("-", "_") for option in options)
+    return tuple(name for name in names if name != "mesh" or _mesh_argument(arguments) != "auto")
 
 
 def _mesh_argument(arguments: Sequence[str]) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, Verdict, by_formula, by_program
 from ultrascale_jax.plan.workload import Run
 
 SCHEMA = 1
@@ -51,10 +52,18 @@ class StepPrediction:
         return self.run.mfu(self.step_s, self.gpu)
 
     @property
-    def fits(self) -> bool:
-        """Whether the GPU has the memory for peak and workspaces together, and the host for what is offloaded."""
-        held = self.peak_bytes + self.workspace_bytes
-        return held <= self.gpu.usable_bytes and self.fits_host
+    def verdict(self) -> Verdict:
+        """Whether the GPU has the memory, and the host for what is offloaded."""
+        if not self.fits_host:
+            return DOES_NOT_FIT
+        if self.source == "compiled":
+            return by_program(self.peak_bytes, self.workspace_bytes, self.gpu.usable_bytes)
+        return by_formula(self.peak_bytes, self.gpu.usable_bytes)
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it fits, or may."""
+        return self.verdict != DOES_NOT_FIT
 
     @property
     def fits_host(self) -> bool:
@@ -102,5 +111,5 @@ class StepPrediction:
             "workspace_bytes": self.workspace_bytes,
             "usable_bytes": self.gpu.usable_bytes,
             "usable_host_bytes": self.gpu.usable_host_bytes,
-            "fits": self.fits,
+            "verdict": self.verdict,
         }

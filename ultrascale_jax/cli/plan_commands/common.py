@@ -14,6 +14,7 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
+from ultrascale_jax.plan.search.search_space import named_choices
 from ultrascale_jax.units import whole_number
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -99,7 +100,8 @@ def choose_open(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config
     """
     choose_mesh = options.mesh == "auto"
     with output.working("choosing what the command line leaves open"):
-        return choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=False)
+        fixed = named_choices(cfg, options.named, options.gpus)
+        return choose_auto(cfg, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=False)
 
 
 def tell(why: str) -> None:

@@ -23,7 +23,8 @@ from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import line, table, wrap
 from ultrascale_jax.plan.search.ranking import LONG, Search
-from ultrascale_jax.plan.search.search_space import configured
+from ultrascale_jax.plan.search.search_space import configured, named_choices
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, by_formula
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB, decimal
 
@@ -137,7 +138,9 @@ class GuideReport:
                 made.add_row(row["way"], "", "", f"not possible: {row['illegal']}")
                 continue
             over = row["peak_bytes"] / self.usable_bytes
-            verdict = "fits" if row["fits"] else f"ruled out: {over:,.2f} times what a GPU can give"
+            verdict = row["verdict"]
+            if verdict == DOES_NOT_FIT:
+                verdict = f"ruled out: {over:,.2f} times what a GPU can give"
             sizes = (f"{row[name] / GIB:,.1f}" for name in ("peak_bytes", "activation_bytes"))
             made.add_row(row["way"], *sizes, verdict)
         return made
@@ -218,7 +221,7 @@ def explain(
     """
     tokens = training_tokens(cfg, options)
     fit = ladder(cfg, cluster, options)
-    found = Search(cfg, cluster, pinned(fit))
+    found = Search(cfg, cluster, named_choices(cfg, options.named, options.gpus))
     if search.predict(found, tell):
         raise SystemExit(common.INTERRUPTED)
     fix = search.illegal(found, options.gpus)
@@ -294,12 +297,8 @@ def _memory(
         }
     living = sum(size for name, size in held.parts.items() if name.startswith("activations"))
     sizes = {"peak_bytes": held.peak_bytes, "activation_bytes": living}
-    return run | sizes | {"fits": held.peak_bytes <= cluster.gpu.usable_bytes, "illegal": ""}
-
-
-def pinned(fit: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """Return the ZeRO stages that step 1 left; 0 is that of a mesh which splits nothing."""
-    return {"zero": tuple(sorted({0, 3, *(row["zero"] for row in fit if row["fits"])}))}
+    verdict = by_formula(held.peak_bytes, cluster.gpu.usable_bytes)
+    return run | sizes | {"verdict": verdict, "illegal": ""}
 
 
 def batch(cfg: Config, cluster: Cluster, best: StepPrediction | None) -> dict[str, Any]:
@@ -335,7 +334,7 @@ def throughput(found: Search) -> list[dict[str, Any]]:
         mesh = candidate.run.mesh
         way = next((w for axis, w in WAYS.items() if getattr(mesh, axis) > 1), DATA)
         row = {"way": way, "verdict": verdict} | candidate.best.summary()
-        if candidate.best.fits:
+        if candidate.best.may_fit:
             first.setdefault(way, row)
     return list(first.values())
 

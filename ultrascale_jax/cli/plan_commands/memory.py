@@ -5,7 +5,9 @@ what limits each operation of a layer, arithmetic or device memory (roofline); -
 """
 
 import contextlib
+import dataclasses
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,6 +18,8 @@ from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.report.memory import MemoryReport
+from ultrascale_jax.plan.search.search_space import pinned
+from ultrascale_jax.plan.verdict import FITS, Verdict
 from ultrascale_jax.plan.workload import Run
 
 
@@ -47,19 +51,39 @@ def find_hint(
     """Find the options of a faster run that fits, or of any, and its bytes; ("", 0) without one.
 
     Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, then with one of
-    other `meshes`.
+    other `meshes`, and with smaller moments.
     """
-    own = with_changes(cfg, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
-    tries = [(own, False)]
-    if not memory.fits(Run.of(cfg, options.gpus), cluster.gpu):
-        sharded = with_changes(own, mesh=cfg.mesh, zero=3)
-        tries += [(sharded, False), *([(sharded, True)] if meshes else [])]
-    for tried, choose_mesh in tries:
+    unsure = "", 0
+    for tried, choose_mesh in _tries(
+        cfg, memory.verdict(Run.of(cfg, options.gpus), cluster.gpu), meshes
+    ):
+        fixed = pinned(tried)
         with warnings.catch_warnings(), contextlib.suppress(UserError):
             warnings.simplefilter("ignore")
-            found, _ = choose_auto(tried, cluster, choose_mesh=choose_mesh)
-            peak = memory.breakdown(Run.of(found, options.gpus)).peak_bytes
-            if peak <= cluster.gpu.usable_bytes:
-                mesh = [] if found.mesh == cfg.mesh else ["--mesh", found.mesh.text]
-                return " ".join(mesh + command_line.changes("train", cfg.train, found.train)), peak
-    return "", 0
+            found, _ = choose_auto(tried, cluster, choose_mesh=choose_mesh, fixed=fixed)
+            run = Run.of(found, options.gpus)
+            mesh = [] if found.mesh == cfg.mesh else ["--mesh", found.mesh.text]
+            words = mesh + command_line.changes("train", cfg.train, found.train)
+            words += command_line.changes("optim", cfg.optim, found.optim)
+            hint = " ".join(words), memory.breakdown(run).peak_bytes
+            if memory.verdict(run, cluster.gpu) == FITS:
+                return hint
+            unsure = unsure if unsure[0] else hint
+    return unsure
+
+
+def _tries(cfg: Config, verdict: Verdict, meshes: bool) -> Iterator[tuple[Config, bool]]:
+    """Yield configurations to complete, and whether their mesh is open too."""
+    own = with_changes(cfg, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
+    yield own, False
+    if verdict == FITS:
+        return
+    sharded = with_changes(own, mesh=cfg.mesh, zero=3)
+    smaller = [sharded]
+    if cfg.optim.name == "adamw":
+        optim = dataclasses.replace(cfg.optim, moment_dtype="bfloat16_stochastic")
+        smaller.append(dataclasses.replace(sharded, optim=optim))
+    for tried in smaller:
+        yield tried, False
+        if meshes:
+            yield tried, True

@@ -1,6 +1,7 @@
 """Find the mesh, micro-batch, ZeRO stage and recomputation that train the model fastest: `ultrascale plan search`.
 
-Formulas rank every legal configuration; the best few are compiled and timed. --fixed pins what is settled already.
+Formulas rank every legal configuration; the best few are compiled and timed. What the command line sets, as --mesh or
+--train.zero, stays; --fixed takes several values.
 """
 
 import json
@@ -25,6 +26,7 @@ from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.search import SearchReport
 from ultrascale_jax.plan.search.ranking import Evaluate, NotCompiled, Search
+from ultrascale_jax.plan.search.search_space import named_choices
 from ultrascale_jax.plan.workload import Run
 
 
@@ -50,8 +52,8 @@ def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "search", Options, __doc__)
     recipe = recipe_of(argv)
     with command_line.user_errors():
-        choices = {} if options.fixed is None else parse_choices("fixed", options.fixed)
-        _require_free(cfg, command_line.load_recipe(recipe))
+        choices = named_choices(cfg, options.named, options.gpus)
+        choices |= {} if options.fixed is None else parse_choices("fixed", options.fixed)
         search = Search(cfg, cluster, choices)
         interrupted = run(search, compiler(recipe, options), options.compile)
         some = search.counts["candidates"] > 0 or interrupted
@@ -70,19 +72,6 @@ def main(argv: list[str]) -> None:
         raise SystemExit(common.INTERRUPTED)
     if report.best_command is None:
         raise SystemExit(1)
-
-
-def _require_free(cfg: Config, recipe: Config) -> None:
-    """Raise a `UserError` if the command line sets a field that the search chooses."""
-    fix = "the search chooses it; pin it by --fixed, as --fixed fsdp=8,zero=3,microbatches=4"
-    require(cfg.mesh == recipe.mesh, "mesh", cfg.mesh.text, fix)
-    for name in ("zero", "microbatches"):
-        value = getattr(cfg.train, name)
-        require(value == getattr(recipe.train, name), f"train.{name}", value, fix)
-    fix = "the search chooses it; pin it by --fixed, as --fixed pp=4,schedule=interleaved"
-    for name in ("virtual", "stash", *(() if cfg.pp.from_file else ("schedule",))):
-        value = getattr(cfg.pp, name)
-        require(value == getattr(recipe.pp, name), f"pp.{name}", value, fix)
 
 
 def predict(search: Search, tell: output.Tell) -> bool:

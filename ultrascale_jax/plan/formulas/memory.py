@@ -30,6 +30,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, Verdict, by_formula
 from ultrascale_jax.plan.workload import Run
 
 
@@ -233,9 +234,11 @@ def timeline(run: Run) -> list[tuple[str, int]]:
     ]
 
 
-def fits(run: Run, gpu: Gpu) -> bool:
-    """Return whether `run` needs no more than what is usable of `gpu`, and of its host."""
-    return breakdown(run).peak_bytes <= gpu.usable_bytes and fits_host(run, gpu)
+def verdict(run: Run, gpu: Gpu) -> Verdict:
+    """Say whether `run` fits `gpu`, and its host what it offloads."""
+    if not fits_host(run, gpu):
+        return DOES_NOT_FIT
+    return by_formula(breakdown(run).peak_bytes, gpu.usable_bytes)
 
 
 def fits_host(run: Run, gpu: Gpu) -> bool:

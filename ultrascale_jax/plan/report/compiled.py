@@ -144,7 +144,7 @@ class CompiledReport:
         made = Table("memory of one GPU", unit)
         for name, size in self.memory.items():
             made.add_row(name, f"{size / count:.2f}")
-        usable = f"usable: the peak {'fits' if self.prediction.fits else 'does not fit'}"
+        usable = f"usable: the peak {self.prediction.verdict}"
         made.add_row(usable, f"{self.prediction.gpu.usable_bytes / count:.2f}")
         return made
 

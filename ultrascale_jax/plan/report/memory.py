@@ -16,6 +16,14 @@ from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.report.layout import limit, line, wrap
 from ultrascale_jax.plan.report.mesh import MeshReport
 from ultrascale_jax.plan.report.roofline import RooflineReport
+from ultrascale_jax.plan.verdict import (
+    DOES_NOT_FIT,
+    FITS,
+    SETTLES,
+    UNSURE,
+    Verdict,
+    by_formula,
+)
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
 
@@ -64,10 +72,11 @@ class MemoryReport:
         return int(sum(self.parts.values()))
 
     @property
-    def fits(self) -> bool:
+    def verdict(self) -> Verdict:
         """Whether the GPU and its host have the memory."""
-        fits_host = self.host_bytes <= self.gpu.usable_host_bytes
-        return self.peak_bytes <= self.gpu.usable_bytes and fits_host
+        if self.host_bytes > self.gpu.usable_host_bytes:
+            return DOES_NOT_FIT
+        return by_formula(self.peak_bytes, self.gpu.usable_bytes)
 
     @property
     def in_flight(self) -> float:
@@ -92,7 +101,7 @@ class MemoryReport:
             "usable_bytes": self.gpu.usable_bytes,
             "host_bytes": self.host_bytes,
             "usable_host_bytes": self.gpu.usable_host_bytes,
-            "fits": self.fits,
+            "verdict": self.verdict,
             "hint": self.hint,
             "hint_bytes": self.hint_bytes,
         } | sections
@@ -135,11 +144,18 @@ class MemoryReport:
         space = self.gpu.usable_bytes - self.peak_bytes
         host = self.gpu.usable_host_bytes - self.host_bytes
         hint = f"{self.hint} ({units.size(self.hint_bytes)})"
-        if self.fits:
-            more = f"; there is room for {hint}" if self.hint else ""
-            return f"fits, {units.size(space)} left{more}"
-        nothing = "no mesh, micro-batch, ZeRO stage or recomputation is enough"
+        if self.verdict == FITS:
+            room = f"; there is room for {hint}" if self.hint else ""
+            return f"fits, {units.size(space)} left{room}"
         short = [f"{units.size(-space)} short"] if space < 0 else []
+        if self.verdict == UNSURE:
+            left = short[0] if short else f"{units.size(space)} left"
+            safe = f"; fits for certain: {hint}" if self.hint else ""
+            return f"unsure, {left} by formula: {SETTLES}{safe}"
+        nothing = (
+            "no other mesh, micro-batch, ZeRO stage, recomputation or type of the moments is enough; `plan search` "
+            "tries pipeline schedules too"
+        )
         short += [f"{units.size(-host)} of the host's memory short"] if host < 0 else []
         return f"does not fit, {' and '.join(short)}; {f'try {hint}' if self.hint else nothing}"
 

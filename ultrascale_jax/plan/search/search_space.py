@@ -12,12 +12,13 @@ Tokens travel to experts in the recipe's way; where ep spans nodes, once to each
 heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
 """
 
+import copy
 import dataclasses
 import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -174,6 +175,34 @@ def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
     return {name: (value,) for name, value in own.items() if name not in cfg.train.auto}
 
 
+OPTIONS = {
+    "zero": "train.zero",
+    "remat": "train.remat",
+    "microbatches": "train.microbatches",
+    "schedule": "pp.schedule",
+    "virtual_stages": "pp.virtual",
+    "stash": "pp.stash",
+    "a2a_groups": "moe.a2a_groups",
+    "ulysses": "cp.ulysses",
+}
+"""A field of `FIELDS` to the option that sets it."""
+
+
+def named_choices(cfg: Config, names: Collection[str], num_gpus: int) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that a command line named, by its options `names`, as choices of one value each.
+
+    Of the mesh those are all axes (`mesh`), or one (`mesh.tp`). Raises `UserError` for a mesh of other GPUs.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for field_name, option in OPTIONS.items():
+        section, _, name = option.partition(".")
+        if option in names and name not in cfg.train.auto:
+            found[field_name] = (getattr(getattr(cfg, section), name),)
+    axes = AXES if "mesh" in names else [axis for axis in AXES if f"mesh.{axis}" in names]
+    sizes = cfg.mesh.resolve(num_gpus).sizes if axes else {}
+    return found | {axis: (sizes[axis],) for axis in axes}
+
+
 def configured(cfg: Config, run: Run) -> Config:
     """Return `cfg` changed to what makes the trainer run `run`."""
     pp = cfg.pp
@@ -296,7 +325,15 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
         if run.mesh.pp == 1 or "offload" not in remat:  # which `Config.check` refuses
-            yield dataclasses.replace(run, stash=stash, remat=remat)
+            yield _variant(run, stash, remat)
+
+
+def _variant(run: Run, stash: str, remat: str) -> Run:
+    """Return `run` with another stash and policy; its sizes, which take long to check, stay."""
+    made = copy.copy(run)
+    object.__setattr__(made, "stash", stash)
+    object.__setattr__(made, "remat", remat)
+    return made
 
 
 def _require_parts(run: Run, choices: Choices) -> None:
