@@ -31,7 +31,7 @@ TINY = "debug --data.source synthetic --data.seq-len 64 --train.global-batch 8 -
 def opened(words):
     cfg, _ = command_line.parse(words.split(), prog="test", options=train.Options)
     cfg = cfg.check(8)
-    return open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None)
+    return open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None)
 
 
 def random(tree):

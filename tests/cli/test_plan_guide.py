@@ -38,9 +38,9 @@ def test_the_best_is_that_of_plan_search(found, capsys):
     own = answer(capsys, "search", *RUN, "--compile", "0", "--top", "1", "--fixed", "zero=0,1,2,3")
     assert found["command"] == own["command"]
     best, *slower = found["throughput"]
-    assert (best["step_s"], best["verdict"]) == (own["rows"][0]["step_s"], "best")
+    assert (best["step_s"], best["why"]) == (own["rows"][0]["step_s"], "best")
     assert {row["way"] for row in slower} >= {"with matrices split", "with a pipeline"}
-    assert all(row["step_s"] > best["step_s"] and "slower" in row["verdict"] for row in slower)
+    assert all(row["step_s"] > best["step_s"] and "slower" in row["why"] for row in slower)
 
 
 def test_the_bill_follows_from_the_step(found):

@@ -16,8 +16,8 @@ from ultrascale_jax.plan.search.ranking import Search
 
 ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
 ROW = {
-    *("label", "mesh", "sequences", "microbatches", "zero", "remat", "schedule", "peak_gib"),
-    *("step_s", "tokens_per_s_gpu", "mfu", "source", "verdict", "command"),
+    *("label", "mesh", "sequences", "microbatches", "zero", "remat", "schedule", "peak_bytes"),
+    *("step_s", "tokens_per_s_gpu", "mfu", "source", "verdict", "why", "command"),
 }
 
 
@@ -41,7 +41,7 @@ def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
     assert result["counts"]["candidates"] > 1000
     assert all(set(row) >= ROW and row["source"] == "formula" for row in result["rows"])
     best = result["rows"][0]
-    assert best["verdict"] == "best" and best["command"] == result["command"]
+    assert best["why"] == "best" and best["command"] == result["command"]
     cfg = trained(result["command"]).check(8)
     sizes = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
     assert sizes == best["mesh"]
@@ -70,7 +70,7 @@ def test_fixed_fields_stay(capsys):
     assert result["schema"] == 1
     for row in result["rows"]:
         assert sum(row["time_s"].values()) == pytest.approx(row["step_s"])
-        assert row["peak_bytes"] / 2**30 == row["peak_gib"] and row["gpus"] == 8
+        assert row["verdict"] in ("fits", "unsure", "does not fit") and row["gpus"] == 8
     assert {(row["zero"], row["remat"]) for row in result["rows"]} == {(3, "full")}
 
 
@@ -183,7 +183,7 @@ def test_the_best_are_compiled(capsys):
     arguments = ["search", "debug", "--gpus", "2", "--compile", "1", "--fixed", "pp=1"]
     result = answer(capsys, *arguments)
     compiled = [row for row in result["rows"] if row["source"] == "compiled"]
-    assert compiled[0]["verdict"] == "best" and compiled[0]["peak_gib"] > 0
+    assert compiled[0]["why"] == "best" and compiled[0]["peak_bytes"] > 0
 
 
 @pytest.mark.parametrize(

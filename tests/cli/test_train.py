@@ -65,15 +65,14 @@ def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_pat
             sys.executable,
             "-m",
             "scripts.train",
-            "debug",
+            "tests.faults.faulty",
             "--log.run-dir",
             str(tmp_path),
-            "--faults",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"ULTRASCALE_FAULT": "exception@1@0"},
+        env=os.environ | {"FAULTS": "exception@1@0", "FAULTY_RECIPE": "debug"},
     )
     _, err = process.communicate(timeout=120)
     assert process.returncode == 70, err

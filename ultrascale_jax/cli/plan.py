@@ -11,9 +11,11 @@ All but `serve` have --json, one object with a schema number, and --figure FILE.
 """
 
 import importlib
+import types
 from collections.abc import Sequence
 
 from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import require
 
 VERBS = ("memory", "search", "schedule", "guide", "compile", "serve")
@@ -28,4 +30,15 @@ def main(argv: Sequence[str]) -> None:
     verb = arguments.pop(0) if arguments else ""
     with command_line.user_errors():
         require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
-    importlib.import_module(f"ultrascale_jax.cli.plan_commands.{verb}").main(arguments)
+    module_of(verb).main(arguments)
+
+
+def module_of(verb: str) -> types.ModuleType:
+    """Import the module of a verb."""
+    package = "web" if verb == "serve" else "cli.plan_commands"
+    return importlib.import_module(f"ultrascale_jax.{package}.{verb}")
+
+
+def verbs() -> dict[str, type]:
+    """Return the options of each verb."""
+    return {verb: getattr(module_of(verb), "Options", common.Options) for verb in VERBS}

@@ -1,6 +1,5 @@
 """Train a model: `ultrascale train [RECIPE] [--mesh fsdp=4,tp=2] [--section.field VALUE ...]`."""
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -11,10 +10,12 @@ from typing import Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
-from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace_tables
+from ultrascale_jax.cli import command_line, convert_hf, devices, generate, output, trace_tables
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
+from ultrascale_jax.launch.run_files import METRICS
 from ultrascale_jax.launch.sigterm import SigtermListener
 
 WORTH_READING = 200
@@ -37,8 +38,6 @@ class Options(command_line.JobOptions):
         ),
     ] = None
     """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
-    faults: command_line.Flag = False
-    """Let the environment variable ULTRASCALE_FAULT make things go wrong on purpose."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,6 +64,7 @@ the options change single fields of it."""
 
 def main(argv: Sequence[str]) -> None:
     follow_supervisor(os.environ)
+    watchdog.limit("start")
     # From here on: a signal that comes before the first step stops the run before it.
     with SigtermListener():
         cfg, options = command_line.parse(
@@ -110,14 +110,11 @@ def report_profile(run_dir: str) -> None:
 
 def look_back(run_dir: str) -> str:
     """Return the loss of a run that is done as a chart of characters, and what to try next."""
-    from ultrascale_jax.dashboard.series import RunMetrics
     from ultrascale_jax.figures.text import line_chart
+    from ultrascale_jax.training.metrics import read_rows
 
-    metrics = RunMetrics(Path(run_dir))
-    metrics.update()
-    columns = metrics.steps.columns
-    points = zip(columns.get("step", ()), columns.get("loss", ()), strict=True)
-    points = [point for point in points if math.isfinite(point[1])]
+    rows = read_rows(Path(run_dir) / METRICS)
+    points = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     steps, losses = zip(*points, strict=True) if points else ((), ())
     commands = {
         f"watch {run_dir}": "every metric on a page of the browser",
@@ -180,7 +177,6 @@ def run(cfg: Config, options: Options) -> dict:
 
     from ultrascale_jax.cli import kernel_check
     from ultrascale_jax.launch import distributed
-    from ultrascale_jax.launch.faults import FaultPlan
     from ultrascale_jax.sharding.mesh import make_mesh
     from ultrascale_jax.training.loop import train
 
@@ -195,11 +191,8 @@ def run(cfg: Config, options: Options) -> dict:
         if jax.process_index() == 0:
             say(job)
         distributed.check_devices(launch, options.dist)
-        cfg = command_line.on_devices(cfg, options, say)
+        cfg = devices.on_devices(cfg, options, say)
         if not _bring_back(cfg) and cfg.train.init_from:
             _bring_tokenizer(cfg)
-        faults = FaultPlan.none()
-        if options.faults:
-            faults = FaultPlan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))
         mesh = make_mesh(cfg.mesh)
-        return train(cfg, mesh, profile=options.profile_steps, faults=faults)
+        return train(cfg, mesh, profile=options.profile_steps)

@@ -132,7 +132,7 @@ class GuideReport:
         return Group(*(line(part) if isinstance(part, str) else part for part in parts))
 
     def _fit(self) -> Table:
-        made = table(("way",), ("GiB", "activations GiB"), ("verdict",))
+        made = table(("way",), ("GiB", "of it activations"), ("verdict",))
         for row in self.fit:
             if row["peak_bytes"] is None:
                 made.add_row(row["way"], "", "", f"not possible: {row['illegal']}")
@@ -166,7 +166,7 @@ class GuideReport:
                 continue
             numbers = (f"{row['peak_bytes'] / GIB:.1f}", f"{row['step_s']:.3g}")
             speed = (f"{row['tokens_per_s_gpu']:,.0f}", f"{row['mfu']:.1%}")
-            made.add_row(row["way"], row["label"], *numbers, *speed, row["verdict"])
+            made.add_row(row["way"], row["label"], *numbers, *speed, row["why"])
         return made
 
     def _bill(self) -> Table:
@@ -330,10 +330,10 @@ def _sharing(sequences: int, cluster: Cluster) -> str:
 def throughput(found: Search) -> list[dict[str, Any]]:
     """Return the fastest mesh of each kind, and why it lost to the best."""
     first: dict[str, dict[str, Any]] = {}
-    for candidate, verdict in found.rows(10**6)["the best of each mesh"]:
+    for candidate, why in found.rows(10**6)["the best of each mesh"]:
         mesh = candidate.run.mesh
         way = next((w for axis, w in WAYS.items() if getattr(mesh, axis) > 1), DATA)
-        row = {"way": way, "verdict": verdict} | candidate.best.summary()
+        row = {"way": way, "why": why} | candidate.best.summary()
         if candidate.best.may_fit:
             first.setdefault(way, row)
     return list(first.values())
@@ -342,7 +342,7 @@ def throughput(found: Search) -> list[dict[str, Any]]:
 def changes(found: Search) -> list[dict[str, Any]]:
     """Return what other micro-batches, ZeRO stages and recomputation do on the best mesh."""
     rows = found.rows(1)["one change to the best"][:CHANGES]
-    return [{"way": "", "verdict": verdict} | c.best.summary() for c, verdict in rows]
+    return [{"way": "", "why": why} | c.best.summary() for c, why in rows]
 
 
 def bill(step: StepPrediction, cluster: Cluster, tokens: int, options: Options) -> Bill:

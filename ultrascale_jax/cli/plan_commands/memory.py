@@ -63,8 +63,10 @@ def find_hint(
             found, _ = choose_auto(tried, cluster, choose_mesh=choose_mesh, fixed=fixed)
             run = Run.of(found, options.gpus)
             mesh = [] if found.mesh == cfg.mesh else ["--mesh", found.mesh.text]
-            words = mesh + command_line.changes("train", cfg.train, found.train)
-            words += command_line.changes("optim", cfg.optim, found.optim)
+            words = list(mesh)
+            for section in ("train", "optim", "moe", "cp"):
+                before, after = getattr(cfg, section), getattr(found, section)
+                words += command_line.changes(section, before, after)
             hint = " ".join(words), memory.breakdown(run).peak_bytes
             if memory.verdict(run, cluster.gpu) == FITS:
                 return hint

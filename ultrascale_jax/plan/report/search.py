@@ -41,7 +41,8 @@ class Row:
     """Of the compiled program, or by formula and corrected."""
     correction: float
     """By which the formula's time was multiplied."""
-    verdict: str
+    why: str
+    """Why it lost, or that it is the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class SearchReport:
         """List the `top` best meshes, one change to the best, and what nearly fits."""
         rows = []
         for section, candidates in search.rows(top).items():
-            for candidate, verdict in candidates:
+            for candidate, why in candidates:
                 factor = 1.0 if candidate.compiled else search.correction(candidate.run)
                 step = candidate.best.scaled(factor)
                 rows.append(
@@ -78,7 +79,7 @@ class SearchReport:
                         candidate=candidate,
                         step=step,
                         correction=factor,
-                        verdict=verdict,
+                        why=why,
                     )
                 )
         return cls(search=search, recipe=recipe, rows=rows, command=command, complete=complete)
@@ -114,7 +115,6 @@ class SearchReport:
         cfg = configured(self.search.cfg, run)
         return row.step.summary() | {
             "section": row.section,
-            "peak_gib": row.step.peak_bytes / GIB,
             "mesh": {axis: size for axis, size in run.mesh.sizes.items() if size > 1},
             "sequences": run.sequences,
             "global_batch": run.global_batch,
@@ -126,7 +126,7 @@ class SearchReport:
             "correction": row.correction,
             "command": self.command(cfg),
             "chosen": chosen(cfg),
-            "verdict": row.verdict,
+            "why": row.why,
         }
 
     def __rich_console__(
@@ -154,7 +154,7 @@ class SearchReport:
                 section = row.section
                 made.add_section()
                 made.add_row(f"[bold]{section}[/bold]")
-            made.add_row(*(self._wide(row) if wide else _narrow(row)), row.verdict)
+            made.add_row(*(self._wide(row) if wide else _narrow(row)), row.why)
         return made
 
     def _wide(self, row: Row) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def _narrow(row: Row) -> tuple[str, ...]:
 def _numbers(row: Row) -> tuple[str | float, ...]:
     step = row.step
     numbers = (step.peak_bytes / GIB, step.step_s, step.tokens_per_s_gpu, step.mfu)
-    return (step.run.label, *numbers, step.source, row.verdict)
+    return (step.run.label, *numbers, step.source, row.why)
 
 
 def chosen(cfg: Config) -> dict[str, Any]:

@@ -347,7 +347,8 @@ class Search:
 
     def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:
         """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""
-        ranking, best = self.ranking, self.winner
+        best = self.winner
+        ranking = ([best] if best else []) + [c for c in self.ranking if c is not best]
         near = [miss for miss in self._misses if miss[0] <= NEAR * self.usable_bytes]
         missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.token_s)
         sections = {
