@@ -11,13 +11,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, devices
 from ultrascale_jax.config import Config, UserError
 from ultrascale_jax.launch.events import say
 
 if TYPE_CHECKING:
     from ultrascale_jax.cli.doctor_checks import Finding
     from ultrascale_jax.launch.cluster import Launch
+
+Options = command_line.JobOptions
 
 GPU_S, CPU_S = 60.0, 240.0
 """Seconds that checks of several processes may take."""
@@ -27,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     cfg, options = command_line.parse(
         argv,
         prog="ultrascale doctor",
-        options=command_line.JobOptions,
+        options=Options,
         description=__doc__ or "",
     )
     launch = options.join()
@@ -52,7 +54,7 @@ def _findings(
         yield from checks.of_all([*early, checks.hosts(launch)])
     notes: list[str] = []
     try:
-        cfg = command_line.on_devices(cfg, options, notes.append)
+        cfg = devices.on_devices(cfg, options, notes.append)
     except UserError as error:
         yield checks.Finding("FAIL", "recipe", str(error))
         yield checks.Finding("NOTE", "run directory and links", "not tried, because of this FAIL")

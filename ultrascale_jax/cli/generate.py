@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
-from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli import command_line, devices, output
 from ultrascale_jax.cli.models import (
     huggingface_config,
     kept_tokenizer,
@@ -201,13 +201,13 @@ def texts(options: Options) -> Iterator[str]:
 
     if options.fake_devices is not None:
         command_line.use_fake_devices(options.fake_devices)
-    devices = find_devices()
+    present = find_devices()
     if options.mesh is None:
-        mesh = make_mesh(MeshConfig(fsdp=1), devices[:1])
+        mesh = make_mesh(MeshConfig(fsdp=1), present[:1])
     else:
         wanted = MeshConfig.parse(options.mesh)
         if options.fake_devices is None:
-            command_line.require_devices(wanted, len(devices))
+            devices.require_devices(wanted, len(present))
         mesh = make_mesh(wanted)
     with output.working(f"loading {options.model}"):
         cfg, params = loaded(options, mesh)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, devices
 from ultrascale_jax.cli.convert_hf import known_context
 from ultrascale_jax.config import (
     Config,
@@ -131,7 +131,7 @@ def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config,
     else:
         wanted = MeshConfig.parse(options.mesh)
         if options.fake_devices is None:
-            command_line.require_devices(wanted, count)
+            devices.require_devices(wanted, count)
     sizes = wanted.resolve(count)
     length = options.seq_len or cfg.data.seq_len
     fix = f"is longer than the {positions} positions that the model knows; use fewer"

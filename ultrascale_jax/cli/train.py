@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
-from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace_tables
+from ultrascale_jax.cli import command_line, convert_hf, devices, generate, output, trace_tables
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events, say
@@ -191,7 +191,7 @@ def run(cfg: Config, options: Options) -> dict:
         if jax.process_index() == 0:
             say(job)
         distributed.check_devices(launch, options.dist)
-        cfg = command_line.on_devices(cfg, options, say)
+        cfg = devices.on_devices(cfg, options, say)
         if not _bring_back(cfg) and cfg.train.init_from:
             _bring_tokenizer(cfg)
         mesh = make_mesh(cfg.mesh)
