@@ -259,7 +259,7 @@ def plan(options: Options, chance: random.Random) -> str:
 def arguments(options: Options, run_dir: Path, recipe: str) -> list[str]:
     """Return the command line of a process of the run."""
     given = [recipe, "--log.run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
-    given += ["--train.steps", str(options.steps), "--train.eval-every", "0", "--sample", "0"]
+    given += ["--train.steps", str(options.steps), "--train.eval-every", "0"]
     given += ["--checkpoint.every", str(options.save_every)]
     return [*given, "--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
 
