@@ -220,7 +220,7 @@ def test_a_file_or_folder_that_belongs_to_another_user_is_one_line_and_exit_code
 
     def start():
         with command_line.user_errors():
-            with open_run(cfg, mesh_of(cfg), hooks=(), profile=None, faults=None) as opened:
+            with open_run(cfg, mesh_of(cfg), hooks=(), profile=None) as opened:
                 assert opened.step == 2
 
     start()
@@ -289,7 +289,7 @@ def test_scripts_refuse_a_run_whose_config_was_bent_in_one_line(
             if script == "generate":
                 generate.main([str(folder), "--prompt", "a", "--num-tokens", "1"])
             else:
-                convert_hf.main(["export", str(folder), str(tmp_path / "out")])
+                convert_hf.main([str(folder), str(tmp_path / "out")])
     except SystemExit as stop:
         code = stop.code
     said = capsys.readouterr().err

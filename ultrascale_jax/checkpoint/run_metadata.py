@@ -23,7 +23,7 @@ The places of the data and the tokenizer may change, as long as the tokens in th
 later stage of the data or of the batch may change too: the fingerprint is of what was read, which stays the same.
 """
 
-FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.")
+FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.", "train.lowering")
 """Fields that a resumed run may change silently."""
 
 NO_DATA = "no data yet, tokenizer "
@@ -144,7 +144,7 @@ def saved_config(run_dir: Path) -> Config:
     fix = "holds no config.json; give the run directory of a training run"
     require(path.is_file(), "run_dir", str(run_dir), fix)
     values = read_json(path)
-    fix = f"is a Hugging Face checkpoint; make a run of it: ultrascale convert-hf import {run_dir} RUN_DIR"
+    fix = f"is a Hugging Face checkpoint; make a run of it: ultrascale train finetune --train.init-from hf:{run_dir}"
     require("model_type" not in values, "run_dir", str(run_dir), fix)
     return config_from_dict(values)
 

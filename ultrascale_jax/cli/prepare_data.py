@@ -25,18 +25,14 @@ lists of messages as above. Without `prompt` it is what both begin with. Each ma
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import shlex
 import sys
 import tempfile
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,24 +55,17 @@ from ultrascale_jax.data.documents import (
 from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture, source_of
 from ultrascale_jax.data.remote_shards import upload_shards
+from ultrascale_jax.data.tokenizing import Tokenized, Work, load_tokenizer, tokenize
 from ultrascale_jax.storage.cache import cache_folder, name_of
 from ultrascale_jax.storage.remote import Remote, RemoteFile, asking, is_url, matching
-
-GROUP_BYTES = 1 << 20
-"""Text that a process tokenizes at once."""
 
 ROWS = {**dict.fromkeys(JSON_LINES, read_rows), ".parquet": read_parquet_rows}
 """Reader of the rows of a file that may hold conversations and pairs."""
 
-Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
-"""Tokens of a group of documents end to end, their lengths, their hashes, and of chat data which tokens are answers."""
-
-load_tokenizer = functools.cache(tokenizer.load_tokenizer)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
-    """Turn documents into token shards for `data.source=tokens:DIR`."""
+class Options:
+    """Options of `ultrascale prepare-data`."""
 
     input: str
     """Path, or pattern of files, also s3://BUCKET/DIR/* and hf://datasets/OWNER/NAME/DIR/*: .jsonl, .ndjson and .json
@@ -126,12 +115,18 @@ class Args:
         return "preferences" if self.preferences else "chat" if self.chat else "text"
 
     @property
+    def work(self) -> Work:
+        """Return how texts become tokens: by the trained tokenizer, or else the given one."""
+        name = str(self.folder / "tokenizer.json") if self.train_bpe else self.tokenizer
+        return Work(name, self.special_tokens, self.kind)
+
+    @property
     def unit(self) -> int:
         """Documents that a row makes, which a shard holds together."""
         return 2 if self.preferences else 1
 
 
-def prepare(args: Args) -> shards.Index:
+def prepare(args: Options) -> shards.Index:
     """Write the shards and return their index; `ValueError` for bad input, or shards of other input or settings."""
     command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
@@ -168,7 +163,7 @@ def prepare(args: Args) -> shards.Index:
         return index
 
 
-def require_writable(args: Args) -> None:
+def require_writable(args: Options) -> None:
     """Refuse an `out` where nothing can be written, without making it."""
     out = str(args.out)
     if is_url(out):
@@ -187,7 +182,7 @@ def require_writable(args: Args) -> None:
 
 
 @contextlib.contextmanager
-def writing(args: Args) -> Iterator[None]:
+def writing(args: Options) -> Iterator[None]:
     """Turn an error of the disk inside the block into a `UserError` that names `out`."""
     try:
         yield
@@ -200,7 +195,7 @@ def writing(args: Args) -> Iterator[None]:
         ) from None
 
 
-def inputs(args: Args) -> Sequence[File]:
+def inputs(args: Options) -> Sequence[File]:
     """The files that the pattern matches, in order, without those that an earlier run wrote."""
     name = args.input.removeprefix("hf:").partition(":")[0]
     fix = f"write the files of the dataset: hf://datasets/{name}/**/*.parquet, or a folder's: {name}/*"
@@ -229,7 +224,7 @@ def first_row(path: File) -> Any:
     return next((row for _, row, _ in reader(path)), None) if reader else None
 
 
-def renderer(args: Args) -> Callable[[Any], str] | None:
+def renderer(args: Options) -> Callable[[Any], str] | None:
     """The function that makes marked text of a row of conversations or preference pairs; none for text."""
     fix = "is for conversations, and preferences for pairs; give one of them"
     require(not (args.chat and args.preferences), "chat", True, fix)
@@ -263,7 +258,7 @@ def day(date: str) -> datetime | None:
         raise UserError(f"date={date!r}: write it as 2025-01-31") from None
 
 
-def open_index(args: Args, paths: Sequence[File], progress: Progress) -> shards.Index:
+def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shards.Index:
     """The index of the run before up to its first shard that is not whole, or a new one."""
     fix = "has shards made with other settings; remove it or choose another --out"
     found = None
@@ -301,13 +296,14 @@ def open_index(args: Args, paths: Sequence[File], progress: Progress) -> shards.
     return found
 
 
-def chosen_tokenizer(args: Args) -> tokenizer.Tokenizer:
+def chosen_tokenizer(args: Options) -> tokenizer.Tokenizer:
     """Load the trained tokenizer, or else the given one."""
-    name = str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
-    return load_tokenizer(name, args.special_tokens)
+    return load_tokenizer(args.work.tokenizer, args.special_tokens)
 
 
-def skip_documents(args: Args, index: shards.Index, number: int, documents: Iterator[str]) -> None:
+def skip_documents(
+    args: Options, index: shards.Index, number: int, documents: Iterator[str]
+) -> None:
     """Pass over the rows of a finished shard, and check that it was made of them."""
     made_of, _ = shards.read_documents(args.folder, index, number)
     name = shards.shard_name(number)
@@ -319,7 +315,7 @@ def skip_documents(args: Args, index: shards.Index, number: int, documents: Iter
 
 
 def write_shards(
-    args: Args,
+    args: Options,
     index: shards.Index,
     documents: Iterator[str],
     progress: Progress,
@@ -327,7 +323,6 @@ def write_shards(
     """Write the shards after those of `index`, and the index after each; nothing before the first is complete."""
     pending: list[Tokenized] = []
     size = 0
-    rate = TokenRate(progress)
     writer = shards.IndexWriter(args.folder, index)
 
     def finish_shard() -> None:
@@ -339,19 +334,20 @@ def write_shards(
             copy_tokenizer(args)
             shard = shards.write_shard(args.folder, number, tokens, *joined, answers)
             writer.add(shard)
-        rate.tell(shards.shard_name(number), int(shard["tokens"]))
+        words = f"{shards.shard_name(number)}: {int(shard['tokens']):,} tokens"
+        progress.console.print(words, soft_wrap=True, highlight=False)
 
-    for group in tokenize(args, documents):
-        while group[1].size:
-            ends = np.cumsum(group[1])
+    for group in tokenize(args.work, documents, args.workers):
+        while group.lengths.size:
+            ends = np.cumsum(group.lengths)
             fit = int(np.searchsorted(ends, args.shard_tokens - size, side="right"))
             fit -= fit % args.unit
             fit = max(fit, 0 if pending else args.unit)  # of one that is longer than a shard
             if fit:
-                pending.append(documents_of(group, 0, fit))
+                pending.append(group.part(0, fit))
                 size += int(ends[fit - 1])
-            group = documents_of(group, fit, ends.size)
-            if group[1].size:
+            group = group.part(fit, ends.size)
+            if group.lengths.size:
                 finish_shard()
                 pending, size = [], 0
     if pending:
@@ -362,15 +358,7 @@ def write_shards(
     return shards.load_index(args.folder)
 
 
-def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
-    """The documents `first` to `last` (exclusive) of a group."""
-    tokens, lengths, hashes, counted = group
-    begin, end = int(lengths[:first].sum()), int(lengths[:last].sum())
-    counted = None if counted is None else counted[begin:end]
-    return tokens[begin:end], lengths[first:last], hashes[first:last], counted
-
-
-def tell_quoted(args: Args, progress: Progress) -> None:
+def tell_quoted(args: Options, progress: Progress) -> None:
     """Print which names of special tokens are text in the messages."""
     used = chosen_tokenizer(args)
     if isinstance(used, tokenizer.JsonTokenizer) and used.quoted:
@@ -380,7 +368,7 @@ def tell_quoted(args: Args, progress: Progress) -> None:
         progress.console.print(words, soft_wrap=True, markup=False, highlight=False)
 
 
-def copy_tokenizer(args: Args) -> None:
+def copy_tokenizer(args: Options) -> None:
     """Copy a tokenizer that was given, its settings and its chat template beside the shards."""
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.tokenizer == "bytes":
@@ -390,71 +378,6 @@ def copy_tokenizer(args: Args) -> None:
     for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE)):
         if other.exists():
             shards.write_atomic(args.folder / other.name, other.read_bytes())
-
-
-class TokenRate:
-    """Says after each shard how fast tokens are made, and when the input will be done."""
-
-    def __init__(self, progress: Progress):
-        self._progress, self._begun, self._tokens = progress, time.monotonic(), 0
-
-    def tell(self, name: str, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / (time.monotonic() - self._begun)
-        task = self._progress.tasks[-1]
-        words = [f"{name}: {tokens:,} tokens", f"{rate:,.0f} tokens/s"]
-        if task.total:
-            words.append(f"{task.percentage:.0f}% of the input")
-        if task.time_remaining:
-            words.append(f"{timedelta(seconds=round(task.time_remaining))} left")
-        self._progress.console.print(", ".join(words), soft_wrap=True, highlight=False)
-
-
-def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
-    """The documents tokenized by several processes, in the order of the documents."""
-    waiting: deque[Future[Tokenized]] = deque()
-    with ProcessPoolExecutor(
-        args.workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=use_one_thread,
-    ) as pool:
-        for texts in groups(documents):
-            waiting.append(pool.submit(tokenize_group, args, texts))
-            if len(waiting) > 2 * args.workers:  # bounds the text that is held
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def use_one_thread() -> None:
-    """The processes are the parallelism: the tokenizer of each must not start threads as well."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def tokenize_group(args: Args, texts: list[str]) -> Tokenized:
-    """Work of one process: a group of documents, or of rendered chat or pairs."""
-    own, kind = chosen_tokenizer(args), args.kind
-    hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
-    if kind == "preferences":
-        hashes = np.repeat(hashes, 2)
-        texts = [part for text in texts for part in text.split(preferences.NEXT)]
-    if kind != "text":
-        tokens, lengths, answers = chat.encode_conversations(own, texts)
-        return tokens, lengths, hashes, answers
-    return *tokenizer.encode_documents(own, texts), hashes, None
-
-
-def groups(documents: Iterator[str]) -> Iterator[list[str]]:
-    """Documents in lists of about `GROUP_BYTES` characters."""
-    group, size = [], 0
-    for text in documents:
-        group.append(text)
-        size += len(text)
-        if size >= GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def read_documents(
@@ -509,7 +432,7 @@ def read_rendered(path: File, render: Callable[[Any], str]) -> Iterator[tuple[st
 def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale prepare-data"
-        args = command_line.read(Args, argv, prog=prog, description=__doc__ or "")
+        args = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         index = prepare(args)
         if is_url(str(args.out)):
             upload_shards(args.folder, str(args.out))
@@ -518,6 +441,6 @@ def main(argv: Sequence[str]) -> None:
     count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
     print(f"{args.out}: {tokens:,} tokens of {count} in {index.shards.size} shards")
     words = ["--data.source", source_of(str(args.out)), "--data.tokenizer", name]
-    if args.special_tokens != Args.special_tokens:
+    if args.special_tokens != Options.special_tokens:
         words += ["--data.special-tokens", args.special_tokens]
     print(shlex.join([*words, "--model.vocab-size", str(index.vocab_size)]))

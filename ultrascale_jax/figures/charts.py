@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, check_numbers, grid, legend, number
+from ultrascale_jax.figures.figure import Figure, check_numbers, grid, legend, number, resize
 from ultrascale_jax.figures.palette import INK, MARKERS, PAPER, SERIES, colours, is_variable
 
 CLIP = 2.5
@@ -104,6 +104,9 @@ class Areas(Figure):
             if len(row) != len(self.starts):
                 raise ValueError(f"{len(row)} sizes of {len(self.starts)} points")
 
+    height = 4.2
+    """Height of the picture in inches."""
+
     @property
     def peak(self) -> int:
         """The column with the highest stack."""
@@ -112,7 +115,7 @@ class Areas(Figure):
 
     def paint(self, canvas: Any) -> None:
         (ax,) = grid(canvas, 1, 3.6, 1)
-        canvas.set_size_inches(10.5, 4.2)
+        resize(canvas, 10.5, self.height)
         largest = {part: max(row) for part, row in self.parts.items()}
         least = INVISIBLE * max(largest.values(), default=0.0)
         look = colours([part for part, size in largest.items() if size > least])
