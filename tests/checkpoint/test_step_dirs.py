@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ultrascale_jax.checkpoint.manifest import Damaged
+from ultrascale_jax.checkpoint.step_dirs import Damaged
 from ultrascale_jax.checkpoint.step_dirs import (
     METADATA,
     check_path,

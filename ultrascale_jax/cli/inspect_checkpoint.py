@@ -1,7 +1,7 @@
 """List a run's checkpoints, and check that they are what was saved: `ultrascale inspect-checkpoint RUN_DIR`.
 
-Lists step, size, age, versions and mesh of the run that saved it, and its state. Without --verify only names and sizes
-of files are compared with the manifest. Exit code 1: one is damaged or cannot be read, or there is none.
+Lists step, size, age, versions and mesh of the run that saved it, and its state. Without --verify only the metadata is
+read. Exit code 1: one is damaged or cannot be read, or there is none.
 """
 
 import tempfile
@@ -13,14 +13,13 @@ from typing import Annotated
 
 import tyro
 
-from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import Copies, fetch_run
-from ultrascale_jax.checkpoint.manifest import Damaged, Unreadable
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import (
     METADATA,
+    Damaged,
     check_path,
-    check_stores,
+    files,
     metadata,
     quarantined,
     steps,
@@ -29,8 +28,7 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.config import AXES, UserError, require
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
-from ultrascale_jax.storage.cache import fetch
-from ultrascale_jax.storage.remote import RemoteError, is_url
+from ultrascale_jax.storage.remote import is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +40,31 @@ class Options:
     step: Annotated[int | None, command_line.option("N", "all")] = None
     """Look at this one only, and verify it."""
     verify: command_line.Flag = False
-    """Read every byte: by the manifest, or where there is none by the arrays' fingerprints, which takes a device."""
+    """Restore the arrays on one device and compare their fingerprints."""
     arrays: command_line.Flag = False
     """List the arrays with type, shape and fingerprint."""
     fetch: Annotated[str | None, command_line.option("DIR")] = None
-    """Of a URL: fetch the checkpoint of --step, or the newest, as a new run directory, and verify it."""
+    """Of a URL: fetch the checkpoint of --step, or the newest, as a new run directory."""
 
 
 def state(place: Path, *, verify: bool) -> str:
     """Describe the checkpoint at `place` in a few words. Raises `Damaged`."""
-    meta = metadata(place)
-    check_stores(place)
-    if manifest.check(place, contents=verify):
-        return "verified" if verify else "complete"
+    files(place)
+    metadata(place)
     if not verify:
-        return "no manifest"
-    from ultrascale_jax.checkpoint.load_params import check_arrays
+        return "complete"
+    from ultrascale_jax.checkpoint import load_params
     from ultrascale_jax.launch.distributed import find_devices
 
     find_devices()
-    check_arrays(place, meta)
-    return "arrays verified, no manifest"
+    load_params.verify(place)
+    return "verified"
 
 
 def line(place: Path, words: str, num_bytes: int | None = None) -> str:
     """Return one row of the list: the checkpoint's own metadata, as far as it can be read, and its state."""
     try:
-        found = sum(manifest.files(place).values()) if num_bytes is None else num_bytes
+        found = sum(files(place).values()) if num_bytes is None else num_bytes
         size = f"{found / 1e6:,.1f} MB"
     except (Damaged, OSError):
         size = "?"
@@ -100,7 +96,7 @@ def list_folder(options: Options) -> bool:
                 words = state(place, verify=verify)
         except Damaged as error:
             damaged, words = True, f"DAMAGED: {error}"
-        except (Unreadable, OSError) as error:
+        except (UserError, OSError) as error:
             damaged, words = True, f"CANNOT BE READ: {error}"
         print(printable(line(place, words)))
         if options.arrays and not words.startswith(("DAMAGED", "CANNOT")):
@@ -113,45 +109,25 @@ def list_folder(options: Options) -> bool:
 
 
 def list_copies(options: Options) -> bool:
-    """List copies in object storage as `list_folder` does; to verify one reads it once through this host."""
+    """List copies in object storage as `list_folder` does, by their metadata, names and sizes."""
     copies, damaged = Copies(options.run_dir), False
-    there, aside = copies.steps()
+    there = copies.steps()
     fix = f"{copies.url} holds the steps {there}"
     require(options.step is None or options.step in there, "step", options.step, fix)
     for step in there if options.step is None else [options.step]:
         with tempfile.TemporaryDirectory() as folder:
-            place, size = Path(folder) / str(step), None
+            place, num_bytes, words = Path(folder) / str(step), None, "complete"
             try:
                 place = copies.fetch_metadata(step, Path(folder))
-                content, sizes = copies.manifest(step)
-                size, words = sum(sizes.values()), "complete"
-                if options.verify or options.step is not None:
-                    _verify(copies, step, content, sizes, place / "file")
-                    words = "verified"
-            except RemoteError:
-                raise
-            except UserError as error:
+                num_bytes = sum(copies.sizes(step).values())
+            except Damaged as error:
                 damaged, words = True, f"DAMAGED: {error}"
-            print(printable(line(place, words, size)))
+            print(printable(line(place, words, num_bytes)))
             if options.arrays and not words.startswith("DAMAGED"):
                 print_arrays(place)
-    for name in aside if options.step is None else ():
-        print(printable(f"{name:>8} was put aside as damaged"))
     if not there:
         print(printable(f"there is no complete checkpoint in {copies.url}"))
     return bool(there) and not damaged
-
-
-def _verify(
-    copies: Copies, step: int, content: bytes, sizes: dict[str, int], scratch: Path
-) -> None:
-    """Read every file of a copy once, as the file `scratch`. Raises `UserError` where one is not in the manifest."""
-    with output.working(f"reading step {step}") as tell:
-        for name, (_, sha256) in manifest.parse(content).items():
-            tell(f"reading {step}/{name}")
-            size = sizes[name]
-            fetch(copies.remote, f"{step}/{name}", scratch, size=size, sha256=sha256)
-            scratch.unlink()
 
 
 def print_arrays(place: Path) -> None:
@@ -166,6 +142,8 @@ def main(argv: Sequence[str]) -> None:
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         remote = is_url(options.run_dir)
         require(remote or not options.fetch, "fetch", options.fetch, "needs the URL of copies")
+        fix = "needs the checkpoints on a disk: give --fetch DIR as well"
+        require(not (remote and options.verify and not options.fetch), "verify", True, fix)
         if options.fetch:
             folder = Path(options.fetch)
             fix = "exists; name a new folder"

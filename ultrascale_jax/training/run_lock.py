@@ -28,7 +28,7 @@ def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Ca
             try:
                 locks.append(stack.enter_context(RunLock(run_dir)))
                 if store:
-                    locks.append(stack.enter_context(StoreLock(store)))
+                    locks.append(stack.enter_context(StoreLock(store, run_dir)))
             except UserError as error:
                 passes = error.exit_code == NotNow.exit_code
                 problem, not_now = (None, str(error)) if passes else (str(error), None)
