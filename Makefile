@@ -1,4 +1,4 @@
-# `make` sets up .venv, and again only when pyproject.toml has changed. `make train ARGS="debug --devices 8"` passes ARGS on.
+# `make` sets up .venv, and again only when pyproject.toml has changed. `make train ARGS="debug --fake-devices 8"` passes ARGS on.
 
 BIN := .venv/bin
 ARGS ?=
@@ -44,7 +44,7 @@ FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \
 test-faults: .venv/.installed-dev
 	$(PYTEST) -n 2 --dist load -m "" $(ARGS) $(FAULTS)
 
-# Bugs on purpose, each of which a test must notice; docs/mutants.md. Not in CI.
+# Bugs on purpose, each of which a test must notice; CONTRIBUTING.md. Not in CI.
 mutants: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.mutants $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Tiny, and every axis can divide it by 8: for trying meshes with `--devices 8` on a laptop."""
+"""Tiny, and every axis can divide it by 8: for trying meshes with `--fake-devices 8` on a laptop."""
 
 from ultrascale_jax.config import (
     Config,

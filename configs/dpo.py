@@ -1,4 +1,4 @@
-"""Preference optimisation (DPO) of a chat model that exists: `--init-from` replaces the model here.
+"""Preference optimisation (DPO) of a chat model that exists: `--train.init-from` replaces the model here.
 
 The rate is for all parameters; adapters (`--train.lora rank=16`) stand ten times that. A row holds as many pairs as
 fit, each with both answers, and the prompt before either.

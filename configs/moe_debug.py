@@ -1,4 +1,4 @@
-"""Tiny, with 8 experts and all that a layer of them can have: for trying meshes, `ep` too, with `--devices 8`."""
+"""Tiny, with 8 experts and all that a layer of them can have: for trying meshes, `ep` too, with `--fake-devices 8`."""
 
 from ultrascale_jax.config import (
     Config,

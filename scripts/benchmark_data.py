@@ -5,7 +5,7 @@
 
 It makes FOLDER, unless it is there, with documents of random lengths around `--mean` whose tokens are zeros. With
 `--sparse` the token files are holes and the shards share the documents of 1,000, so any number takes little disk. Then
-`--processes` processes open it as a run does and read batches; docs/benchmarks/data.md has the figures.
+`--processes` processes open it as a run does and read batches; docs/benchmarks/README.md has the figures.
 """
 
 import argparse

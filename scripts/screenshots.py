@@ -27,7 +27,7 @@ COLOURS = 256
 RATES = ("1e-3", "3e-3")
 """Learning rates of the runs on the live page."""
 
-TRAINING = "moe_debug --devices 2 --train.steps 100 --train.eval-every 20 --sample 300"
+TRAINING = "moe_debug --fake-devices 2 --train.steps 100 --train.eval-every 20 --sample 300"
 
 
 def take(url: str, name: str, height: int, width: int = WIDTH) -> None:
@@ -75,7 +75,7 @@ def watch() -> None:
     for rate in RATES:
         if not (WORK / f"out/lr_{rate}/checkpoints/100").exists():
             ultrascale(
-                "train", *TRAINING.split(), "--optim.lr", rate, "--run-dir", f"out/lr_{rate}"
+                "train", *TRAINING.split(), "--optim.lr", rate, "--log.run-dir", f"out/lr_{rate}"
             )
     ultrascale("watch", "out", "--export", "runs.html")
     take((WORK / "runs.html").as_uri(), "watch", 1780)

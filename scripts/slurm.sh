@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train on a SLURM cluster, one supervisor a node and one process a GPU:
 #
-#     sbatch --nodes 4 scripts/slurm.sh llama3_8b --mesh fsdp=32 --run-dir /shared/out/llama3_8b
+#     sbatch --nodes 4 scripts/slurm.sh llama3_8b --mesh fsdp=32 --log.run-dir /shared/out/llama3_8b
 #
 # What ends, and what goes on by itself:
 # - A process that dies or hangs: the supervisors (`ultrascale launch`) start all processes again on the same nodes, from

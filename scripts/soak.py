@@ -176,7 +176,7 @@ class Soak:
 
     def _launch(self) -> subprocess.Popen:
         planned = plan(self._options, self._random)
-        return launch(self._options, self._run_dir, "--faults", US_FAULT=planned)
+        return launch(self._options, self._run_dir, "--faults", ULTRASCALE_FAULT=planned)
 
     def _strike(self, kind: str, step: int) -> int:
         """Do it; the step from which the run must get on before the next one."""
@@ -244,7 +244,7 @@ class Soak:
 
 
 def plan(options: Options, chance: random.Random) -> str:
-    """Plan faults from inside, in the words of `US_FAULT`; the run itself leaves out those that have struck."""
+    """Plan faults from inside, in the words of `ULTRASCALE_FAULT`; the run itself leaves out those that have struck."""
     faults = []
     for turn in range(1, 100):
         step, kind = turn * options.inside_every, INSIDE[turn % len(INSIDE)]
@@ -257,7 +257,7 @@ def plan(options: Options, chance: random.Random) -> str:
 
 def arguments(options: Options, run_dir: Path) -> list[str]:
     """Return the command line of a process of the run."""
-    given = [options.recipe, "--run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
+    given = [options.recipe, "--log.run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
     given += ["--train.steps", str(options.steps), "--train.eval-every", "0", "--sample", "0"]
     given += ["--checkpoint.every", str(options.save_every)]
     return [*given, "--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]

@@ -62,7 +62,7 @@ def test_its_corpus_becomes_shards_and_its_recipe_is_planned_and_checked(tmp_pat
             run(*words)
         if "--train-bpe" in words:
             runpy.run_path("tokenizer.py")
-        if words[0] == "train" and "--init-from" not in words:
+        if words[0] == "train" and "--train.init-from" not in words:
             cfg, _ = command_line.parse(words[1:], prog="test", options=train.Options)
             trained.append(cfg.check(8).mesh.text)
     assert trained == ["pp=2,fsdp=2,sp=2", "fsdp=4,tp=2"]

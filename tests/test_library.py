@@ -110,7 +110,8 @@ def test_the_pipeline_of_a_toy_model_has_the_gradients_of_plain_jax():
 @pytest.mark.slow
 def test_attention_over_a_split_sequence_is_dense_attention():
     names: dict = {}
-    exec(compile(examples(CONTEXT)[1], str(CONTEXT), "exec"), names)
+    (source,) = examples(CONTEXT)
+    exec(compile(source, str(CONTEXT), "exec"), names)
     qkv = [np.asarray(names[name]) for name in ("q", "k", "v")]
     documents, order = names["documents"], names["order"]
     out = dense_attention(*qkv, np.zeros_like(qkv[0]), segment_ids=documents).out
@@ -119,12 +120,6 @@ def test_attention_over_a_split_sequence_is_dense_attention():
     for name in ("dq", "dk", "dv"):
         want = getattr(expected, name)[:, order]
         np.testing.assert_allclose(names[name], want, atol=1e-5 * np.abs(want).max(), rtol=0)
-
-
-def test_dealt_rows_of_packed_documents_are_less_uneven(capsys):
-    exec(compile(examples(CONTEXT)[0], str(CONTEXT), "exec"), {})
-    natural, dealt = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
-    assert 1 < dealt < 1.1 < natural
 
 
 @pytest.mark.slow

@@ -143,10 +143,10 @@ def test_a_change_of_pyproject_installs_again_into_the_same_environment(checkout
 
 def test_every_target_runs_what_there_is_in_the_environment_and_passes_args_on(checkout):
     for target in ("train", "test", "test-fast", "test-all", "test-faults", "soak", "bench"):
-        commands = make(checkout, target, "ARGS=debug --devices 8").splitlines()
+        commands = make(checkout, target, "ARGS=debug --fake-devices 8").splitlines()
         words = shlex.split(" ".join(commands))
         assert words[:3] == ["JAX_PLATFORMS=cpu", ".venv/bin/python", "-m"], target
-        assert " ".join(commands).count(" debug --devices 8") == len(commands), target
+        assert " ".join(commands).count(" debug --fake-devices 8") == len(commands), target
         for module in (words[i + 2] for i, word in enumerate(words) if word == ".venv/bin/python"):
             assert importlib.util.find_spec(module), (target, module)
         places = [word for word in words if word.startswith("tests")]

@@ -4,8 +4,8 @@
     pipelines   with the simulated seconds of a step and those by formula, 15 to 60 s a row; prints how memory and
                 compile time grow with the micro-batches, --figure draws it
     experts     with the seconds of a step that wait for communication; prints the table of
-                docs/benchmarks/h100_experts.md. `layers` are dense ones + those with experts
-    context     the same for long sequences; prints the table of docs/benchmarks/h100_context.md
+                docs/benchmarks/h100.md. `layers` are dense ones + those with experts
+    context     the same for long sequences; prints the table of docs/benchmarks/h100.md
 
 The rows of docs/planning/NAME.csv are the runs: a new one is a line without figures. Compiles the training step of each
 for H100s that are not there, writes XLA's bytes, and prints the formulas' errors. Rows that FILE has with their bytes

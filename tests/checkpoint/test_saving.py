@@ -339,7 +339,7 @@ def test_a_question_that_is_not_answered_is_not_waited_for_twice():
 
 def test_what_time_does_not_mend_is_not_tried_again(tmp_path, monkeypatch):
     """Row 12: a file in the folder's place, under a supervisor."""
-    monkeypatch.setenv("US_ATTEMPT", "1")
+    monkeypatch.setenv("ULTRASCALE_ATTEMPT", "1")
     (tmp_path / "checkpoints").touch()
     with pytest.raises(UserError, match="is not a folder") as refused:
         Checkpoints(in_folder(tmp_path))
@@ -353,7 +353,7 @@ def test_a_disk_that_is_full_at_a_restart_is_tried_again(
 ):
     """Row 11: a supervisor gives up for ever after exit code 2."""
     if supervised:
-        monkeypatch.setenv("US_ATTEMPT", "1")
+        monkeypatch.setenv("ULTRASCALE_ATTEMPT", "1")
     with pytest.raises(OSError, match="No space"), open(small_disk / "b", "wb", 0) as file:
         while file.write(bytes(1 << 16)):
             pass

@@ -74,7 +74,7 @@ def test_underscores_and_dashes_are_the_same():
     assert parse("debug", "--train.global_batch", "8") == parse(
         "debug", "--train.global-batch", "8"
     )
-    assert parse("debug", "--run_dir", "out/x") == parse("debug", "--run-dir", "out/x")
+    assert parse("debug", "--log.run_dir", "out/x") == parse("debug", "--log.run-dir", "out/x")
 
 
 def test_fields_of_a_part_that_the_recipe_has_are_there():
@@ -184,18 +184,18 @@ def test_the_host_of_a_job_is_the_least_of_its_processes_and_of_what_copies_take
     assert told[0].startswith("nothing is offloaded: copying to the host failed (")
 
 
-def test_run_dir_devices_and_profile_are_options_of_the_run():
-    cfg, options = parse("--run-dir", "out/x", "--devices", "8", "--profile", "10:13")
+def test_run_dir_fake_devices_and_profile_are_options_of_the_run():
+    cfg, options = parse("--log.run-dir", "out/x", "--fake-devices", "8", "--profile", "10:13")
     assert cfg.log.run_dir == "out/x"
-    assert (options.devices, options.profile_steps) == (8, (10, 13))
+    assert (options.fake_devices, options.profile_steps) == (8, (10, 13))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--train.steps", "0"], "error: train.steps=0: must be at least 1\n"),
-        (["--devices", "0"], "error: devices=0: must be from 1 to 4096\n"),
-        (["--devices", "5000"], "error: devices=5000: must be from 1 to 4096\n"),
+        (["--fake-devices", "0"], "error: fake_devices=0: must be from 1 to 4096\n"),
+        (["--fake-devices", "5000"], "error: fake_devices=5000: must be from 1 to 4096\n"),
         (["--optim.lr", "1e400"], "error: optim.lr=inf: must be 0, or of a size from 1.2e-38 to 3"),
         (["--optim.lr", "1e39"], "error: optim.lr=1e+39: must be 0, or of a size from 1.2e-38 to"),
         (["--model.norm-eps", "-1e-5"], "error: model.norm_eps=-1e-05: must not be negative\n"),
@@ -225,18 +225,21 @@ def test_run_dir_devices_and_profile_are_options_of_the_run():
             "error: recipe='ultrascale_jax.config': must expose",
         ),
         (["--mesh", "auto", "--mesh.sp", "2"], "error: mesh='auto': chooses every axis; leave out"),
-        (["--print-config", "--devices", "8", "--mesh", "tp=3"], "error: mesh='tp=3': the sizes"),
+        (
+            ["--print-config", "--fake-devices", "8", "--mesh", "tp=3"],
+            "error: mesh='tp=3': the sizes",
+        ),
         (["--pp.schedule", "gpipe"], "error: pp.schedule='gpipe': must be one of afab, 1f1b, "),
         (["--pp.virtual", "2"], "error: pp.virtual=2: 1f1b has 1; or 0\n"),
         (["--model.experts.num", "0"], "error: model.experts.num=0: must be at least 1\n"),
         (["--model.latent.kv-rank", "8"], "error: model.head_dim=32: must be more than model.lat"),
         (["--moe.capacity_factor", "0.9"], "error: moe.capacity_factor=0.9: must be at least 1\n"),
         (
-            ["moe_debug", "--print-config", "--devices", "6", "--mesh", "ep=3,dp=2"],
+            ["moe_debug", "--print-config", "--fake-devices", "6", "--mesh", "ep=3,dp=2"],
             "error: mesh.ep=3: must divide model.experts.num=8\n",
         ),
         (
-            ["--print-config", "--devices", "16", "--mesh", "pp=16"],
+            ["--print-config", "--fake-devices", "16", "--mesh", "pp=16"],
             "error: model.num_layers=4: 16 stages (mesh.pp times pp.virtual) want a layer each",
         ),
     ],
@@ -250,7 +253,7 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, words, message):
 def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my.py").write_text("from ultrascale_jax.configs.debug import config")
-    cfg, _ = command_line.parse(["~/my.py", "--run-dir=~/x"], prog="train")
+    cfg, _ = command_line.parse(["~/my.py", "--log.run-dir=~/x"], prog="train")
     assert cfg.log.run_dir == f"{tmp_path}/x"
     seen = command_line.read(watch.Options, ["~/x", "y", "--export=~/z"], prog="watch")
     assert (seen.run_dirs, seen.export) == ((tmp_path / "x", Path("y")), tmp_path / "z")
@@ -337,7 +340,7 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
         ("--train.steps 1kB", "--train.steps: must be an integer, not '1kB'"),
         ("--optim.lr x", "--optim.lr: must be a number, not 'x'"),
         ("--optim.betas a b", "--optim.betas: must be (float, float), not ['a', 'b']"),
-        ("--devices x", "--devices: must be None or INT, not 'x'"),
+        ("--fake-devices x", "--fake-devices: must be None or INT, not 'x'"),
         ("--train.steps", "'--train.steps'; give 1 value"),
         ("--optim.betas 0.9", "'--optim.betas'; give 2 values"),
         (f"--train.steps {'9' * 5000}", "--train.steps: must be an integer of fewer digits"),
@@ -401,7 +404,7 @@ def printed_config(capsys, *words: str) -> tuple[str, str]:
 
 
 def test_print_config_prints_a_file_that_is_read_as_a_recipe(capsys, tmp_path):
-    words = ["debug", "--mesh", "fsdp=-1,tp=2", "--devices", "8", "--train.steps", "7"]
+    words = ["debug", "--mesh", "fsdp=-1,tp=2", "--fake-devices", "8", "--train.steps", "7"]
     text, _ = printed_config(capsys, *words)
     shown = json.loads(text)
     assert shown["train"]["steps"] == 7 and shown["mesh"]["fsdp"] == 4
@@ -416,7 +419,7 @@ def test_print_config_prints_a_file_that_is_read_as_a_recipe(capsys, tmp_path):
 
 def test_a_file_that_is_no_configuration_is_refused(tmp_path):
     for content, said in (
-        ('{"model_type": "llama"}', r"is a Hugging Face model's; write --init-from hf:.*"),
+        ('{"model_type": "llama"}', r"is a Hugging Face model's; write --train.init-from hf:.*"),
         ('{"train": {"stepz": 3}}', r"stepz"),
         ("{", r"my.json"),
     ):
@@ -429,7 +432,7 @@ def test_print_config_shows_what_is_chosen_for_devices_and_what_is_open_without(
     words = ["llama3_8b", "--train.remat", "auto", "--train.microbatches", "auto"]
     for more, expected in (
         ([], (0, "auto")),
-        (["--devices", "8"], (64, "selective")),
+        (["--fake-devices", "8"], (64, "selective")),
     ):
         text, err = printed_config(capsys, *words, *more)
         shown = json.loads(text)["train"]
@@ -473,7 +476,16 @@ def test_help_names_the_recipes_and_every_section_and_loads_no_jax():
 )
 def test_a_run_that_cannot_be_is_refused_in_one_line_before_it_starts(tmp_path, words, message):
     (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    words = ["debug", "--devices", "4", "--mesh", "pp=2,fsdp=2", "--run-dir", "run", *words]
+    words = [
+        "debug",
+        "--fake-devices",
+        "4",
+        "--mesh",
+        "pp=2,fsdp=2",
+        "--log.run-dir",
+        "run",
+        *words,
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.train", *words],
         cwd=tmp_path,

@@ -251,8 +251,8 @@ def test_a_run_that_has_begun_is_not_imported_over(tmp_path):
 def test_the_printed_command_names_every_field_that_the_recipe_lacks(capsys):
     for family in ("qwen3", "qwen2", "olmo2", "deepseek_v3"):
         cfg = with_model(demo, FIXTURES / family)
-        command = shlex.split(train_command(demo, cfg, ["demo", "--run-dir", "a b"]))
-        assert command[:5] == ["ultrascale", "train", "demo", "--run-dir", "a b"]
+        command = shlex.split(train_command(demo, cfg, ["demo", "--log.run-dir", "a b"]))
+        assert command[:5] == ["ultrascale", "train", "demo", "--log.run-dir", "a b"]
         words = [*command[2:], "--print-config"]
         with pytest.raises(SystemExit, match="0"):
             command_line.parse(words, prog="test", options=train.Options)
@@ -297,14 +297,14 @@ def test_the_commands_import_go_on_training_and_export(tmp_path):
 
     printed = command(
         *("convert-hf", "import", str(FIXTURES / "qwen3"), str(run_dir), "demo"),
-        *("--devices", "2", "--train.global-batch", "2", "--data.seq-len", "64"),
+        *("--fake-devices", "2", "--train.global-batch", "2", "--data.seq-len", "64"),
         *("--optim.warmup-steps", "0"),
     )
     words = shlex.split(printed.splitlines()[-1])[2:]
     command("train", *words, "--train.steps", "2", "--train.eval-batches", "1")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "lr" in row] == [1, 2]
-    command("convert-hf", "export", str(run_dir), str(out), "--devices", "2")
+    command("convert-hf", "export", str(run_dir), str(out), "--fake-devices", "2")
     before = load_file(FIXTURES / "qwen3" / "model.safetensors")
     after = load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
@@ -400,7 +400,16 @@ def test_an_import_into_a_path_that_orbax_cannot_read_is_refused_and_leaves_noth
     tmp_path, capsys
 ):
     with pytest.raises(SystemExit, match="2"):
-        main(["import", str(FIXTURES / "llama3"), str(tmp_path / "a[1]"), "demo", "--devices", "8"])
+        main(
+            [
+                "import",
+                str(FIXTURES / "llama3"),
+                str(tmp_path / "a[1]"),
+                "demo",
+                "--fake-devices",
+                "8",
+            ]
+        )
     assert capsys.readouterr().err.startswith("error: log.run_dir=")
     assert list(tmp_path.iterdir()) == []
 

@@ -65,7 +65,7 @@ def test_one_of_several_processes_that_no_launcher_joins_is_refused_in_one_line(
     monkeypatch.setenv("PMI_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "4")
     with pytest.raises(SystemExit, match="2"):
-        main(["tests.faults.tiny", "--run-dir", str(tmp_path / "run")])
+        main(["tests.faults.tiny", "--log.run-dir", str(tmp_path / "run")])
     error = capsys.readouterr().err
     assert error.startswith("error: JAX_COORDINATOR_ADDRESS='': PMI_SIZE=4 processes"), error
     assert error.count("\n") == 1
@@ -104,7 +104,7 @@ def test_a_run_directory_is_written_to_and_left_as_it_was(tmp_path, monkeypatch)
 def test_a_run_directory_that_cannot_be_is_a_failure(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "a*b").mkdir()
-    for name, words in (("file/run", "choose another --run-dir"), ("a*b", "rename the folder")):
+    for name, words in (("file/run", "choose another --log.run-dir"), ("a*b", "rename the folder")):
         cfg = config(tmp_path / name, fsdp=8)
         found = checks.run_dir(cfg, make_mesh(cfg.mesh))
         assert verdicts(found) == {"run directory": "FAIL"} and words in found[0].text
@@ -146,7 +146,7 @@ def doctor(*words: str, **environ: str) -> subprocess.Popen:
 def test_the_doctor_examines_two_processes_and_trains_on_them(tmp_path):
     given = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     runs = [
-        doctor("--run-dir", str(tmp_path / "run"), **given, JAX_PROCESS_ID=rank)
+        doctor("--log.run-dir", str(tmp_path / "run"), **given, JAX_PROCESS_ID=rank)
         for rank in ("0", "1")
     ]
     try:
@@ -177,7 +177,7 @@ def test_a_check_without_an_end_is_a_failure_in_words():
 
 @pytest.mark.slow
 def test_the_doctor_ends_with_1_where_something_is_wrong(tmp_path):
-    run = doctor("--run-dir", str(tmp_path), "--dist.expect-devices", "64")
+    run = doctor("--log.run-dir", str(tmp_path), "--dist.expect-devices", "64")
     try:
         output, _ = run.communicate(timeout=240)
     finally:

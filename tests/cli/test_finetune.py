@@ -46,7 +46,9 @@ def run_dir(tmp_path_factory):
     """A run of adapters that stands at step 3, and the words that began it."""
     folder = tmp_path_factory.mktemp("lora")
     shutil.copytree(HF, folder / "hf")
-    words = f"{TINY} --init-from hf:{folder}/hf --train.lora {LORA} --run-dir {folder}/run"
+    words = (
+        f"{TINY} --train.init-from hf:{folder}/hf --train.lora {LORA} --log.run-dir {folder}/run"
+    )
     with opened(words) as run:
         assert run.step == 0 and not np.any(np.asarray(run.state.params.blocks.attn.lora.w_q.b))
         state = dataclasses.replace(run.state, params=random(run.state.params))
@@ -102,7 +104,7 @@ def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path,
 def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
     shutil.copytree(HF, tmp_path / "hf")
     source = write_pairs(tmp_path / "pairs", vocab_size=256)
-    words = f"{TINY} --init-from hf:{tmp_path}/hf --train.dpo beta=0.1 --run-dir {tmp_path}/run"
+    words = f"{TINY} --train.init-from hf:{tmp_path}/hf --train.dpo beta=0.1 --log.run-dir {tmp_path}/run"
     words = words.replace("synthetic", source)
     with opened(words) as run:
         for mine, theirs in zip(
@@ -128,8 +130,8 @@ def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
 
 
 def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"train\.lora=.*give --init-from hf:DIR"):
-        with opened(f"{TINY} --train.lora rank=2 --run-dir {tmp_path}/run"):
+    with pytest.raises(UserError, match=r"train\.lora=.*give --train.init-from hf:DIR"):
+        with opened(f"{TINY} --train.lora rank=2 --log.run-dir {tmp_path}/run"):
             pass
 
 
@@ -157,7 +159,16 @@ def learn_preferences(facts):
     words = ("--out", "pairs", "--tokenizer", "hf/tokenizer.json", "--preferences")
     ultrascale("prepare-data", "--input", "pairs.jsonl", *words)
     data = ("--data.source", "tokens:pairs", "--data.seq-len", "128", "--optim.lr", "1e-3")
-    tune = ("train", "dpo", "--init-from", "tuned", *SMALL, *data, "--run-dir", "preferred")
+    tune = (
+        "train",
+        "dpo",
+        "--train.init-from",
+        "tuned",
+        *SMALL,
+        *data,
+        "--log.run-dir",
+        "preferred",
+    )
     ultrascale(*tune, "--mesh", "fsdp=4,tp=2", "--train.steps", "8")
     ultrascale(*tune, "--mesh", "fsdp=2,sp=2,dp=2", "--train.steps", "12")
     rows, evaluations = step_rows(Path("preferred")), eval_rows(Path("preferred"))
@@ -184,7 +195,7 @@ def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, caps
     model = ("--model.vocab-size", "304", "--model.num-layers", "2", "--data.tokenizer")
     text = ("--data.source", "text:text.txt", "--train.steps", "2")
     train_words = ("train", "debug", *SMALL, *model, "tokenizer.json", *text)
-    ultrascale(*train_words, "--run-dir", "base", "--mesh", "fsdp=4,tp=2", "--sample", "0")
+    ultrascale(*train_words, "--log.run-dir", "base", "--mesh", "fsdp=4,tp=2", "--sample", "0")
     ultrascale("convert-hf", "export", "base", "hf", "--dtype", "float32")
     Path("hf/chat_template.jinja").write_text(CHATML)
     talks = [
@@ -195,7 +206,16 @@ def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, caps
     words = ("--out", "shards", "--tokenizer", "hf/tokenizer.json", "--chat")
     ultrascale("prepare-data", "--input", "talks.jsonl", *words)
     lora = ("--train.lora", "rank=8", "--optim.lr", "1e-2", "--data.source", "tokens:shards")
-    tune = ("train", "finetune", "--init-from", "hf:hf", *SMALL, *lora, "--run-dir", "tuned")
+    tune = (
+        "train",
+        "finetune",
+        "--train.init-from",
+        "hf:hf",
+        *SMALL,
+        *lora,
+        "--log.run-dir",
+        "tuned",
+    )
     ultrascale(*tune, "--mesh", "fsdp=4,tp=2", "--train.steps", "20")
     ultrascale(*tune, "--mesh", "fsdp=2,sp=2,dp=2", "--train.steps", "30")
     rows = step_rows(Path("tuned"))

@@ -12,7 +12,8 @@ from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import evaluate
-from ultrascale_jax.cli.generate import Options, chat, main, printable
+from ultrascale_jax.cli.generate import Options, chat, main
+from ultrascale_jax.cli.output import printable
 from ultrascale_jax.config import (
     Config,
     DataConfig,

@@ -1,4 +1,4 @@
-"""`--init-from`: a run begins with the parameters of a Hugging Face folder or of another run, on any mesh."""
+"""`--train.init-from`: a run begins with the parameters of a Hugging Face folder or of another run, on any mesh."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def parsed(words):
 def test_model_and_tokenizer_are_those_of_the_folder_and_options_change_them(tmp_path):
     folder = tmp_path / "hf"
     shutil.copytree(HF, folder)
-    cfg, _ = parsed(f"finetune --init-from hf:{folder} --run-dir {tmp_path}/run")
+    cfg, _ = parsed(f"finetune --train.init-from hf:{folder} --log.run-dir {tmp_path}/run")
     assert (cfg.model, cfg.data.tokenizer) == (read_config(HF), "bytes")
     assert cfg.train.init_from == f"hf:{folder}"
     (folder / "tokenizer.json").write_text(json.dumps(WORDS))
@@ -94,7 +94,7 @@ def opened(words, save_step=None):
 def test_a_run_begins_there_once_and_another_begins_with_its_checkpoint(tmp_path):
     folder, first, second = (tmp_path / name for name in ("hf", "first", "second"))
     shutil.copytree(HF, folder)
-    words = f"{TINY} --mesh fsdp=2,dp=4 --init-from hf:{folder} --run-dir {first}"
+    words = f"{TINY} --mesh fsdp=2,dp=4 --train.init-from hf:{folder} --log.run-dir {first}"
     step, cfg, params = opened(words, save_step=2)
     assert (step, cfg.train.init_from) == (0, f"hf:{folder}")
     original = load_file(HF / "model.safetensors")["model.embed_tokens.weight"]
@@ -102,9 +102,9 @@ def test_a_run_begins_there_once_and_another_begins_with_its_checkpoint(tmp_path
     shutil.rmtree(folder)  # a run that goes on needs it no more
     assert opened(words)[0] == 2
     with pytest.raises(UserError, match=r"train.init_from: saved 'hf:.*', now ''"):
-        opened(words.replace(f"--init-from hf:{folder}", ""))
+        opened(words.replace(f"--train.init-from hf:{folder}", ""))
     words = "--mesh pp=2,fsdp=2,sp=2 --train.microbatches 2"
-    step, cfg, same = opened(f"{TINY} {words} --init-from {first} --run-dir {second}")
+    step, cfg, same = opened(f"{TINY} {words} --train.init-from {first} --log.run-dir {second}")
     assert (step, cfg.train.init_from) == (0, f"{first}@2")
     for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
@@ -133,7 +133,7 @@ def test_no_command_writes_over_the_hugging_face_folder_that_it_reads(
     Path("sub").mkdir()
     Path("link").symlink_to("hf")
     before = contents(tmp_path)
-    begin = ["debug", "--init-from", "hf:hf", "--run-dir", run_dir]
+    begin = ["debug", "--train.init-from", "hf:hf", "--log.run-dir", run_dir]
     for words in (["train", *begin], ["launch", "--", *begin]):
         assert "init_from='hf:" in refused(capsys, *words)
     assert "log.run_dir=" in refused(capsys, "convert-hf", "import", "hf", run_dir, "debug")
@@ -154,9 +154,9 @@ def test_no_command_writes_into_a_folder_with_a_config_of_somebody_else(
     Path("a.txt").write_text("text")
     before = contents(tmp_path)
     for words in (
-        ["train", "debug", "--run-dir", "theirs"],
-        ["train", "debug", "--run-dir", "theirs", "--init-from", "hf:hf"],
-        ["launch", "--", "debug", "--run-dir", "theirs"],
+        ["train", "debug", "--log.run-dir", "theirs"],
+        ["train", "debug", "--log.run-dir", "theirs", "--train.init-from", "hf:hf"],
+        ["launch", "--", "debug", "--log.run-dir", "theirs"],
         ["convert-hf", "import", "hf", "theirs", "debug"],
     ):
         said = refused(capsys, *words)
@@ -184,13 +184,13 @@ def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
     assert (run_dir / "tokenizer.json").read_text() == "ours"
 
 
-@pytest.mark.parametrize("option", ["--init-from {}", "--checkpoint.resume from:{}@3"])
+@pytest.mark.parametrize("option", ["--train.init-from {}", "--checkpoint.resume from:{}@3"])
 def test_a_run_does_not_begin_with_a_step_of_its_own_directory(tmp_path, option):
     folder = tmp_path / "run"
     (folder / "checkpoints/3").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(parsed(TINY)[0])))
     (tmp_path / "link").symlink_to("run")
-    words = f"{TINY} --run-dir {tmp_path}/link"
+    words = f"{TINY} --log.run-dir {tmp_path}/link"
     check_run_dir(parsed(words)[0])
     with pytest.raises(SystemExit, match="2"), command_line.user_errors():
         check_run_dir(parsed(f"{words} {option.format(folder)}")[0])

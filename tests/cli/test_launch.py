@@ -83,7 +83,7 @@ def test_a_place_that_is_not_known_is_refused():
         (["--process", "2"], "Unrecognized"),
         (["--processes", "2", "debug"], r"debug; what is the run's stands after --: .* -- RECIPE"),
         (["--", "nothing"], "recipe='nothing'"),
-        (["--processes", "2", "--", "--devices", "4"], "devices=4: devices are given by"),
+        (["--processes", "2", "--", "--fake-devices", "4"], "fake_devices=4: devices are given by"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_starts(words, message, capfd):
@@ -111,7 +111,7 @@ def commands(tmp_path, monkeypatch, *, moved):
     monkeypatch.setattr(launch, "Supervisor", start)
     monkeypatch.setattr(launch, "follow_supervisor", lambda environ: None)
     with pytest.raises(Started):
-        words = ["--run-dir", str(tmp_path), "--checkpoint.resume", "never"]
+        words = ["--log.run-dir", str(tmp_path), "--checkpoint.resume", "never"]
         launch.main(["--", "tests.faults.tiny", *words])
     return made
 
@@ -130,7 +130,7 @@ def test_a_signal_before_anything_is_started_stops_the_run(tmp_path, monkeypatch
     monkeypatch.setattr(launch, "begun_anew", tell)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stop:
-        launch.main(["--", "tests.faults.tiny", "--run-dir", str(tmp_path)])
+        launch.main(["--", "tests.faults.tiny", "--log.run-dir", str(tmp_path)])
     assert stop.value.code == 0
     assert [event["kind"] for event in read_events(tmp_path)] == ["gave_up"]
     assert "told to stop before anything was started" in capfd.readouterr().out

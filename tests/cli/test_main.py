@@ -136,7 +136,7 @@ def test_streams_that_the_caller_closed_lead_nowhere_and_no_file_takes_their_pla
 
 def test_a_working_directory_that_was_deleted_is_one_line(tmp_path):
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [sys.executable, "-m", "ultrascale_jax", "train", "--run-dir", "out"]
+    words = [sys.executable, "-m", "ultrascale_jax", "train", "--log.run-dir", "out"]
     shell = ["sh", "-c", 'rmdir "$0" && exec "$@"', str(tmp_path), *words]
     done = subprocess.run(shell, cwd=tmp_path, capture_output=True, env=os.environ | path)
     assert (done.returncode, done.stdout) == (2, b"")

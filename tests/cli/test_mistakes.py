@@ -35,7 +35,7 @@ WORDS = [
     ("--train.seqlen 32", "did you mean --data.seq-len?", "--data.seq-len 32"),
     ("--train.learning-rate 1e-3", "did you mean --optim.lr?", "--optim.lr 1e-3"),
     ("--batch_size=8", "did you mean --train.global-batch?", "--train.global-batch=8"),
-    ("--output-dir x", "did you mean --run-dir?", "--run-dir x"),
+    ("--output-dir x", "did you mean --log.run-dir?", "--log.run-dir x"),
     ("--tp 2", "did you mean --mesh.tp?", "--mesh.tp 2"),
     ("--optim.min-lr 0.1", "did you mean --optim.min-lr-ratio", "--optim.min-lr-ratio 0.1"),
     # A value.
@@ -72,11 +72,15 @@ WORDS = [
         "--data.tokenizer bpe/tokenizer.json --model.vocab-size 512",
     ),
     # Runs.
-    ("--run-dir n --checkpoint.resume must", "resume=auto", "--run-dir n --checkpoint.resume auto"),
     (
-        "--run-dir trained --data.seq-len 32",
+        "--log.run-dir n --checkpoint.resume must",
+        "resume=auto",
+        "--log.run-dir n --checkpoint.resume auto",
+    ),
+    (
+        "--log.run-dir trained --data.seq-len 32",
         "go on regardless with --checkpoint.allow-change data.seq_len data$",
-        "--run-dir trained --data.seq-len 32 --checkpoint.allow-change data.seq_len data",
+        "--log.run-dir trained --data.seq-len 32 --checkpoint.allow-change data.seq_len data",
     ),
 ]
 """After `train ./my.py`: words that cannot be, what the error says, and the words that it asks for."""
@@ -101,9 +105,9 @@ COMMANDS = [
         "train ./my.py --data.tokenizer dir/tokenizer.json --model.vocab-size 32768",
     ),
     (
-        "train debug --run-dir trained",
-        "of another run:.*choose another --run-dir, start anew with --checkpoint.resume never$",
-        "train debug --run-dir new",
+        "train debug --log.run-dir trained",
+        "of another run:.*choose another --log.run-dir, start anew with --checkpoint.resume never$",
+        "train debug --log.run-dir new",
     ),
     (
         "prepare-data --input a.jsonl --out own",
@@ -125,41 +129,53 @@ COMMANDS = [
         "must be at least 257",
         "prepare-data --input text/*.txt --out q --train-bpe 257 --workers 1",
     ),
-    ("inspect-checkpoint text", "the run directory of a training", "inspect-checkpoint trained"),
+    ("inspect text", "the run directory of a training", "inspect trained"),
     (
         "generate hf --prompt a --step 2",
         "a Hugging Face folder has no steps",
         "generate hf --prompt a --num-tokens 2",
     ),
     (
-        "train --init-from nowhere",
+        "train --train.init-from nowhere",
         "no such folder; write hf:DIR",
-        "train --init-from hf:hf --print-config",
+        "train --train.init-from hf:hf --print-config",
     ),
-    ("train --init-from hf", "folder; write hf:hf", "train --init-from hf:hf --print-config"),
-    ("train --init-from hf:trained", "leave out hf:", "train --init-from trained --print-config"),
-    ("train --init-from trained@77", "the steps are", "train --init-from trained --print-config"),
+    (
+        "train --train.init-from hf",
+        "folder; write hf:hf",
+        "train --train.init-from hf:hf --print-config",
+    ),
+    (
+        "train --train.init-from hf:trained",
+        "leave out hf:",
+        "train --train.init-from trained --print-config",
+    ),
+    (
+        "train --train.init-from trained@77",
+        "the steps are",
+        "train --train.init-from trained --print-config",
+    ),
     # Preference pairs.
     (
-        "train ./my.py --run-dir w --init-from trained --train.dpo beta=0.1",
+        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo beta=0.1",
         "no preference pairs.* ultrascale prepare-data --preferences --input 'FILES' --out DIR --tokenizer bytes$",
         "prepare-data --preferences --input pairs.jsonl --out ranked --tokenizer bytes --workers 1",
-        "train ./my.py --run-dir w --init-from trained --train.dpo beta=0.1 --data.source tokens:ranked",
+        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo beta=0.1 --data.source tokens:ranked",
     ),
     (
-        "train ./my.py --run-dir w --data.source tokens:pairs",
-        "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --init-from$",
-        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --init-from trained",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs",
+        "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --train.init-from$",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --train.init-from trained",
     ),
     (
-        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1",
-        r"train\.dpo=.* give --init-from hf:DIR or RUN_DIR$",
-        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --init-from trained",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1",
+        r"train\.dpo=.* give --train.init-from hf:DIR or RUN_DIR$",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --train.init-from trained",
     ),
     (
-        "train ./my.py --run-dir w --train.dpo 0.1",
+        "train ./my.py --log.run-dir w --train.dpo 0.1",
         "write beta=0.1, or more",
-        "train ./my.py --run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --init-from trained",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --train.init-from trained",
     ),
     (
         "prepare-data --preferences --input a.jsonl --out ranks",
@@ -215,7 +231,7 @@ def folder(tmp_path_factory):
         made = tokenizers.Tokenizer(words)
         made.add_special_tokens(["</s>"])
         made.save("hf/tokenizer.json")
-        cfg, _ = parsed("./my.py --run-dir trained")
+        cfg, _ = parsed("./my.py --log.run-dir trained")
         mesh = make_mesh(cfg.mesh)
         with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
             meta = describe(cfg, 1, make_loader(cfg).fingerprint)
@@ -279,8 +295,10 @@ def test_a_mistake_is_one_error_and_what_it_asks_for_works(
 
 def test_a_mesh_for_more_than_the_only_device_is_told_of_fake_ones():
     mesh = MeshConfig.parse("fsdp=4,tp=2")
-    with pytest.raises(UserError, match=r"^mesh='fsdp=4,tp=2': wants 8 devices, .* --devices 8 "):
+    with pytest.raises(
+        UserError, match=r"^mesh='fsdp=4,tp=2': wants 8 devices, .* --fake-devices 8 "
+    ):
         command_line.require_devices(mesh, 1)
     command_line.require_devices(mesh, 8)
     with pytest.raises(SystemExit, match="0"):
-        parsed("debug --mesh fsdp=4,tp=2 --devices 8 --print-config")
+        parsed("debug --mesh fsdp=4,tp=2 --fake-devices 8 --print-config")

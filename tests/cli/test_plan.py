@@ -146,8 +146,8 @@ def test_a_reader_that_has_enough_ends_it_quietly(arguments):
         (["compile", "debug", "--gpu", "tpu"], "gpu='tpu'"),
         (["compile", "debug", "--gpu", ""], "gpu=''"),
         (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be at most"),
-        (["compile", "debug", "--devices", "2"], "Unrecognized options: --devices"),
-        (["memory", "debug", "--seq-len", "1000000007"], "train.global_batch=16"),
+        (["compile", "debug", "--fake-devices", "2"], "Unrecognized options: --fake-devices"),
+        (["memory", "debug", "--data.seq-len", "1000000007"], "train.global_batch=16"),
         (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
         (["memory", "mixtral_8x7b", "--mesh", "ep=16", "--gpus", "16"], "mesh.ep=16: must divide"),
         (

@@ -6,7 +6,7 @@ import pytest
 
 from ultrascale_jax.cli import plan
 
-RUN = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--seq-len", "4096"]
+RUN = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--data.seq-len", "4096"]
 ASKED = [*RUN, "--tokens", "15T", "--price", "2.5"]
 
 

@@ -13,7 +13,7 @@ PINNED = ["--train.remat", "full", "--train.microbatches", "1"]
 FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero", "3", *PINNED]
 LONG = [
     *("llama3_70b", "--gpus", "64", "--mesh", "fsdp=64"),
-    *("--seq-len", "65536", "--train.global-batch", "64", *PINNED),
+    *("--data.seq-len", "65536", "--train.global-batch", "64", *PINNED),
 ]
 
 
@@ -155,7 +155,7 @@ def test_fp8_and_what_the_trainer_does_not_have_can_be_counted(capsys):
         (["--gpu", "tpu"], "gpu='tpu': choose one of"),
         (["llama3_8b", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
         (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),
-        (["llama3_8b", "--seq-len", "many"], "Error parsing --seq-len"),
+        (["llama3_8b", "--data.seq-len", "many"], "Error parsing --data.seq-len"),
     ],
 )
 def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):

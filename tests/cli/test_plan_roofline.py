@@ -43,7 +43,7 @@ def test_products_and_flash_attention_are_limited_by_arithmetic_and_all_else_by_
 
 def test_flash_attention_moves_what_grows_with_the_tokens_and_the_plain_one_their_square(capsys):
     flash, plain = "flash attention", "attention, scores in memory"
-    once = answer(capsys, "--seq-len", str(TOKENS // 2), "--train.microbatches", "32")
+    once = answer(capsys, "--data.seq-len", str(TOKENS // 2), "--train.microbatches", "32")
     twice = answer(capsys)  # as many tokens in half as many sequences
     assert once[flash]["bytes"] == twice[flash]["bytes"]
     heads, scores = 32, 2 * 4 * 32 * TOKENS * TOKENS // 2

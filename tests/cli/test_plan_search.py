@@ -34,7 +34,7 @@ def trained(command):
 
 @pytest.mark.slow
 def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
-    result = answer(capsys, *ARGUMENTS, "--global-batch-tokens", "1Mi", "--seq-len", "4096")
+    result = answer(capsys, *ARGUMENTS, "--global-batch-tokens", "1Mi", "--data.seq-len", "4096")
     assert (result["verb"], result["gpus"], result["gpu"]) == ("search", 8, "h100")
     assert result["label"] == "llama3_8b on 8 h100" and result["complete"]
     assert result["counts"]["candidates"] > 1000
@@ -184,7 +184,7 @@ def test_the_best_are_compiled(capsys):
         "llama3_70b --mesh fsdp=64,sp=8 --train.zero 2",
         "demo --model.tied-embeddings --data.no-document-mask --optim.betas 0.8 0.9",
         "llama32_1b --model.rope-scaling.factor 16.0 --model.sliding-window 64 --train.remat save:q,k",
-        "qwen3_8b --mesh dp=1 --train.global-batch 7 --data.source text:/tmp/*.txt --run-dir out/x",
+        "qwen3_8b --mesh dp=1 --train.global-batch 7 --data.source text:/tmp/*.txt --log.run-dir out/x",
     ],
 )
 def test_the_words_of_a_configuration_make_it_again(arguments):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.runs import step_rows
-from ultrascale_jax.cli import profile
+from ultrascale_jax.cli import inspect
 from ultrascale_jax.cli.train import look_back, main
 from ultrascale_jax.launch.events import read_events
 
@@ -23,7 +23,7 @@ TINY += " --train.global-batch 8"
 def start(run_dir, options):
     words = f"-m scripts.train debug {TINY} {options}".split()
     return subprocess.Popen(
-        [sys.executable, *words, "--run-dir", str(run_dir)],
+        [sys.executable, *words, "--log.run-dir", str(run_dir)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +42,7 @@ def train(run_dir, options):
 def trained(tmp_path_factory):
     """A run of 4 steps on 8 fake devices and what its command said."""
     folder = tmp_path_factory.mktemp("train") / "run"
-    options = "--devices 8 --mesh fsdp=2,sp=2,tp=2 --train.steps 4 --train.eval-every 2"
+    options = "--fake-devices 8 --mesh fsdp=2,sp=2,tp=2 --train.steps 4 --train.eval-every 2"
     return folder, *train(folder, f"{options} --sample 20 --profile 2:3")
 
 
@@ -52,7 +52,7 @@ def test_a_run_directory_that_no_checkpoint_could_be_read_from_is_refused_at_onc
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        main(["tests.faults.tiny", "--run-dir", name])
+        main(["tests.faults.tiny", "--log.run-dir", name])
     error = capsys.readouterr().err
     assert error.startswith("error: log.run_dir=") and error.count("\n") == 1, error
     assert list(tmp_path.iterdir()) == []
@@ -61,11 +61,19 @@ def test_a_run_directory_that_no_checkpoint_could_be_read_from_is_refused_at_onc
 @pytest.mark.slow
 def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.train", "debug", "--run-dir", str(tmp_path), "--faults"],
+        [
+            sys.executable,
+            "-m",
+            "scripts.train",
+            "debug",
+            "--log.run-dir",
+            str(tmp_path),
+            "--faults",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"US_FAULT": "exception@1@0"},
+        env=os.environ | {"ULTRASCALE_FAULT": "exception@1@0"},
     )
     _, err = process.communicate(timeout=120)
     assert process.returncode == 70, err
@@ -78,7 +86,7 @@ def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_pat
 )
 def test_a_kind_of_device_that_is_not_here_is_one_line(tmp_path, command, platform):
     done = subprocess.run(
-        [sys.executable, "-m", "ultrascale_jax", command, "debug", "--run-dir", str(tmp_path)],
+        [sys.executable, "-m", "ultrascale_jax", command, "debug", "--log.run-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""},
@@ -125,8 +133,8 @@ def test_a_profiled_run_ends_with_a_report_that_a_command_prints_again(trained, 
     folder, _, out, _ = trained
     assert "profile of a step of 1 (2 to 2) on cpu, mean of 8 devices" in out
     assert out.count("no prediction") == 1
-    profile.main([str(folder), "--json"])
-    report = json.loads(capsys.readouterr().out)
+    inspect.main([str(folder), "--trace", "--json"])
+    report = json.loads(capsys.readouterr().out)["trace"]
     found = report["measured"]
     axes = {axis for name in found["exposed_s"] for axis in name.split("*")}
     assert {"fsdp", "sp", "tp"} <= axes
@@ -145,7 +153,7 @@ def test_a_profiled_run_ends_with_a_report_that_a_command_prints_again(trained, 
 def test_the_same_command_with_more_steps_continues_in_a_pipeline(trained):
     folder, code, _, err = trained
     assert code == 0, err
-    options = "--devices 2 --mesh pp=2 --train.microbatches 2 --train.steps 5"
+    options = "--fake-devices 2 --mesh pp=2 --train.microbatches 2 --train.steps 5"
     code, out, err = train(folder, options)
     assert code == 0, err
     assert "pipeline 1f1b: 2 ranks with 1 stage each, 2 micro-batches; bubble 50.0% by" in out
@@ -160,7 +168,7 @@ def test_the_same_command_with_more_steps_continues_in_a_pipeline(trained):
 def test_the_same_command_chooses_again_and_continues_on_other_devices(tmp_path):
     options = "--mesh auto --train.remat auto --train.microbatches auto --sample 0 --train.steps"
     for devices, steps in (8, 2), (2, 4):
-        code, out, err = train(tmp_path, f"{options} {steps} --devices {devices}")
+        code, out, err = train(tmp_path, f"{options} {steps} --fake-devices {devices}")
         assert code == 0, err
         assert f"the fastest that fits {devices} x cpu (planned as h100)" in out
         saved = json.loads((tmp_path / "config.json").read_text())
@@ -175,7 +183,7 @@ def test_the_same_command_chooses_again_and_continues_on_other_devices(tmp_path)
 def test_another_model_in_the_same_run_directory_is_refused_in_a_few_lines(trained):
     folder, code, _, err = trained
     assert code == 0, err
-    code, _, err = train(folder, "--devices 2 --mesh fsdp=2 --model.d-ff 128")
+    code, _, err = train(folder, "--fake-devices 2 --mesh fsdp=2 --model.d-ff 128")
     assert code == 2
     assert "model.d_ff: saved 64, now 128" in err and "Traceback" not in err
 
@@ -183,7 +191,7 @@ def test_another_model_in_the_same_run_directory_is_refused_in_a_few_lines(train
 @pytest.mark.wide
 def test_a_run_that_diverges_ends_with_exit_code_3(tmp_path):
     # The first update is so large that no later loss is finite.
-    code, _, err = train(tmp_path, "--devices 1 --optim.lr 1e38 --train.steps 20")
+    code, _, err = train(tmp_path, "--fake-devices 1 --optim.lr 1e38 --train.steps 20")
     assert code == 3, err
     assert (
         err.startswith("error: ")
@@ -195,7 +203,7 @@ def test_a_run_that_diverges_ends_with_exit_code_3(tmp_path):
 
 @pytest.mark.wide
 def test_sigterm_ends_the_command_with_exit_code_0(tmp_path):
-    process = start(tmp_path, "--devices 1 --train.steps 1000000")
+    process = start(tmp_path, "--fake-devices 1 --train.steps 1000000")
     try:
         assert any(line.startswith("step 1/") for line in process.stdout)
         process.send_signal(signal.SIGTERM)

@@ -104,14 +104,14 @@ def job() -> Iterator:
         for rank in range(processes):
             extra = dict(environ)
             if fault:
-                extra["US_FAULT"] = fault
+                extra["ULTRASCALE_FAULT"] = fault
             if processes > 1:
                 extra |= {
                     "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
                     "JAX_NUM_PROCESSES": str(processes),
                     "JAX_PROCESS_ID": str(rank),
                 }
-            command = [sys.executable, "-m", module, *before, RECIPE, "--run-dir", str(run_dir)]
+            command = [sys.executable, "-m", module, *before, RECIPE, "--log.run-dir", str(run_dir)]
             command += ["--faults"] if fault else []
             made.processes.append(
                 subprocess.Popen(
@@ -144,7 +144,7 @@ def undisturbed(tmp_path_factory) -> dict[str, list]:
         "launch",
         *several,
         RECIPE,
-        "--run-dir",
+        "--log.run-dir",
         str(folder),
     ]
     subprocess.run(

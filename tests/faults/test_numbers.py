@@ -140,7 +140,7 @@ def test_damaged_shards_are_refused_by_name_before_anything_is_compiled(tmp_path
     fields = {"dtype": "uint16", "tokenizer": ByteTokenizer.fingerprint, "vocab_size": 64}
     save_index(folder, [shard], **fields)
     os.truncate(folder / "shard_00000.tokens", 1001)
-    words = ["--data.source", f"tokens:{folder}", "--run-dir", str(tmp_path / "run")]
+    words = ["--data.source", f"tokens:{folder}", "--log.run-dir", str(tmp_path / "run")]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.train", RECIPE, *words],
         cwd=ROOT,

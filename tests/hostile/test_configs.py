@@ -24,7 +24,7 @@ from ultrascale_jax.configs.demo import config as demo
 OPTIONS = sorted(f"--{name.replace('_', '-')}" for name in fields(demo))
 WORDS = st.one_of(
     st.sampled_from(
-        [*OPTIONS, "--mesh", "--run-dir", "--devices", "--print-config", "--help", "demo"]
+        [*OPTIONS, "--mesh", "--log.run-dir", "--fake-devices", "--print-config", "--help", "demo"]
     ),
     texts.filter(lambda text: "\0" not in text),
     numbers.map(str),

@@ -63,7 +63,7 @@ def test_events_that_were_bent_are_read_without_the_bad_ones(tmp_path, data):
 @BOUNDED
 @given(data=st.data(), name=st.sampled_from(["events.jsonl", "metrics.jsonl"]))
 def test_a_ledger_is_kept_of_a_run_whose_records_were_bent(run_dir, tmp_path, data, name):
-    """`ultrascale goodput` and a restarting supervisor read these records."""
+    """`ultrascale inspect` and a restarting supervisor read these records."""
     for other in ("events.jsonl", "metrics.jsonl"):
         shutil.copyfile(run_dir / other, tmp_path / other)
     lines = (run_dir / name).read_bytes().splitlines()

@@ -148,7 +148,7 @@ def test_a_predecessor_that_is_still_ending_is_waited_for_by_a_supervisor(
     tmp_path, holder, monkeypatch, supervised, code
 ):
     if supervised:
-        monkeypatch.setenv("US_ATTEMPT", "1")
+        monkeypatch.setenv("ULTRASCALE_ATTEMPT", "1")
     with pytest.raises(UserError, match="in use by pid") as refused:
         RunLock(tmp_path).__enter__()
     assert refused.value.exit_code == code

@@ -27,7 +27,7 @@ from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.watchdog import Watch, read_beat
 
 follow_supervisor(os.environ)
-run_dir, rank, attempt = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["US_ATTEMPT"])
+run_dir, rank, attempt = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["ULTRASCALE_ATTEMPT"])
 
 def train(first, last, pause=0.02):
     for step in range(first + 1, last + 1):

@@ -21,7 +21,7 @@ from ultrascale_jax.checkpoint.manager import Checkpoints, NothingRestores, Save
 from ultrascale_jax.checkpoint.restoring import Unreadable
 from ultrascale_jax.checkpoint.run_metadata import describe, saved_config
 from ultrascale_jax.checkpoint.step_dirs import METADATA, steps
-from ultrascale_jax.cli import inspect_checkpoint
+from ultrascale_jax.cli import inspect
 from ultrascale_jax.config import CheckpointConfig, LogConfig, UserError
 from ultrascale_jax.launch.events import Events, read_events
 from ultrascale_jax.storage.lock import StoreLock
@@ -313,10 +313,10 @@ def test_a_network_that_is_gone_is_no_damage(tmp_path, url, states, monkeypatch)
 
 
 def listed(*words):
-    """Return what inspect-checkpoint prints of these words, and its exit code."""
+    """Return what inspect prints of these words, and its exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            inspect_checkpoint.main(list(words))
+            inspect.main(list(words))
         except SystemExit as error:
             return out.getvalue(), error.code
     return out.getvalue(), 0
@@ -326,7 +326,7 @@ def test_copies_are_listed_and_fetched_as_a_run(tmp_path, url, states):
     save(config(tmp_path / "a", url), states, 1, 2)
     out, code = listed(url)
     assert code == 0 and out.count("complete") == 2 and "0.0 h ago" in out
-    out, code = listed(url, "--fetch", f"{tmp_path}/one", "--verify")
+    out, code = listed(url, "--fetch", f"{tmp_path}/one")
     assert code == 0 and "verified" in out
     assert steps(tmp_path / "one/checkpoints") == [2]
     cfg = saved_config(tmp_path / "one")
@@ -336,9 +336,8 @@ def test_copies_are_listed_and_fetched_as_a_run(tmp_path, url, states):
     remote.write(name, b"")
     out, code = listed(url)
     assert code == 1 and "DAMAGED" in out and "not those that were copied" in out
-    out, code = listed(f"{url}/none")
-    assert code == 1 and "there is no complete checkpoint" in out
-    with pytest.raises(UserError, match="--fetch out/first, then --init-from out/first"):
+    assert listed(f"{url}/none") == ("", 2)
+    with pytest.raises(UserError, match=r"--fetch DIR, then --train\.init-from DIR"):
         Source.parse(f"{url}@2")
 
 

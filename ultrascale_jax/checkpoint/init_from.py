@@ -48,7 +48,7 @@ class Source:
         place, step = text.removeprefix("hf:"), None
         if not huggingface:
             place, step = split_step("train.init_from", text, text)
-        fix = f"fetch it first: ultrascale inspect-checkpoint {place} --fetch out/first, then --init-from out/first"
+        fix = f"fetch it first: ultrascale inspect {place} --fetch DIR, then --train.init-from DIR"
         require(not is_url(place), "train.init_from", text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
@@ -93,7 +93,7 @@ def check_run_dir(cfg: Config) -> None:
     run_dir, resume = Path(cfg.log.run_dir), cfg.checkpoint.resume
     if resume.startswith("from:"):
         branched, _ = split_step("checkpoint.resume", resume, resume.removeprefix("from:"))
-        fix = "is the run directory itself: leave it out to go on, or choose another --run-dir"
+        fix = "is the run directory itself: leave it out to go on, or choose another --log.run-dir"
         require(Path(branched).resolve() != run_dir.resolve(), "checkpoint.resume", resume, fix)
     if not (run_dir / "config.json").is_file():
         return
@@ -102,7 +102,7 @@ def check_run_dir(cfg: Config) -> None:
         known = read_json(run_dir / "config.json").keys() <= sections
     except UserError:
         known = bool(steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False)))
-    fix = "holds a config.json that is no run's, over which the run would write; choose another --run-dir"
+    fix = "holds a config.json that is no run's, over which the run would write; choose another --log.run-dir"
     require(known, "log.run_dir", cfg.log.run_dir, fix)
 
 
@@ -117,7 +117,9 @@ def with_source(cfg: Config) -> Config:
         train = dataclasses.replace(cfg.train, init_from=begun.train.init_from)
         return dataclasses.replace(cfg, model=begun.model, data=data, train=train)
     source = Source.parse(cfg.train.init_from)
-    fix = "is the run directory itself, over which the run would write; choose another --run-dir"
+    fix = (
+        "is the run directory itself, over which the run would write; choose another --log.run-dir"
+    )
     apart = source.folder.resolve() != Path(cfg.log.run_dir).resolve()
     require(apart, "train.init_from", cfg.train.init_from, fix)
     source = source.pinned()
@@ -191,7 +193,7 @@ def bring_files(run_dir: Path, contents: Mapping[str, bytes]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     changed = [name for name in contents if (run_dir / name).is_file()]
     changed = [name for name in changed if read_regular(run_dir / name) != contents[name]]
-    fix = f"holds a {', '.join(changed)} of another model; choose another --run-dir"
+    fix = f"holds a {', '.join(changed)} of another model; choose another --log.run-dir"
     begun = any((run_dir / name).is_file() for name in ("config.json", ORIGINAL))
     require(begun or not changed, "log.run_dir", str(run_dir), fix)
     for name, content in contents.items():

@@ -151,7 +151,7 @@ def _check_form(saved: Mapping[str, tuple], shapes: Groups) -> None:
         raise UserError(
             "the checkpoint holds other arrays than this run has:\n  "
             + "\n  ".join(changes[:8] + more)
-            + "\nno option makes them fit; put the model and the optimizer back, or choose another --run-dir"
+            + "\nno option makes them fit; put the model and the optimizer back, or choose another --log.run-dir"
         )
 
 

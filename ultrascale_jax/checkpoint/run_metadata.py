@@ -119,7 +119,7 @@ def _of_another_run(refused: list[str], cfg: Config, place: object, fits: bool) 
     return (
         f"the checkpoint {place} is of another run:\n  "
         + "\n  ".join(refused)
-        + "\nput these back, choose another --run-dir, start anew with --checkpoint.resume never"
+        + "\nput these back, choose another --log.run-dir, start anew with --checkpoint.resume never"
         + regardless
     )
 

@@ -115,19 +115,15 @@ class Options:
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
     """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: the fastest by formula
     of all meshes that fit."""
-    run_dir: Annotated[str | None, option("DIR", "the recipe's")] = None
-    """Short for --log.run-dir."""
-    init_from: Annotated[str | None, option("hf:DIR|RUN_DIR[@STEP]", "the recipe's")] = None
-    """Short for --train.init-from: begin with these parameters; their model and tokenizer replace the recipe's."""
-    devices: Annotated[int | None, option("N", "the real ones")] = None
+    fake_devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
     """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
 
     def __post_init__(self):
-        inside = self.devices is None or 1 <= self.devices <= MOST_FAKE_DEVICES
+        inside = self.fake_devices is None or 1 <= self.fake_devices <= MOST_FAKE_DEVICES
         fix = f"must be from 1 to {MOST_FAKE_DEVICES}"
-        require(inside, "devices", self.devices, fix)
+        require(inside, "fake_devices", self.fake_devices, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +138,8 @@ class JobOptions(Options):
 
         Returns how this process was started, none for one on its own.
         """
-        if self.devices is not None:
-            use_fake_devices(self.devices)
+        if self.fake_devices is not None:
+            use_fake_devices(self.fake_devices)
             return None
         from ultrascale_jax.launch import distributed
 
@@ -187,7 +183,7 @@ def parse[O: Options](
                 description=description,
                 default=_Command(options=options(), config=_with_named_parts(default, arguments)),
             )
-            return _with_short_options(command.config, command.options), command.options
+            return command.config, command.options
 
         cfg, chosen = made(default)
         if cfg.train.init_from:
@@ -199,19 +195,11 @@ def parse[O: Options](
         free = chosen.mesh != "auto" or cfg.mesh == default.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
-            print(config_text(_on_fake_devices(cfg, chosen) if chosen.devices else cfg), end="")
+            print(
+                config_text(_on_fake_devices(cfg, chosen) if chosen.fake_devices else cfg), end=""
+            )
             raise SystemExit(0)
     return cfg, chosen
-
-
-def _with_short_options(cfg: Config, options: Options) -> Config:
-    """Return `cfg` with the fields that have a short option too."""
-    if options.run_dir is not None:
-        cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir=options.run_dir))
-    if options.init_from is not None:
-        train = dataclasses.replace(cfg.train, init_from=options.init_from)
-        cfg = dataclasses.replace(cfg, train=train)
-    return cfg
 
 
 def on_devices(
@@ -231,7 +219,7 @@ def on_devices(
     from ultrascale_jax.plan.auto import check_host, cluster_of
 
     count = len(find_devices())
-    if options.devices is None:
+    if options.fake_devices is None:
         require_devices(cfg.mesh, count)
     is_open = bool(cfg.train.auto) or options.mesh == "auto"
     if not (is_open or "offload" in cfg.train.remat):
@@ -293,9 +281,9 @@ def host_of_all(
 
 
 def require_devices(mesh: MeshConfig, count: int) -> None:
-    """Raise a `UserError` that names `--devices` for a mesh that one device alone cannot hold."""
+    """Raise a `UserError` that names `--fake-devices` for a mesh that one device alone cannot hold."""
     wanted = math.prod(size for size in mesh.sizes.values() if size != -1)
-    fix = f"wants {wanted} devices, but here is 1; --devices {wanted} tries it on as many fake CPU devices"
+    fix = f"wants {wanted} devices, but here is 1; --fake-devices {wanted} tries it on as many fake CPU devices"
     require(count > 1 or wanted == 1, "mesh", mesh.text, fix)
 
 
@@ -321,10 +309,10 @@ def checked(
 
 
 def _on_fake_devices(cfg: Config, options: Options) -> Config:
-    """Return `cfg` as `on_devices` makes it with `--devices`, without JAX."""
+    """Return `cfg` as `on_devices` makes it with `--fake-devices`, without JAX."""
     from ultrascale_jax.plan.auto import cluster_of
 
-    cluster = cluster_of("cpu", options.devices or 1)
+    cluster = cluster_of("cpu", options.fake_devices or 1)
     return checked(cfg, options, cluster, lambda text: print(text, file=sys.stderr), must_fit=False)
 
 
@@ -440,7 +428,7 @@ def _saved(path: Path) -> Config:
     """Return the configuration in a run's config.json, or in a file that `--print-config` printed."""
     require(path.is_file(), "recipe", str(path), "there is no such file")
     values = read_json(path)
-    fix = f"is a Hugging Face model's; write --init-from hf:{path.parent}"
+    fix = f"is a Hugging Face model's; write --train.init-from hf:{path.parent}"
     require("model_type" not in values, "recipe", str(path), fix)
     try:
         return config_from_dict(values)

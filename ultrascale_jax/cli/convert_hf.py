@@ -71,7 +71,7 @@ class Export:
     """Longest context to claim; none is the imported one, or else the sequence length of the run."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
     """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
-    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    fake_devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Run on so many fake CPU devices."""
 
 
@@ -323,9 +323,9 @@ def _import(arguments: Sequence[str]) -> None:
     require(given, "arguments", " ".join(arguments), f"write {usage} [RECIPE] [OPTIONS]")
     hf_dir, run_dir = map(at_home, positional)
     recipe_name = [] if arguments[2:3] and not arguments[2].startswith("-") else [RECIPE]
-    arguments = [*recipe_name, *arguments[2:], "--run-dir", run_dir]
+    arguments = [*recipe_name, *arguments[2:], "--log.run-dir", run_dir]
     recipe, options = command_line.parse(arguments, prog=usage)
-    fix = "an import begins with HF_DIR; leave it out, or leave out the import: ultrascale train --init-from"
+    fix = "an import begins with HF_DIR; leave it out, or leave out the import: ultrascale train --train.init-from"
     require(not recipe.train.init_from, "init_from", recipe.train.init_from, fix)
     check_run_dir(recipe)
     if any(word.replace("_", "-").startswith("--data.tokenizer") for word in arguments):
@@ -335,7 +335,7 @@ def _import(arguments: Sequence[str]) -> None:
         model = dataclasses.replace(cfg.model, mtp_layers=recipe.model.mtp_layers)
         cfg = dataclasses.replace(cfg, model=model)
     told = list(notes(cfg, Path(hf_dir)))
-    with _start_jax(options.devices):
+    with _start_jax(options.fake_devices):
         import jax
 
         from ultrascale_jax.sharding.mesh import make_mesh
@@ -391,7 +391,7 @@ def _export(arguments: Sequence[str]) -> None:
         description="Write a run's checkpoint so that `transformers` loads it.",
     )
     require_empty(Path(options.hf_dir))
-    with _start_jax(options.devices):
+    with _start_jax(options.fake_devices):
         import jax
 
         from ultrascale_jax.checkpoint.copies import run_on_disk

@@ -147,7 +147,7 @@ def run_dir(cfg: Config, mesh: Mesh) -> list[Finding]:
             file.flush()
             os.fsync(file.fileno())
     except (UserError, OSError) as error:
-        fix = "make it writable, mount it, or choose another --run-dir"
+        fix = "make it writable, mount it, or choose another --log.run-dir"
         problem = str(error) if isinstance(error, UserError) else f"{error.strerror}; {fix}"
     speed = PROBE_BYTES / 1e6 / (time.monotonic() - begun)
     if any(gather(problem)):
@@ -161,7 +161,7 @@ def run_dir(cfg: Config, mesh: Mesh) -> list[Finding]:
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     free, keep = shutil.disk_usage(existing).free, cfg.checkpoint.keep + 1
     room = f"{units.size(free)} free; a checkpoint has {units.size(size)}, and {keep} are there at times"
-    fix = "; make room, or choose another --run-dir, or a smaller --checkpoint.keep"
+    fix = "; make room, or choose another --log.run-dir, or a smaller --checkpoint.keep"
     verdict = "OK" if free >= keep * size else "WARN" if free >= size else "FAIL"
     room += "" if verdict == "OK" else fix
     return [Finding("FAIL" if blind else "OK", name, text), Finding(verdict, "disk space", room)]

@@ -22,7 +22,6 @@ import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.generate import printable
 from ultrascale_jax.cli.models import ModelOptions, Opened, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign
@@ -197,8 +196,8 @@ def evaluate(options: Options) -> dict[str, Any]:
     from ultrascale_jax.data.tokenizer import run_tokenizer
     from ultrascale_jax.training.scoring import Scorer, source_rows
 
-    if options.devices is not None:
-        command_line.use_fake_devices(options.devices)
+    if options.fake_devices is not None:
+        command_line.use_fake_devices(options.fake_devices)
     named_model = options.model
     options = replace(options, model=run_on_disk(named_model, options.step))
     cfg, positions = described(options)
@@ -236,8 +235,6 @@ def evaluate(options: Options) -> dict[str, Any]:
 
 def print_tables(results: dict[str, Any]) -> None:
     """Print one table of the sources, one of the files of choices and one of the tasks."""
-    from rich.text import Text
-
     from ultrascale_jax.cli.output import console, table
 
     for kind in ("sources", "choices"):
@@ -245,7 +242,7 @@ def print_tables(results: dict[str, Any]) -> None:
             columns = [name for name in next(iter(rows.values())) if name != "log_likelihoods"]
             made = table([kind], [name.replace("_", " ") for name in columns])
             for name, values in rows.items():
-                made.add_row(Text(printable(name)), *(shown(values[column]) for column in columns))
+                made.add_row(output.plain(name), *(shown(values[column]) for column in columns))
             console(120).print(made)
     if results["tasks"]:
         made = table(["task"], ["metric", "value", "standard error"])
@@ -254,7 +251,7 @@ def print_tables(results: dict[str, Any]) -> None:
                 key, _, chosen = metric.partition(",")
                 if not key.endswith("_stderr"):
                     error = values.get(f"{key}_stderr,{chosen}")
-                    made.add_row(Text(printable(name)), metric, shown(value), shown(error))
+                    made.add_row(output.plain(name), metric, shown(value), shown(error))
         console(120).print(made)
 
 

@@ -61,7 +61,7 @@ class Options:
     """Step of the run's checkpoint; none is the newest."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
     """Mesh over all devices, as pp=2,tp=4, for a model that one device does not hold; none is one device."""
-    devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    fake_devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Run on so many fake CPU devices."""
 
     def __post_init__(self):
@@ -191,11 +191,6 @@ def typed_lines() -> Iterator[str]:
         yield line
 
 
-def printable(text: str) -> str:
-    """Return `text` without the control characters that a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def texts(options: Options) -> Iterator[str]:
     """Yield the prompt with its continuation, or with `options.chat` an answer to each line of stdin; all printable."""
     import jax
@@ -204,14 +199,14 @@ def texts(options: Options) -> Iterator[str]:
     from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.sharding.mesh import make_mesh
 
-    if options.devices is not None:
-        command_line.use_fake_devices(options.devices)
+    if options.fake_devices is not None:
+        command_line.use_fake_devices(options.fake_devices)
     devices = find_devices()
     if options.mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), devices[:1])
     else:
         wanted = MeshConfig.parse(options.mesh)
-        if options.devices is None:
+        if options.fake_devices is None:
             command_line.require_devices(wanted, len(devices))
         mesh = make_mesh(wanted)
     with output.working(f"loading {options.model}"):
@@ -224,9 +219,9 @@ def texts(options: Options) -> Iterator[str]:
             require(isinstance(tokenizer, JsonTokenizer), "tokenizer", name, fix)
             assert isinstance(tokenizer, JsonTokenizer)
             answers = chat(cfg, params, tokenizer, Path(name), options, typed_lines())
-            yield from map(printable, answers)
+            yield from map(output.printable, answers)
         else:
-            yield printable(continued(cfg, params, tokenizer, options.prompt, options))
+            yield output.printable(continued(cfg, params, tokenizer, options.prompt, options))
 
 
 def main(argv: Sequence[str]) -> None:

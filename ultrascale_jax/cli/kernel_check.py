@@ -122,7 +122,7 @@ def check_run(
 
     Every process of a job calls it, before any takes its devices. Raises `UserError` on all where a kernel is wrong.
     """
-    if options.devices is not None or distributed.wants_cpu(os.environ):
+    if options.fake_devices is not None or distributed.wants_cpu(os.environ):
         return
 
     def check_here() -> list[list[str]]:

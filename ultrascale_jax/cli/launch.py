@@ -84,7 +84,9 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
         check_run_dir(cfg)
         fix = "devices are given by --devices-per-process under the supervisor"
         several = (options.processes or 1) > 1
-        require(not several or chosen.devices is None, "devices", chosen.devices, fix)
+        require(
+            not several or chosen.fake_devices is None, "fake_devices", chosen.fake_devices, fix
+        )
         where = places(options, os.environ, chosen)
     resume, run_dir = cfg.checkpoint.resume, Path(cfg.log.run_dir)
     begun_before = begun_anew(run_dir)

@@ -23,9 +23,7 @@ COMMANDS = {
     "plan": "memory, time and meshes of a run, without its GPUs   memory|compile|search|... [RECIPE]",
     "doctor": "check hosts, devices and links before a run          [RECIPE] --mesh fsdp=8",
     "watch": "loss, speed, memory and events of runs on a page     RUN_DIR...",
-    "goodput": "where the time of a run went                         RUN_DIR",
-    "profile": "what traced steps of a run spent their time on       RUN_DIR",
-    "inspect-checkpoint": "the checkpoints of a run, and whether they are sound RUN_DIR",
+    "inspect": "checkpoints of a run, its time, its traced steps     RUN_DIR",
     "generate": "continue a text with a trained model, or talk to it  MODEL --prompt TEXT|--chat",
     "evaluate": "held-out loss, perplexity and multiple choice       MODEL --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
@@ -44,7 +42,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
 
-""" + "\n".join(f"{name:<19} {words}" for name, words in COMMANDS.items())
+""" + "\n".join(f"{name:<12} {words}" for name, words in COMMANDS.items())
 
 
 def main() -> None:

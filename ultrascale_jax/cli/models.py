@@ -64,12 +64,12 @@ class ModelOptions:
     """Step of the run's checkpoint."""
     mesh: Annotated[str | None, command_line.option("AXIS=SIZE,...", "all devices")] = None
     """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
-    devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
+    fake_devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
     """Run on so many fake CPU devices."""
 
     def __post_init__(self):
         object.__setattr__(self, "model", local_model(self.model))
-        command_line.require_at_least(1, self, "batch", "devices")
+        command_line.require_at_least(1, self, "batch", "fake_devices")
         command_line.require_at_least(2, self, "seq_len")
 
 
@@ -130,7 +130,7 @@ def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config,
         wanted = MeshConfig(fsdp=math.gcd(count, cfg.model.d_model), dp=-1)
     else:
         wanted = MeshConfig.parse(options.mesh)
-        if options.devices is None:
+        if options.fake_devices is None:
             command_line.require_devices(wanted, count)
     sizes = wanted.resolve(count)
     length = options.seq_len or cfg.data.seq_len

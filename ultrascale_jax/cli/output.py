@@ -1,6 +1,7 @@
 """Print results and progress of commands: JSON of a verb, tables, lines on stderr; write a file."""
 
 import contextlib
+import dataclasses
 import json
 import sys
 import threading
@@ -71,6 +72,27 @@ def working(text: str) -> Iterator[Tell]:
     finally:
         done.set()
         thread.join()
+
+
+def show(verb: str, result: Any, *, as_json: bool, width: int = 120) -> None:
+    """Print the result of a command: by its `__rich__`, or `as_json` as one JSON object with the version of its fields.
+
+    `result` is a dataclass; off a terminal its tables have `width` columns.
+    """
+    if as_json:
+        print(verb_json(verb, dataclasses.asdict(result)))
+    else:
+        console(width).print(result)
+
+
+def printable(text: str) -> str:
+    """Return `text` without the control characters that a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def plain(text: str) -> Text:
+    """Return `text` for a table: without markup, and printable."""
+    return Text(printable(text))
 
 
 def verb_json(verb: str, values: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ SYNONYMS = {
     "model.num_layers": ("num_hidden_layers", "n_layers", "n_layer"),
     "model.num_heads": ("num_attention_heads", "n_heads", "n_head"),
     "model.num_kv_heads": ("num_key_value_heads", "n_kv_heads"),
-    "run_dir": ("output_dir", "out_dir", "out", "save_dir", "checkpoint_dir"),
+    "log.run_dir": ("output_dir", "out_dir", "out", "save_dir", "checkpoint_dir"),
 }
 """Option to its names in other trainers."""
 

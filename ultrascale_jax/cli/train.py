@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
-from ultrascale_jax.cli import command_line, convert_hf, generate, output, profile
+from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace_tables
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
@@ -38,7 +38,7 @@ class Options(command_line.JobOptions):
     ] = None
     """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
     faults: command_line.Flag = False
-    """Let the environment variable US_FAULT make things go wrong on purpose."""
+    """Let the environment variable ULTRASCALE_FAULT make things go wrong on purpose."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,7 +49,7 @@ class Options(command_line.JobOptions):
         command_line.require_at_least(0, self, "sample")
         fix = "fake devices are one process's; leave out --dist.address and its like"
         alone = (self.dist.address, self.dist.num_processes, self.dist.process_id) == (None,) * 3
-        require(self.devices is None or alone, "devices", self.devices, fix)
+        require(self.fake_devices is None or alone, "fake_devices", self.fake_devices, fix)
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:
@@ -103,8 +103,7 @@ def report_profile(run_dir: str) -> None:
     from ultrascale_jax.plan.profile.report import make_report
 
     try:
-        report = make_report(Path(run_dir))
-        profile.show(report, output.console(profile.WIDTH))
+        output.console(120).print(trace_tables.tables(make_report(Path(run_dir))))
     except Exception as error:  # Whatever it is, the run itself is done and well.
         say(f"profile: no report: {' '.join(str(error).split())}")
 

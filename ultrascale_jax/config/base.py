@@ -33,7 +33,7 @@ def require(ok: bool, name: str, value: object, fix: str) -> None:
 def at_home(text: str) -> str:
     """Return a path with the user's home for a `~` at its beginning; also each path of a text as `tokens:~/a,text:~/b`.
 
-    A shell does so only for words that begin with `~`, not in `--run-dir=~/x` or between quotes.
+    A shell does so only for words that begin with `~`, not in `--log.run-dir=~/x` or between quotes.
     """
     if "~" not in text:
         return text

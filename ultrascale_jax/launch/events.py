@@ -22,7 +22,7 @@ from ultrascale_jax.launch.run_files import NotRegular, open_regular, read_regul
 
 FILE_NAME = "events.jsonl"
 
-ATTEMPT = "US_ATTEMPT"
+ATTEMPT = "ULTRASCALE_ATTEMPT"
 """Environment variable that tells processes how often their supervisor has restarted them."""
 
 

@@ -1,4 +1,4 @@
-"""Inject faults, to test that a run survives them: `US_FAULT=kind@step@rank[,kind@step@rank...]`.
+"""Inject faults, to test that a run survives them: `ULTRASCALE_FAULT=kind@step@rank[,kind@step@rank...]`.
 
 Only a run that was started with `--faults` reads the variable. A fault happens once in the life of a run directory,
 however often the run restarts: the process writes it to `run_dir/faults.txt` before it happens. The list of kinds
@@ -17,7 +17,7 @@ from pathlib import Path
 from ultrascale_jax.config import require
 from ultrascale_jax.launch.run_files import open_regular, read_regular
 
-VARIABLE = "US_FAULT"
+VARIABLE = "ULTRASCALE_FAULT"
 
 PROCESS_FAULTS = ("kill", "stop", "term", "exception", "sleep", "exit")
 """Kinds that concern the whole process; the others are asked for by name where they belong."""
@@ -56,7 +56,7 @@ class FaultPlan:
 
     @classmethod
     def read(cls, environ: Mapping[str, str], rank: int, run_dir: Path) -> "FaultPlan":
-        """Return the plan of `US_FAULT`. Raises `UserError` for a text of another form."""
+        """Return the plan of `ULTRASCALE_FAULT`. Raises `UserError` for a text of another form."""
         text = environ.get(VARIABLE, "")
         faults = []
         for part in filter(None, text.split(",")):

@@ -19,7 +19,7 @@ from pathlib import Path
 from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.watchdog import Beat, read_beat
 
-SUPERVISOR = "US_SUPERVISOR"
+SUPERVISOR = "ULTRASCALE_SUPERVISOR"
 """Environment variable that tells a process the id of its supervisor."""
 
 ANSWER_S = 5.0

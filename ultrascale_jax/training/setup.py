@@ -196,7 +196,7 @@ def check_pairs(cfg: Config, loader: Loader) -> None:
     """Refuse preference pairs without `train.dpo`, and anything else with it."""
     for name, corpus in zip(loader.sources.mixture.names, loader.sources.corpora, strict=True):
         pairs = isinstance(corpus, Corpus) and corpus.pairs
-        fix = "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --init-from"
+        fix = "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --train.init-from"
         require(bool(cfg.train.dpo) or not pairs, "data.source", name, fix)
         make = f"ultrascale prepare-data --preferences --input 'FILES' --out DIR --tokenizer {cfg.data.tokenizer}"
         fix = f"holds no preference pairs, which train.dpo learns from; make shards of them: {make}"
@@ -295,7 +295,7 @@ def _state(
 
     resumed = checkpoints.resume(abstract, accept)
     for field in ("lora", "dpo"):
-        fix = "needs a model that has learned: give --init-from hf:DIR or RUN_DIR"
+        fix = "needs a model that has learned: give --train.init-from hf:DIR or RUN_DIR"
         value = getattr(cfg.train, field)
         require(not value or bool(cfg.train.init_from), f"train.{field}", value, fix)
     state, step, notes = resumed or _first_state(cfg, mesh, model, abstract)

@@ -29,7 +29,7 @@ MOST_SEQ_LEN = 2**27
 
 @dataclass(frozen=True, kw_only=True)
 class Options(command_line.Options):
-    """Options that name the machine to plan for, and short names of fields that plans vary."""
+    """Options that name the machine to plan for, and the step by its tokens."""
 
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 8
     """Number of GPUs."""
@@ -40,13 +40,11 @@ class Options(command_line.Options):
     follow, the memory of a host and the GB/s of one GPU to it."""
     global_batch_tokens: Annotated[str | None, command_line.option("4Mi", "the recipe's")] = None
     """Tokens of one optimizer step, instead of --train.global-batch; 4Mi is 4 * 1,024 * 1,024, 4M is 4,000,000."""
-    seq_len: Annotated[int | None, command_line.option("N", "the recipe's")] = None
-    """Short for --data.seq-len."""
     json: command_line.Flag = False
     """Print one JSON object instead of tables."""
 
     # A plan runs on no devices.
-    devices: tyro.conf.Suppress[int | None] = None
+    fake_devices: tyro.conf.Suppress[int | None] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -66,7 +64,7 @@ class Assumptions(Options):
 def parse[O: Options](
     argv: Sequence[str], verb: str, options: type[O], description: str | None
 ) -> tuple[Config, O, Cluster]:
-    """Return the recipe with the options' short names applied, the options, and the machine."""
+    """Return the recipe with the step that the options give, the options, and the machine."""
     cfg, chosen = command_line.parse(
         argv, prog=f"ultrascale plan {verb}", options=options, description=description or ""
     )
@@ -76,12 +74,10 @@ def parse[O: Options](
 
 
 def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
-    """Return `cfg` with the options' short names applied, and the machine.
+    """Return `cfg` with the step that the options give, and the machine.
 
     Raises `UserError` for a step larger than anyone's, a machine that is not known, or one without such a precision.
     """
-    if options.seq_len is not None:
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=options.seq_len))
     if options.global_batch_tokens is not None:
         count = tokens("global_batch_tokens", options.global_batch_tokens)
         fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"

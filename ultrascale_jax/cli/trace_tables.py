@@ -1,68 +1,33 @@
-"""Report what traced steps of a run spent their time on: `ultrascale profile RUN_DIR`.
+"""Tables of a report of `plan/profile/report.py`: what traced steps of a run spent their time on."""
 
-A run with `--profile FIRST:LAST` prints it at its end. While that run goes on, and after it, this command makes the
-same report from the files: time by class of kernel and by block of the model, communication that nothing hides by mesh
-axis, and idle time, beside the planner's prediction of the same program.
-"""
-
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import tyro
-from rich.console import Console
+from rich.console import Group
 from rich.table import Table
 
-from ultrascale_jax.cli import command_line, output
-
-WIDTH = 120
+from ultrascale_jax.cli import output
 
 ALONE = "one device"
 """The axes of a collective whose groups have one member."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of `ultrascale profile`."""
-
-    run_dir: tyro.conf.Positional[Path]
-    """Its run directory."""
-    json: command_line.Flag = False
-    """Print one JSON object instead of tables."""
-
-
-def main(argv: Sequence[str]) -> None:
-    with command_line.user_errors():
-        prog = "ultrascale profile"
-        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
-        from ultrascale_jax.plan.profile.report import read_report
-
-        with output.working("reading the trace"):
-            report = read_report(options.run_dir)
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report, output.console(WIDTH))
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print a report as tables; times in milliseconds of a step."""
+def tables(report: Mapping[str, Any]) -> Group:
+    """Return a report as tables; times in milliseconds of a step."""
     found, forecast = report["measured"], report["predicted"]
     steps, devices = report["stop"] - report["first"], report["devices"]
     of = f"a step of {steps} ({report['first']} to {report['stop'] - 1})"
     slowest = max(devices, key=lambda device: device["step_s"])
     mean = f", mean of {len(devices)} devices, the slowest {slowest['name']}" * (len(devices) > 1)
-    console.print(f"profile of {of} on {report['device_kind']}{mean}", highlight=False)
-    console.print(_time(found, forecast))
-    console.print(_blocks(found, forecast))
+    parts = [
+        output.plain(f"profile of {of} on {report['device_kind']}{mean}"),
+        _time(found, forecast),
+        _blocks(found, forecast),
+    ]
     if found["collectives"]:
-        console.print(_collectives(found, forecast))
-    if report["no_prediction"]:
-        console.print(report["no_prediction"], highlight=False)
-    else:
-        console.print(f"predicted for {report['predicted_for']}, links as usual", highlight=False)
+        parts.append(_collectives(found, forecast))
+    predicted = f"predicted for {report['predicted_for']}, links as usual"
+    return Group(*parts, output.plain(report["no_prediction"] or predicted))
 
 
 def _time(found: dict[str, Any], forecast: dict[str, Any] | None) -> Table:

@@ -1,0 +1,162 @@
+"""A run as `ultrascale inspect` shows it: its checkpoints, its time and its trace."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from tests.faults.tiny import MODEL
+from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.checkpoint.step_dirs import with_digest
+from ultrascale_jax.cli.inspect import main
+from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.sharding.mesh import make_mesh
+
+CFG = Config(
+    model=MODEL,
+    mesh=MeshConfig(fsdp=2),
+    data=DataConfig(source="synthetic", seq_len=32),
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    cfg = dataclasses.replace(CFG, log=LogConfig(run_dir=str(tmp_path)))
+    state = some_state(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
+    with Checkpoints(cfg) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(state, describe(cfg, step, "data"), wait=True)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    return tmp_path
+
+
+def printed(capsys, *words, code=0):
+    """What `ultrascale inspect` prints: stdout, or stderr where it refuses."""
+    capsys.readouterr()
+    if code:
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        assert stop.value.code == code
+    else:
+        main([str(word) for word in words])
+    texts = capsys.readouterr()
+    return texts.out if code < 2 else texts.err
+
+
+def states(capsys, *words, code=0):
+    """The state of each checkpoint by its step."""
+    found = json.loads(printed(capsys, *words, "--json", code=code))
+    assert (found["verb"], found["schema"]) == ("inspect", 1)
+    return {row["step"]: row["state"] for row in found["checkpoints"]}
+
+
+def largest(place):
+    return max((path for path in place.rglob("d/*")), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.slow
+def test_every_checkpoint_has_a_row(run_dir, capsys):
+    first, second = [line for line in printed(capsys, run_dir).splitlines() if "fsdp=2" in line]
+    assert first.split("│")[1].strip() == "1" and second.split("│")[1].strip() == "2"
+    assert f"jax {jax.__version__}" in first and "complete" in first
+    row = json.loads(printed(capsys, run_dir, "--json"))["checkpoints"][0]
+    assert row["mesh"]["fsdp"] == 2 and row["versions"]["jax"] == jax.__version__
+    assert row["sound"] and row["size_bytes"] > 1000 and row["arrays"] is None
+
+
+@pytest.mark.slow
+def test_a_list_of_a_hundred_bytes_asks_for_no_device(run_dir):
+    code = "import sys; from ultrascale_jax.cli.inspect import main; main(sys.argv[1:]); "
+    code += "assert not {'jax', 'orbax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True, timeout=60)
+
+
+def test_verified_ones_are_called_so_and_a_damaged_one_too(run_dir, capsys):
+    assert states(capsys, run_dir, "--verify") == {1: "verified", 2: "verified"}
+    path = largest(run_dir / "checkpoints/2")
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+    assert states(capsys, run_dir)[2] == "complete"
+    found = states(capsys, run_dir, "--verify", code=1)
+    assert found[1] == "verified"
+    assert found[2].startswith("DAMAGED: ")
+    assert states(capsys, run_dir, "--checkpoint", 2, code=1) == {2: found[2]}
+    assert states(capsys, run_dir, "--checkpoint", 1) == {1: "verified"}
+    assert "DAMAGED: " in printed(capsys, run_dir, "--checkpoint", 2, code=1)
+
+
+@pytest.mark.slow
+def test_an_array_that_is_not_what_was_saved_is_named(run_dir, capsys):
+    meta = run_dir / "checkpoints/2/_CHECKPOINT_METADATA"
+    text = json.loads(meta.read_text())
+    del text["custom_metadata"]["sha256"]
+    text["custom_metadata"]["arrays"]["params/embed"][2] = "0" * 16
+    text["custom_metadata"] = with_digest(text["custom_metadata"])
+    meta.write_text(json.dumps(text))
+    found = states(capsys, run_dir, "--checkpoint", 2, code=1)
+    assert "DAMAGED: array params/embed" in found[2]
+
+
+def test_arrays_are_listed_with_their_fingerprints(run_dir, capsys):
+    words = [run_dir, "--checkpoint", 1, "--arrays"]
+    [row] = json.loads(printed(capsys, *words, "--json"))["checkpoints"]
+    dtype, shape, mark = row["arrays"]["params/embed"]
+    assert (dtype, shape, len(mark)) == ("float32", [64, 32], 16)
+    [line] = [line for line in printed(capsys, *words).splitlines() if " params/embed " in line]
+    assert "(64, 32)" in line and mark in line
+
+
+def test_what_was_put_aside_is_told(run_dir, capsys):
+    os.rename(run_dir / "checkpoints/2", run_dir / "checkpoints/2.corrupt")
+    assert "2.corrupt was put aside as damaged" in printed(capsys, run_dir)
+    os.rename(run_dir / "checkpoints/1", run_dir / "checkpoints/1.corrupt")
+    assert "there is no complete checkpoint in " in printed(capsys, run_dir, code=1)
+
+
+def test_a_checkpoint_that_says_nothing_is_damaged(run_dir, capsys):
+    (run_dir / "checkpoints/2/_CHECKPOINT_METADATA").write_text("\x1b[31m{")
+    assert states(capsys, run_dir, code=1)[2].startswith("DAMAGED: _CHECKPOINT_METADATA")
+    assert "\x1b[31m" not in printed(capsys, run_dir, code=1)
+
+
+def test_arrays_that_no_reader_finds_are_damage(run_dir, capsys):
+    place = run_dir / "checkpoints/2"
+    (place / "params/manifest.ocdbt").unlink()
+    found = states(capsys, run_dir, code=1)
+    assert found == {1: "complete", 2: "DAMAGED: params/manifest.ocdbt is missing"}
+
+
+def test_the_time_of_a_run_is_shown_where_it_has_events(run_dir, capsys):
+    assert json.loads(printed(capsys, run_dir, "--json"))["time"] is None
+    Events(run_dir, 0).record("start", attempt=0)
+    assert "start-up" in printed(capsys, run_dir)
+    assert json.loads(printed(capsys, run_dir, "--json"))["time"]["restarts"] == 0
+
+
+def test_a_trace_that_cannot_be_read_hides_nothing_unless_it_alone_is_asked_for(run_dir, capsys):
+    assert "holds no finished trace" in printed(capsys, run_dir, "--trace", code=2)
+    (run_dir / "profile").mkdir()
+    assert states(capsys, run_dir) == {1: "complete", 2: "complete"}
+    main([str(run_dir)])
+    assert "note: " in (said := capsys.readouterr().err) and "no finished trace" in said
+
+
+def test_a_run_at_a_path_that_orbax_cannot_read_is_refused(tmp_path, capsys):
+    (tmp_path / "a\\b").mkdir()
+    said = printed(capsys, tmp_path / "a\\b", code=2)
+    assert said.startswith("error: run=") and "without \\; rename the folder" in said
+
+
+def test_what_is_no_run_or_step_is_refused(run_dir, tmp_path, capsys):
+    assert "holds no config.json" in printed(capsys, tmp_path / "no", code=2)
+    assert "holds the steps [1, 2]" in printed(capsys, run_dir, "--checkpoint", 9, code=2)
+    both = printed(capsys, run_dir, "--checkpoint", 1, "--trace", code=2)
+    assert "leave out one of them" in both
