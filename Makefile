@@ -34,7 +34,7 @@ test-all: .venv/.installed-dev
 
 # The live page and the planner's in Chromium (`apt-get install chromium`).
 test-browser: .venv/.installed-dev
-	$(PYTEST) -m browser $(ARGS) tests/dashboard tests/cli/test_plan_serve_browser.py
+	$(PYTEST) -m browser $(ARGS) tests/web
 
 # Every row of the matrix of faults; `make test` has a part of them.
 FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \

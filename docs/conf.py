@@ -25,7 +25,7 @@ html_show_copyright = False  # CITATION.cff and LICENSE say who owns what
 html_title = f"ultrascale_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css", "print.css"]
-# Of commands and their output, which have no language, no word is a keyword.
+# Commands and their output have no language.
 highlight_language = "none"
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]

@@ -1,7 +1,7 @@
-"""Execute the H100 programs of tiny runs on this machine's CPU, and bugs put into them, for a page of the benchmarks.
+"""Execute the H100 programs of tiny runs on this machine's CPU, and bugs put into them; print a table.
 
-python -m scripts.executed_programs                    # all cases and bugs, into the page
-python -m scripts.executed_programs fsdp ring --out -  # two of them, onto the screen
+python -m scripts.executed_programs              # all cases and bugs
+python -m scripts.executed_programs fsdp cp_ring # two of them
 """
 
 import argparse
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from ultrascale_jax.launch.distributed import set_environment
 from ultrascale_jax.plan.compiled.compile import CompiledStep, compile_step
 from ultrascale_jax.plan.compiled.execute import Execution, compare, execute_step, reference_step
 
-PAGE = Path("docs/benchmarks/h100_executed.md")
 DEVICES = 8
 
 FLOAT32 = 1e-5
@@ -287,9 +285,6 @@ def table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument(
-        "--out", default=str(PAGE), help="page whose tables are replaced; -: the screen"
-    )
     options = parser.parse_args(argv)
     unknown = sorted(set(options.cases) - set(CASES))
     if unknown:
@@ -305,13 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in pool.map(run_case, options.cases or CASES):
             rows.append(row)
             print(f"{time.perf_counter() - start:6.0f} s  {row}", file=sys.stderr, flush=True)
-    if options.out == "-":
-        print(table(rows))
-    else:
-        page = Path(options.out)
-        begin = "<!-- made by scripts.executed_programs -->\n"
-        head = page.read_text().partition(begin)[0]
-        page.write_text(head + begin + table(rows))
+    print(table(rows))
     return 0 if all(row.right for row in rows) else 1
 
 

@@ -77,16 +77,20 @@ def watch() -> None:
             ultrascale(
                 "train", *TRAINING.split(), "--optim.lr", rate, "--log.run-dir", f"out/lr_{rate}"
             )
-    ultrascale("watch", "out", "--export", "runs.html")
-    take((WORK / "runs.html").as_uri(), "watch", 1780)
+    serve("watch", "out", name="watch", height=1780)
 
 
 def planner() -> None:
     """Take the planner's page for Llama 3 70B on 512 H100s."""
-    with start("plan", "serve", "llama3_70b", "--gpus", "512", stdout=subprocess.PIPE) as server:
+    serve("plan", "serve", "llama3_70b", "--gpus", "512", name="planner", height=1090)
+
+
+def serve(*words: str, name: str, height: int) -> None:
+    """Take the page of which a command prints the address."""
+    with start(*words, stdout=subprocess.PIPE) as server:
         try:
             address = server.stdout.readline() if server.stdout else ""
-            take(address.partition(" ")[2].strip(), "planner", 1090)
+            take(address.split()[-1], name, height)
         finally:
             server.terminate()
 

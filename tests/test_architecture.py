@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"config", "kernels", "hlo", "units"},
     {"launch", "figures"},
-    {"storage", "dashboard"},
+    {"storage"},
     {"sharding"},
     {"parallel"},
     {"models"},
@@ -26,9 +26,10 @@ LAYERS = [
     {"training"},
     {"plan"},
     {"cli"},
+    {"web"},
     {"scripts"},
 ]
-ABOVE_DATA = {"health", "training", "plan", "cli", "scripts"}
+ABOVE_DATA = {"health", "training", "plan", "cli", "web", "scripts"}
 MAY_IMPORT = {
     layer: set().union(*LAYERS[:rank]) | ({"data"} if layer in ABOVE_DATA else set())
     for rank, layers in enumerate(LAYERS)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import ultrascale_jax
-from ultrascale_jax.cli.planner_page.programs import TABLES
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,9 +66,8 @@ def test_the_wheel_holds_the_library_with_its_kernels_and_recipes_and_nothing_el
     kernels = {f"ultrascale_jax/{path.relative_to(ROOT)}" for path in ROOT.glob("kernels/*.py")}
     recipes = {f"ultrascale_jax/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*.py")}
     assert kernels and recipes and set(names) >= kernels | recipes
-    tables = {f"ultrascale_jax/plan/tables/{table}.csv" for table in TABLES}
-    pages = {f"ultrascale_jax/cli/planner_page/page.{kind}" for kind in ("html", "css", "js")}
-    assert set(names) >= tables | pages | {"ultrascale_jax/py.typed"}
+    pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("ultrascale_jax/web/static/*")}
+    assert pages and set(names) >= pages | {"ultrascale_jax/py.typed"}
     assert len(names) == len(set(names))
 
 

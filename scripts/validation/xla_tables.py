@@ -16,14 +16,26 @@ random.
 
 import argparse
 import csv
+import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from scripts.validation import published
-from ultrascale_jax.cli.planner_page.programs import config
+from ultrascale_jax.config import (
+    Config,
+    ContextConfig,
+    DataConfig,
+    MeshConfig,
+    MoEConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.figures.charts import Lines, Point
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -39,6 +51,35 @@ type Row = dict[str, str]
 BYTES = ("argument_bytes", "temporary_bytes", "xla_bytes", "formula_bytes")
 
 GATHERED = ("all-gather", "reduce-scatter")
+
+
+def config(row: Mapping[str, Any]) -> tuple[Config, int]:
+    """Return the run of a table's row, and its number of GPUs."""
+    mesh = MeshConfig.parse(row["mesh"])
+    microbatches = int(row["microbatches"])
+    train = TrainConfig(
+        global_batch=int(row["sequences"]) * microbatches * mesh.batch,
+        microbatches=microbatches,
+        zero=int(row["zero"]),  # pyrefly: ignore
+        remat=row["remat"],
+    )
+    data = DataConfig(seq_len=int(row["seq_len"]), document_mask=row["document_mask"] == "on")
+    model = getattr(shapes, row["model"])
+    pp, cp, moe = PipelineConfig(), ContextConfig(), MoEConfig()
+    if "schedule" in row:
+        virtual = int(row["virtual"])
+        pp = PipelineConfig(schedule=row["schedule"], virtual=virtual, stash=row["stash"])
+    if "strategy" in row:
+        cp = ContextConfig(strategy=row["strategy"], ulysses=int(row["ulysses"]))
+    if "dispatch" in row:
+        nodes, overlap = int(row["nodes"]), row["overlap"] == "on"
+        moe = MoEConfig(dispatch=row["dispatch"], a2a_groups=nodes, overlap=overlap)
+    if row.get("layers", "all") != "all":
+        dense, others = map(int, row["layers"].split("+"))
+        experts = dataclasses.replace(model.experts, dense_layers=dense)
+        model = dataclasses.replace(model, num_layers=dense + others, experts=experts)
+    cfg = Config(model=model, mesh=mesh, data=data, train=train, pp=pp, cp=cp, moe=moe)
+    return cfg, math.prod(mesh.sizes.values())
 
 
 def measure(row: Row) -> Row:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from ultrascale_jax.cli import command_line, generate, prepare_data, train, watch
+from ultrascale_jax.cli import command_line, generate, prepare_data, train
 from ultrascale_jax.config import (
     AUTO,
     Experts,
@@ -27,6 +27,7 @@ from ultrascale_jax.configs.demo import config as demo
 from ultrascale_jax.launch import host_memory
 from ultrascale_jax.plan.auto import Host, cluster_of
 from ultrascale_jax.plan.formulas.costs import HOST_SHARE
+from ultrascale_jax.web import watch
 
 ROOT = Path(__file__).parents[2]
 
@@ -255,8 +256,8 @@ def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
     (tmp_path / "my.py").write_text("from ultrascale_jax.configs.debug import config")
     cfg, _ = command_line.parse(["~/my.py", "--log.run-dir=~/x"], prog="train")
     assert cfg.log.run_dir == f"{tmp_path}/x"
-    seen = command_line.read(watch.Options, ["~/x", "y", "--export=~/z"], prog="watch")
-    assert (seen.run_dirs, seen.export) == ((tmp_path / "x", Path("y")), tmp_path / "z")
+    seen = command_line.read(watch.Options, ["~/x", "y"], prog="watch")
+    assert seen.run_dirs == (tmp_path / "x", Path("y"))
     said = command_line.read(generate.Options, ["~/x", "--prompt", "~/y"], prog="generate")
     assert (said.model, said.prompt) == (f"{tmp_path}/x", "~/y")
 

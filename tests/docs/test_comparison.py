@@ -3,8 +3,8 @@
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs/comparison.md"
-NOTHING = {"not found", "as JAX gives", "none", "none: a library"}
-TRAINERS = ["MaxText", "torchtitan", "Megatron-Core, NeMo", "nanotron", "Levanter, Marin", "JaxPP"]
+NOTHING = {"not found", "none"}
+TRAINERS = ["MaxText", "torchtitan", "Megatron-Core, NeMo", "nanotron", "Levanter, Marin"]
 
 
 def test_every_cell_about_another_trainer_has_a_source():
@@ -14,6 +14,7 @@ def test_every_cell_about_another_trainer_has_a_source():
         if line.startswith("| ") and not line.startswith("| |")
     ]
     others = [row for row in rows if row[0] != "**ultrascale_jax**"]
-    assert [row[0] for row in others] == TRAINERS * (len(rows) - len(others))
+    trainers = [row[0] for row in others if row[0] != "JaxPP"]  # a library for pipelines
+    assert trainers == TRAINERS * (len(rows) - len(others))
     without = [cell for row in others for cell in row[1:] if "](" not in cell and "][" not in cell]
     assert set(without) <= NOTHING

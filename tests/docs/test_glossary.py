@@ -22,6 +22,15 @@ def test_terms_are_in_order_and_each_leads_to_a_page():
     assert [term for term, text in terms.items() if not text.endswith(".md))")] == []
 
 
+def test_the_page_that_a_term_leads_to_uses_it():
+    absent = []
+    for term, text in entries().items():
+        page = (PAGE.parent / re.search(r"\]\(([^)]*\.md)\)\)$", text)[1]).read_text().lower()
+        names = re.sub(r"[`*]", "", term).lower().split(", ")
+        absent += [term] if not any(name.rstrip("s") in page for name in names) else []
+    assert absent == []
+
+
 def test_every_axis_schedule_and_policy_is_explained():
     text = " ".join(f"{term}: {explained}" for term, explained in entries().items()).lower()
     words = {*AXES, *SCHEDULES, *REMAT_POLICIES, *FP8, "bf16", "fp16", "fp32"}

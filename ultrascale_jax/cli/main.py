@@ -34,6 +34,9 @@ COMMANDS = {
 GPU_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Files of which a host with NVIDIA GPUs has one, as JAX looks for them; the last is WSL's."""
 
+PAGES = ("watch",)
+"""Commands of `ultrascale_jax.web`; the others are of `ultrascale_jax.cli`."""
+
 LOGGING = ("train", "launch")
 """Commands that are done when their run is, whoever reads what they print."""
 
@@ -64,7 +67,9 @@ def run(command: str, arguments: Sequence[str] | None = None) -> None:
     with _exit_code(logs=command in LOGGING):
         _check_working_directory()
         choose_platform(os.environ)
-        module = importlib.import_module(f"ultrascale_jax.cli.{command.replace('-', '_')}")
+        layer = "web" if command in PAGES else "cli"
+        name = f"ultrascale_jax.{layer}.{command.replace('-', '_')}"
+        module = importlib.import_module(name)
         module.main(sys.argv[1:] if arguments is None else arguments)
 
 

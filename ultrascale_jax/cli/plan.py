@@ -32,4 +32,5 @@ def main(argv: Sequence[str]) -> None:
     verb = arguments.pop(0) if arguments else ""
     with command_line.user_errors():
         require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
-    importlib.import_module(f"ultrascale_jax.cli.plan_commands.{verb}").main(arguments)
+    package = "web" if verb == "serve" else "cli.plan_commands"
+    importlib.import_module(f"ultrascale_jax.{package}.{verb}").main(arguments)

@@ -1,6 +1,5 @@
 """Train a model: `ultrascale train [RECIPE] [--mesh fsdp=4,tp=2] [--section.field VALUE ...]`."""
 
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
+from ultrascale_jax.launch.run_files import METRICS
 from ultrascale_jax.launch.sigterm import SigtermListener
 
 WORTH_READING = 200
@@ -110,14 +110,11 @@ def report_profile(run_dir: str) -> None:
 
 def look_back(run_dir: str) -> str:
     """Return the loss of a run that is done as a chart of characters, and what to try next."""
-    from ultrascale_jax.dashboard.series import RunMetrics
     from ultrascale_jax.figures.text import line_chart
+    from ultrascale_jax.training.metrics import read_rows
 
-    metrics = RunMetrics(Path(run_dir))
-    metrics.update()
-    columns = metrics.steps.columns
-    points = zip(columns.get("step", ()), columns.get("loss", ()), strict=True)
-    points = [point for point in points if math.isfinite(point[1])]
+    rows = read_rows(Path(run_dir) / METRICS)
+    points = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     steps, losses = zip(*points, strict=True) if points else ((), ())
     commands = {
         f"watch {run_dir}": "every metric on a page of the browser",

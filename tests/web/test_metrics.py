@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from ultrascale_jax.dashboard.series import RunMetrics
 from ultrascale_jax.training.metrics import truncate_rows
+from ultrascale_jax.web.metrics import RunMetrics
 
 
 def rows(first, last, **fields):

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from tests.cli.chromium import Chromium
+from tests.web.chromium import Chromium
 from ultrascale_jax.cli import plan
 
 pytestmark = pytest.mark.browser
 
-TILE = 'document.querySelector("#tiles [data-name=\\"{}\\"] .value")?.textContent'
-MEMORY, STEP = TILE.format("memory of one GPU"), TILE.format("step")
+CELL = "document.querySelector('#summary tbody tr')?.cells[{}].textContent"
+MEMORY, STEP = CELL.format(2), CELL.format(4)
 HOSTILE = "</script><img src=x onerror=\"document.title='ran'\">"
 
 
@@ -39,12 +39,8 @@ def test_a_changed_field_changes_what_is_drawn_to_what_the_command_says(url, cap
     with Chromium(url, 1400, 1200) as browser:
         first = browser.wait_for(MEMORY)
         assert first == command_says(browser, capsys)
-        # By keys: the next divisor of the GPUs.
-        browser.run('document.getElementById("field-mesh.sp").focus()')
-        browser.press("ArrowUp")
-        browser.press("ArrowUp")
+        browser.type_into('[name="mesh.sp"]', "4")
         browser.wait_for(f"{MEMORY} !== {json.dumps(first)}")
-        assert browser.run('document.getElementById("field-mesh.sp").value') == "4"
         assert "mesh.sp=4" in browser.run("location.hash")
         assert browser.run(MEMORY) == command_says(browser, capsys)
         axes = browser.run(
@@ -58,7 +54,9 @@ def test_a_changed_field_changes_what_is_drawn_to_what_the_command_says(url, cap
             'document.querySelector("code[data-name=memory]").textContent.includes("32768")'
         )
         assert browser.run(MEMORY) == command_says(browser, capsys)
-        total = browser.run('document.querySelector("#parts tfoot td:nth-child(2)").textContent')
+        total = browser.run(
+            'document.querySelector("#parts tbody tr:last-child").cells[1].textContent'
+        )
         assert browser.run(MEMORY) == f"{total} GiB"
 
         # A mistake stands beside its field, and goes with it.
@@ -80,14 +78,14 @@ def test_a_link_shows_the_same_beside_what_was_kept_also_on_a_phone(url, capsys)
     )
     with Chromium(link, 360, 740) as browser:
         assert browser.wait_for(MEMORY) == command_says(browser, capsys)
-        assert "kept: " in browser.run('document.getElementById("tiles").innerText')
-        bars = browser.run('document.querySelectorAll("#memory .bar").length')
+        assert "kept: " in browser.run('document.getElementById("summary").innerText')
+        bars = browser.run('document.querySelectorAll("#memory .track").length')
         assert bars == 2 and browser.run('document.getElementById("over").value') == "gpu"
         assert browser.run("document.documentElement.scrollWidth") == 360
         # What does not fit comes with a way out, which one press takes.
-        browser.wait_for('document.querySelectorAll("#verdict button").length')
-        browser.run('document.querySelector("#verdict button").click()')
-        browser.wait_for('document.querySelectorAll("#tiles .good").length')
+        browser.wait_for('document.querySelectorAll("#hint button").length')
+        browser.run('document.querySelector("#hint button").click()')
+        browser.wait_for('Boolean(document.querySelector("#summary tbody tr .good"))')
         assert browser.run(MEMORY) == command_says(browser, capsys)
         assert browser.errors == []
 
@@ -100,26 +98,25 @@ def test_the_search_fills_the_best_mesh_in(url):
         best = browser.wait_for('document.querySelector("#found tbody td")?.textContent')
         browser.wait_for('location.hash.includes("mesh.fsdp")')
         shown = 'document.querySelector("code[data-name=train]").textContent'
-        assert f"--train.remat {best.split()[-1]}" in browser.wait_for(shown)
+        browser.wait_for(f"{shown}.includes('--train.remat {best.split()[-1]}')")
         step = browser.run('document.querySelector("#found tbody td:nth-child(3)").textContent')
         browser.wait_for(f"{STEP} === {json.dumps(step)}")
         assert browser.errors == []
 
 
-def test_an_exported_file_shows_its_grid_and_says_what_it_has_not(tmp_path, capsys):
-    file = tmp_path / "out/planner.html"
-    plan.main(["serve", "debug", "--gpus", "4", "--mesh", "fsdp=4", "--export", str(file)])
-    assert capsys.readouterr().out == f"wrote {file}\n"
-    with Chromium(f"{file.as_uri()}#recipe=debug&mesh.sp=2&over=train.remat", 1000, 800) as browser:
-        shown = browser.wait_for('document.querySelector("#tiles .value")?.textContent')
-        command = browser.run('document.querySelector("code[data-name=memory]").textContent')
-        plan.main([*shlex.split(command)[2:], "--json"])
-        peak = json.loads(capsys.readouterr().out)["peak_bytes"]
-        assert "sp=2" in command and shown == f"{peak / 2**30:.2f} GiB"
-        assert browser.run('document.querySelectorAll("#sweep-memory .column").length') == 4
-        browser.type_into('[name="data.seq_len"]', "300")
-        browser.wait_for(
-            'document.getElementById("alert").textContent.includes("this file has 128")'
-        )
-        assert browser.run('document.getElementById("field-gpus").disabled')
+def test_a_row_of_the_sweep_has_the_numbers_of_its_page_and_one_press_shows_it(url):
+    with Chromium(f"{url}#recipe=llama3_8b&gpus=64&over=mesh.sp", 1000, 800) as browser:
+        browser.wait_for('document.querySelectorAll("#sweep tbody tr").length === 7')
+        row = 'document.querySelectorAll("#sweep tbody tr")[2]'
+        value, _, memory, step, *_ = browser.run(f"[...{row}.cells].map((one) => one.innerText)")
+        assert value == "4"
+        browser.run(f"{row}.querySelector('button').click()")
+        browser.wait_for(f"{STEP} === {json.dumps(step)} && location.hash.includes('mesh.sp=4')")
+        assert browser.run(MEMORY) == f"{memory} GiB"
+        browser.wait_for(f"Boolean({row}.querySelector('button.current'))")
+        # The arrow keys choose a GPU of the map.
+        browser.run('document.querySelector("#map svg").focus()')
+        browser.press("ArrowRight")
+        said = browser.wait_for('document.getElementById("gpu").textContent')
+        assert said.startswith("GPU 1 in node 0 of 8 is fsdp 1 of 16, sp 2 of 4")
         assert browser.errors == []

@@ -1,27 +1,22 @@
 """`ultrascale plan serve`: what its page is told equals what the other verbs say, and an address can do no harm."""
 
-import base64
-import dataclasses
-import gzip
 import json
-import math
 import shlex
 import threading
+import time
 
 import pytest
 
-from tests.dashboard.test_server import get
+from tests.web.test_server import get, running
 from ultrascale_jax.cli import plan
-from ultrascale_jax.cli.plan_commands import common, serve
-from ultrascale_jax.cli.planner_page.answers import SWEEPS, Answers
-from ultrascale_jax.cli.planner_page.export import fixed_of, grid_of, table
-from ultrascale_jax.cli.planner_page.fields import FIELDS, SECTIONS, Bases
-from ultrascale_jax.cli.planner_page.programs import known_programs, of_summary, of_tables
-from ultrascale_jax.cli.planner_page.server import PlannerServer, page, settings, start
-from ultrascale_jax.cli.planner_page.suggestions import Suggestions
-from ultrascale_jax.config import UserError
+from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.web import serve
+from ultrascale_jax.web.answers import SWEEPS, Answers
+from ultrascale_jax.web.fields import FIELDS, FORM, Bases
+from ultrascale_jax.web.server import Server
+from ultrascale_jax.web.suggestions import Suggestions
 
 
 def bases_of(*argv):
@@ -31,13 +26,8 @@ def bases_of(*argv):
 
 
 @pytest.fixture(scope="module")
-def programs():
-    return known_programs([])
-
-
-@pytest.fixture(scope="module")
-def answers(programs):
-    return Answers(bases_of("llama3_8b", "--gpus", "64"), programs)
+def answers():
+    return Answers(bases_of("llama3_8b", "--gpus", "64"))
 
 
 STATES = [
@@ -91,8 +81,8 @@ def test_the_command_line_of_the_page_brings_the_state_back(answers):
     }
     found = answers.plan(state)
     words = shlex.split(found["commands"]["serve"])[3:]
-    again = Answers(bases_of(*words), {})
-    begun = start(again.bases)
+    again = Answers(bases_of(*words))
+    begun = again.form({})["start"]
     assert begun.items() >= state.items()
     assert again.plan(begun)["state"] == again.plan({})["state"] == found["state"]
 
@@ -138,7 +128,7 @@ def test_a_mistake_is_one_error_that_names_its_field(answers, state, field, word
 def test_a_sweep_has_the_numbers_of_its_states_and_keeps_errors_beside_them(answers):
     for over in SWEEPS:
         found = answers.sweep({"over": over, "train.microbatches": "4"})
-        assert found["label"] == SWEEPS[over] and found["points"]
+        assert found["over"] == over and found["points"]
         legal = [point for point in found["points"] if "error" not in point]
         for point in legal[:2]:
             told = answers.plan({"train.microbatches": "4"} | point["change"])
@@ -156,124 +146,61 @@ def test_a_sweep_has_the_numbers_of_its_states_and_keeps_errors_beside_them(answ
     assert answers.sweep({"over": "recipe"})["error"]["field"] == "over"
 
 
-def test_what_xla_made_of_a_run_stands_beside_the_formula(answers, programs, tmp_path, capsys):
-    own = [program for program in of_tables() if program.source == "memory_xla.csv"]
-    assert len(programs) > 150 and len(own) == 80
-    for listed in answers.plan({})["programs"]:
-        found = answers.plan(listed["state"])
-        told, run = found["compiled"], found["memory"]["label"]
-        assert listed["label"].endswith(run) and told["peak_bytes"] > 0
-        assert abs(found["memory"]["peak_bytes"] / told["peak_bytes"] - 1) < 0.15
-    program = next(p for p in own if p.run.num_gpus == 8 and p.run.shape.num_layers == 32)
-    assert answers.plan({"train.remat": "none", "gpus": "8"})["compiled"] is None
-
-    # A summary of `compile --dump` takes the place of a table's row.
-    summary = {"verb": "compile", "gpus": 8, "gpu": "h100", "peak_bytes": 5, "step_s": 2.5}
-    summary |= {"config": dataclasses.asdict(program.cfg)}
-    file = tmp_path / "summary.json"
-    file.write_text(json.dumps(summary))
-    assert known_programs([tmp_path])[program.key].peak_bytes == 5
-    assert of_summary(file).run == program.run and of_summary(file).step_s == 2.5
-    for damage, words in (
-        ({"verb": "memory"}, "is no summary"),
-        ({"config": {"mesh": {"tp": 0}}}, "mesh.tp=0: must be at least 1"),
-        ({"peak_bytes": "5"}, "peak_bytes='5': must be a number"),
-        ({"gpus": 7}, "but there are 7 devices"),
-        ({"gpu": "h1000"}, "did you mean h100?"),
-    ):
-        file.write_text(json.dumps(summary | damage))
-        with pytest.raises(UserError, match="compiled=") as refused:
-            of_summary(tmp_path)
-        assert words in str(refused.value)
-    with pytest.raises(UserError, match=r"holds no summary\.json"):
-        of_summary(tmp_path / "none")
-
-
 @pytest.mark.slow
 def test_the_search_fills_in_the_best_mesh():
     suggestions = Suggestions(bases_of("debug", "--gpus", "4"))
     refused = suggestions.suggest({"keep": "pp=1,zz=2"})["error"]
     assert refused["field"] == "keep" and "'zz' is none of" in refused["text"]
     query = {"keep": "pp=1,zero=3", "mesh.tp": "2", "data.seq_len": "512"}
-    found = suggestions.suggest(query)
-    assert found["running_s"] >= 0
-    while "running_s" in found:
-        found = suggestions.suggest(query)
-    best = found["rows"][0]
+    best = suggestions.suggest(query)["rows"][0]
     assert best["verdict"] == "best" and "-1" in best["state"].values()
-    shown = Answers(suggestions.bases, {}).plan({"data.seq_len": "512"} | best["state"])
+    shown = Answers(suggestions.bases).plan({"data.seq_len": "512"} | best["state"])
     assert shown["memory"]["label"] == best["label"]
     assert shown["step"]["step_s"] == best["step_s"]
-
-    # What no search can do is told, and another question ends the one before.
-    impossible = {"keep": "tp=3"}
-    found = suggestions.suggest(impossible)
-    while "running_s" in found:
-        found = suggestions.suggest(impossible)
-    assert (
-        found["error"]["field"] == "keep" and "nothing is legal on 4 GPUs" in found["error"]["text"]
-    )
-    suggestions.suggest({"recipe": "llama3_405b", "gpus": "4096"})
-    process = suggestions._search._process
-    assert suggestions.cancel({}) == {} and process.returncode is not None
+    error = suggestions.suggest({"keep": "tp=3"})["error"]
+    assert error["field"] == "keep" and "nothing is legal on 4 GPUs" in error["text"]
 
 
-def test_a_file_without_a_server_has_the_answers_of_its_grid():
-    answers, told = Answers(bases_of("debug", "--gpus", "1"), {}), []
-    found = table(answers, lambda done, total: told.append((done, total)))
-    kept = json.loads(gzip.decompress(base64.b64decode(found["answers"])))
-    assert len(kept) == len(told) == math.prod(map(len, found["grid"].values())) == told[-1][0]
-    assert all("error" not in answer for answer in kept.values())
-    for key in [*kept][::7]:
-        state = found["fixed"] | dict(zip(found["grid"], key.split("|"), strict=True))
-        own = json.loads(json.dumps(answers.plan(state)))
-        own.pop("programs", None)
-        assert kept[key] == own
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["end", "another question"])
+def test_a_search_that_is_ended_says_so(by):
+    suggestions, said = Suggestions(bases_of("debug", "--gpus", "4")), []
+    long = {"recipe": "llama3_405b", "gpus": "4096"}
+    thread = threading.Thread(target=lambda: said.append(suggestions.suggest(long)))
+    thread.start()
+    while suggestions._process is None:
+        time.sleep(0.01)
+    if by == "end":
+        suggestions.end()
+    else:
+        assert suggestions.suggest({"keep": "pp=1,zero=3"})["rows"]
+    thread.join()
+    assert [answer["error"]["text"] for answer in said] == ["the search was stopped"]
 
 
-def test_a_grid_lies_around_the_command_line():
-    asked = bases_of("llama3_70b", "--gpus", "64", "--mesh", "dp=8,sp=8").ask({})
-    assert fixed_of(asked)["mesh.dp"] == "-1" and fixed_of(asked)["mesh.sp"] == "8"
-    grid = grid_of(asked)
-    assert grid["mesh.sp"] == ["1", "2", "4", "8"] and grid["mesh.pp"][-1] == "16"
-    assert grid["data.seq_len"] == ["4096", "8192", "16384", "32768"]
-    old = bases_of("debug", "--gpu", "a100").ask({})
-    assert grid_of(old)["train.precision"] == ["fp32", "bf16"]
+def test_the_form_has_every_field_with_the_choices_and_the_words_of_its_option():
+    form = Answers(bases_of("debug")).form({})
+    fields = {field["name"]: field for part in form["sections"] for field in part["fields"]}
+    assert [*fields] == [*FIELDS] == [name for names in FORM.values() for name in names.split()]
+    assert fields["train.zero"]["choices"] == ("0", "1", "2", "3")
+    assert fields["data.document_mask"]["choices"] == ("off", "on")
+    assert fields["cp.strategy"]["choices"] == ("ring", "zigzag", "allgather", "ulysses")
+    assert fields["mesh.pp"] == {"name": "mesh.pp", "help": "Pipeline stages."} | {
+        "choices": (),
+        "is_open": False,
+    }
+    assert all(field["help"] for field in fields.values())
+    assert form["start"] == {"recipe": "debug", "gpus": "8", "gpu": "h100"}
+    assert form["sweeps"] == SWEEPS and {"debug", "llama3_8b"} <= set(form["recipes"])
 
 
-def test_the_server_answers_who_has_its_address_and_nobody_else():
-    with PlannerServer(bases_of("debug"), {}, "127.0.0.1", 0, token="a-fixed-token") as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            assert server.url.endswith("/?token=a-fixed-token")
-            status, headers, text = get(server, "plan?mesh.tp=2")
-            assert (status, headers["Content-Security-Policy"][:18]) == (200, "default-src 'none'")
-            assert json.loads(text)["state"]["mesh.tp"] == "2"
-            status, headers, text = get(server, "")
-            policy = headers["Content-Security-Policy"]
-            assert status == 200 and policy.startswith("default-src 'none'; script-src 'nonce-")
-            assert "https://" not in text and text.count("http://") == text.count(
-                "http://www.w3.org/"
-            )
-            assert text.count("</script>") == 1 and " style=" not in text and " onclick" not in text
-            refused = [("plan", {"token": "guess"}), ("plan", {"host": "evil.example"}), ("x", {})]
-            assert [get(server, path, **more)[0] for path, more in refused] == [403, 421, 404]
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_the_page_has_every_field_and_no_text_ends_its_script():
-    bases = bases_of("debug", "--data.source", "text:</script><script>*")
-    assert len(FIELDS) == sum(len(section.fields) for section in SECTIONS)
-    text, _ = page(settings(bases) | {"token": "</script>"})
-    inside = json.loads(text.partition("const SETTINGS = ")[2].partition(";\n")[0])
-    assert [field["name"] for section in inside["sections"] for field in section["fields"]] == [
-        *FIELDS
-    ]
-    assert inside["start"] == {"recipe": "debug", "gpus": "8", "gpu": "h100"}
-    assert text.count("</script>") == 1
+def test_the_server_answers_the_page():
+    answers = Answers(bases_of("debug"))
+    routes = {"/form": answers.form, "/plan": answers.plan}
+    with running(Server("planner.html", routes, "127.0.0.1", 0, "a-fixed-token")) as server:
+        assert server.url.endswith("/?token=a-fixed-token")
+        assert json.loads(get(server, "/plan?mesh.tp=2")[2])["state"]["mesh.tp"] == "2"
+        assert "/static/planner.js" in get(server, "/")[2]
 
 
 @pytest.mark.parametrize(
@@ -281,8 +208,6 @@ def test_the_page_has_every_field_and_no_text_ends_its_script():
     [
         ("debug --port 70000", "port=70000: must be 0 to 65535"),
         ("debug --token short", "token='short': must be 8 or more letters"),
-        ("debug --token ../../../etc", "token='../../../etc': must be 8 or more letters"),
-        ("debug --compiled out/nothing", "holds no summary.json"),
         ("debug --host 203.0.113.1", "choose another --host or --port"),
     ],
 )

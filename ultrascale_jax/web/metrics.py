@@ -1,4 +1,4 @@
-"""Read a run's `metrics.jsonl` as it grows, as columns of numbers, and thin them out for a chart.
+"""Read a run's `metrics.jsonl` as it grows, and thin its columns out for a chart.
 
 A chart has some hundred points, a run up to millions of rows. Each point stands for neighbouring rows: their mean, and
 their least and largest value, so that no spike is lost.
@@ -7,7 +7,6 @@ their least and largest value, so that no spike is lost.
 import math
 import os
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ EVALUATION = "eval_loss"
 """Field of the rows that an evaluation writes; those of training have none."""
 
 
-class Table:
+class Columns:
     """Rows of numbers by column; a field that a row lacks, and one that is no number, is nan there."""
 
     def __init__(self):
@@ -33,30 +32,31 @@ class Table:
     def extend(self, rows: list[dict[str, Any]]) -> None:
         """Append rows."""
         for field in dict.fromkeys(field for row in rows for field in row):
+            values = [_float(row.get(field)) for row in rows]
             if field not in self.columns:
-                if not any(_is_numeric(row.get(field)) for row in rows):
+                if all(map(math.isnan, values)):
                     continue
                 self.columns[field] = array("d", [math.nan]) * self.length
-            self.columns[field].extend(_float(row.get(field)) for row in rows)
+            self.columns[field].extend(values)
         self.length += len(rows)
         for column in self.columns.values():
             column.extend([math.nan] * (self.length - len(column)))
 
     def thinned(
         self, field: str, x: str, first: float, last: float, points: int
-    ) -> list[list[float | None]]:
+    ) -> list[list[float]]:
         """Return at most `points` of `[x, mean, least, largest]` of a field over `x` from `first` to `last`."""
         if field not in self.columns or x not in self.columns:
             return []
-        at, values = (np.array(self.columns[name]) for name in (x, field))
-        kept = (at >= first) & (at <= last) & np.isfinite(values)
-        at, values = at[kept], values[kept]
-        if not len(at):
+        xs, values = (np.array(self.columns[name]) for name in (x, field))
+        shown = (xs >= first) & (xs <= last) & np.isfinite(values)
+        xs, values = xs[shown], values[shown]
+        if not len(xs):
             return []
-        starts = np.unique(np.linspace(0, len(at), min(points, len(at)), endpoint=False, dtype=int))
-        counts = np.diff([*starts, len(at)])
+        starts = np.unique(np.linspace(0, len(xs), min(points, len(xs)), endpoint=False, dtype=int))
+        counts = np.diff([*starts, len(xs)])
         rows = (
-            np.add.reduceat(at, starts) / counts,
+            np.add.reduceat(xs, starts) / counts,
             np.add.reduceat(values, starts) / counts,
             np.minimum.reduceat(values, starts),
             np.maximum.reduceat(values, starts),
@@ -72,13 +72,13 @@ class RunMetrics:
         self._clear()
 
     def _clear(self) -> None:
-        self.steps, self.evaluations = Table(), Table()
+        self.steps, self.evaluations = Columns(), Columns()
         self.last: dict[str, Any] = {}
         """The newest row of training, whole."""
         self.damaged = 0
         """Lines that hold no row."""
-        self._file: int | None = None
-        """Number of the file's inode: a run that resumes writes a new file."""
+        self._inode: int | None = None
+        """Of the file: a run that resumes writes a new one."""
         self._offset = 0
 
     def update(self) -> None:
@@ -89,41 +89,35 @@ class RunMetrics:
             return
         with opened as file:
             status = os.fstat(file.fileno())
-            if status.st_ino != self._file or status.st_size < self._offset:
+            if status.st_ino != self._inode or status.st_size < self._offset:
                 self._clear()
-                self._file = status.st_ino
+                self._inode = status.st_ino
             file.seek(self._offset)
             while (end := (block := file.read(BLOCK)).rfind(b"\n")) >= 0:
                 self._add(block[:end].splitlines())
                 self._offset += end + 1
                 file.seek(self._offset)
 
-    def _add(self, lines: Iterable[bytes]) -> None:
-        steps, evaluations = [], []
-        for line in lines:
-            row = parse_object(line)
-            if not is_number(row.get("step")):
-                self.damaged += 1
-            elif EVALUATION in row:
-                evaluations.append(row)
-            else:
-                steps.append(row)
+    def _add(self, lines: list[bytes]) -> None:
+        rows = [row for line in lines if is_number((row := parse_object(line)).get("step"))]
+        self.damaged += len(lines) - len(rows)
+        self.evaluations.extend([row for row in rows if EVALUATION in row])
+        steps = [row for row in rows if EVALUATION not in row]
         self.steps.extend(steps)
-        self.evaluations.extend(evaluations)
         self.last = steps[-1] if steps else self.last
 
     @property
     def fields(self) -> list[str]:
         """Names of all fields that have numbers, in the order in which a run writes them."""
-        own = [name for name in self.steps.columns if name not in ("step", "time")]
-        return own + [name for name in self.evaluations.columns if name not in ("step", "time")]
+        names = (*self.steps.columns, *self.evaluations.columns)
+        return [name for name in dict.fromkeys(names) if name not in ("step", "time")]
 
     def thinned(
         self, field: str, x: str, first: float, last: float, points: int
-    ) -> list[list[float | None]]:
-        """Return points as `Table.thinned` does, of a field of training or of evaluation."""
-        table = self.steps if field in self.steps.columns else self.evaluations
-        return table.thinned(field, x, first, last, points)
+    ) -> list[list[float]]:
+        """Return points as `Columns.thinned` does, of a field of training or of evaluation."""
+        columns = self.steps if field in self.steps.columns else self.evaluations
+        return columns.thinned(field, x, first, last, points)
 
     def step_at(self, time: float) -> float | None:
         """Return the step that had been done at a time."""
@@ -134,9 +128,5 @@ class RunMetrics:
         return 0.0 if not before else self.steps.columns["step"][before - 1]
 
 
-def _is_numeric(value: object) -> bool:
-    return isinstance(value, bool) or is_number(value)
-
-
 def _float(value: object) -> float:
-    return float(value) if type(value) is float or _is_numeric(value) else math.nan  # pyrefly: ignore[bad-argument-type]
+    return float(value) if isinstance(value, bool) or is_number(value) else math.nan

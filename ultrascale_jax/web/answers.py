@@ -12,16 +12,6 @@ from typing import Any
 from ultrascale_jax.cli.plan_commands import memory, search
 from ultrascale_jax.cli.plan_commands.common import planned
 from ultrascale_jax.cli.plan_commands.words import machine_words, words
-from ultrascale_jax.cli.planner_page.fields import (
-    FIELDS,
-    Asked,
-    Bases,
-    State,
-    opened,
-    rest_of,
-    state_of,
-)
-from ultrascale_jax.cli.planner_page.programs import Program
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.figures.palette import OWN, colours
 from ultrascale_jax.plan.auto import choose_auto
@@ -31,24 +21,14 @@ from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import GPUS, Cluster
 from ultrascale_jax.plan.search.search_space import divisors
 from ultrascale_jax.plan.workload import Run, group
+from ultrascale_jax.web.fields import FIELDS, Asked, Bases, State, rest_of
 
 TIMES = (
     *("matrix products", "attention", "memory traffic", "recomputation", "cores lent to NCCL"),
-    *(
-        "exposed fsdp",
-        "exposed sp",
-        "exposed pp",
-        "bubble",
-        "exposed tp",
-        "exposed ep",
-        "exposed cp",
-    ),
-    *("loss", "optimizer", "step overhead", "host", "reference"),
+    *("exposed fsdp", "exposed sp", "exposed pp", "bubble", "exposed tp", "exposed ep"),
+    *("exposed cp", "loss", "optimizer", "step overhead", "host", "reference"),
 )
 """Parts of a step's time, the frequent first."""
-
-MOST_PROGRAMS = 100
-"""Compiled programs of one model that the page lists."""
 
 MOST_POINTS = 16
 """Values of a sweep."""
@@ -59,29 +39,28 @@ DOUBLINGS = range(-3, 5)
 WIDEST = 64
 """The largest axis of a sweep."""
 
-SWEEPS = {
-    "data.seq_len": "sequence length (tokens)",
-    "gpus": "GPUs",
-    "train.microbatches": "micro-batches",
-    "train.remat": "recomputation",
-    "train.zero": "ZeRO stage",
-    "mesh.sp": "size of sp",
-    "mesh.tp": "size of tp",
-    "mesh.pp": "size of pp",
-    "mesh.cp": "size of cp",
-    "train.precision": "precision",
-    "gpu": "kind of GPU",
-}
-"""Fields over which the page draws a sweep, and what its axis says."""
+SWEEPS = (
+    *("data.seq_len", "gpus", "train.microbatches", "train.remat", "train.zero"),
+    *("mesh.sp", "mesh.tp", "mesh.pp", "mesh.cp", "train.precision", "gpu"),
+)
+"""Fields over which the page shows a sweep."""
+
+
+LINK = ("axis", "size", "splits", "sends", "nodes", "gbs", "volume", "ratio")
+"""Fields of a `Placement` that the page shows."""
 
 
 class Answers:
     """Answers by path; an answer to what is not legal is `{"error": {"field": ..., "text": ...}}`."""
 
-    def __init__(self, bases: Bases, programs: Mapping[tuple[Run, str], Program]):
-        self.bases, self.programs = bases, programs
+    def __init__(self, bases: Bases):
+        self.bases = bases
         self._lock = threading.Lock()
         """Warnings are caught for the whole process."""
+
+    def form(self, query: State) -> dict[str, Any]:
+        """Answer /form: the fields of the page, the sweeps, and the state that it begins with."""
+        return self.bases.form() | {"sweeps": SWEEPS}
 
     def plan(self, state: State) -> dict[str, Any]:
         """Answer /plan: all about one configuration."""
@@ -94,67 +73,38 @@ class Answers:
 
     def _plan(self, state: State) -> dict[str, Any]:
         asked = self.bases.ask(state)
-        options, cluster = asked.options, asked.cluster
+        cluster = asked.cluster
         with self._lock, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cfg, why = choose_auto(asked.cfg, cluster, must_fit=False)
-            run = planned(cfg, options)
-            held = memory.summarize(cfg, options, cluster, meshes=False)
-        step = estimate(run, cluster, peak_bytes=held["peak_bytes"])
+            run = planned(cfg, asked.options)
+            summary = memory.summarize(cfg, asked.options, cluster, meshes=False)
+        step = estimate(run, cluster, peak_bytes=summary["peak_bytes"])
         return {
             "state": asked.state,
-            "memory": held,
+            "memory": summary,
             "step": step.summary() | {"tokens": run.step_tokens, "sequences": run.sequences},
-            "colours": colours_of(held["parts"]) | colours_of(step.parts),
+            "colours": colours_of(summary["parts"]) | colours_of(step.parts),
             "parameters": run.shape.num_params,
             "experts": run.shape.experts is not None,
-            "chosen": {"why": why, "remat": run.remat, "microbatches": run.microbatches},
+            "chosen": {"train.remat": run.remat, "train.microbatches": str(run.microbatches)},
             "mesh": mesh_of(run, cluster, step.parts),
-            "notes": sorted({str(one.message) for one in caught}),
-            "compiled": self._compiled(run, cluster),
-            "programs": self._alike(run, asked),
+            "notes": [why, *sorted({str(one.message) for one in caught})],
             "commands": commands(asked, cfg),
         }
-
-    def _compiled(self, run: Run, cluster: Cluster) -> dict[str, Any] | None:
-        """Return what XLA made of `run`, if that is known."""
-        program = self.programs.get((run, cluster.gpu.name))
-        if program is None:
-            return None
-        return {
-            "source": program.source,
-            "peak_bytes": program.peak_bytes,
-            "step_s": program.step_s,
-        }
-
-    def _alike(self, run: Run, asked: Asked) -> list[dict[str, Any]]:
-        """Return the programs of the same model, with the states that show them."""
-        found = [p for p in self.programs.values() if p.run.shape == run.shape]
-        own = state_of(self.bases.config(asked.recipe))
-        return [
-            {
-                "label": f"{p.run.num_gpus} x {p.gpu}, {p.run.seq_len:,} tokens: {p.run.label}",
-                "state": {"recipe": asked.recipe, "gpus": str(p.run.num_gpus), "gpu": p.gpu}
-                | {name: text for name, text in opened(p.cfg).items() if text != own[name]},
-            }
-            for p in found[:MOST_PROGRAMS]
-        ]
 
     def _sweep(self, state: State, over: str) -> dict[str, Any]:
         require(over in SWEEPS, "over", over, f"choose one of {', '.join(SWEEPS)}")
         asked = self.bases.ask(state)
         points = []
         for value in values_of(over, asked)[:MOST_POINTS]:
-            change = (
-                {over: value} | takes_rest(over, asked) | ({"cluster": ""} if over == "gpu" else {})
-            )
-            found = self._answered_point({**state, **change})
-            points.append({"value": value, "change": change} | found)
+            change = {over: value} | takes_rest(over, asked)
+            change |= {"cluster": ""} if over == "gpu" else {}
+            changed = {**state, **change}
+            point = answered(lambda changed=changed: self._point(changed))
+            points.append({"value": value, "change": change} | point)
         parts = {name: 0.0 for point in points for name in point.get("parts", {})}
-        return {"over": over, "label": SWEEPS[over], "points": points, "colours": colours_of(parts)}
-
-    def _answered_point(self, state: State) -> dict[str, Any]:
-        return answered(lambda: self._point(state))
+        return {"over": over, "points": points, "colours": colours_of(parts)}
 
     def _point(self, state: State) -> dict[str, Any]:
         asked = self.bases.ask(state)
@@ -162,10 +112,7 @@ class Answers:
             warnings.simplefilter("ignore")
             cfg, _ = choose_auto(asked.cfg, asked.cluster, must_fit=False)
             run = planned(cfg, asked.options)
-        parts = breakdown(run).parts
-        step = estimate(run, asked.cluster)
-        compiled = self._compiled(run, asked.cluster)
-        return {"parts": parts, "compiled": compiled} | step.summary()
+        return {"parts": breakdown(run).parts} | estimate(run, asked.cluster).summary()
 
 
 def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -177,11 +124,11 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def colours_of(parts: Iterable[str]) -> dict[str, str]:
-    """Return the colour of every part: the report's, and the same on whatever page, so that two can be compared."""
+    """Return the colour of every part: that of the figures, whatever parts there are, so that two can be compared."""
     names = list(parts)
     known = next((of for of in (TIMES, tuple(OWN)) if not {*names}.isdisjoint(of)), ())
-    found = colours([*known, *(name for name in names if name not in known)])
-    return {name: found[name][0] for name in names}
+    all_colours = colours([*known, *(name for name in names if name not in known)])
+    return {name: all_colours[name][0] for name in names}
 
 
 def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str, Any]:
@@ -191,17 +138,9 @@ def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str,
         "gpus": cluster.num_gpus,
         "gpus_per_node": cluster.gpus_per_node,
         "links": [
-            {
-                "name": axis.axis,
-                "splits": axis.splits,
-                "sends": axis.sends,
-                "nodes": axis.nodes,
-                "per_node": group(run.mesh, (axis.axis,), cluster.gpus_per_node).per_node,
-                "gbs": axis.gbs,
-                "bytes": axis.volume,
-                "ratio": axis.ratio,
-                "exposed_s": sum(s for name, s in parts.items() if axis.axis in exposed_axes(name)),
-            }
+            {name: getattr(axis, name) for name in LINK}
+            | {"per_node": group(run.mesh, (axis.axis,), cluster.gpus_per_node).per_node}
+            | {"exposed_s": sum(s for n, s in parts.items() if axis.axis in exposed_axes(n))}
             for axis in place(run, cluster)
         ],
     }
@@ -217,11 +156,9 @@ def values_of(over: str, asked: Asked) -> list[str]:
     """Return the values of a sweep over a field, the present one among them where it can be."""
     cfg, num_gpus = asked.cfg, asked.cluster.num_gpus
     if over in ("data.seq_len", "gpus"):
-        own = num_gpus if over == "gpus" else cfg.data.seq_len
-        scaled = [
-            own * 2**n if n >= 0 else own // 2**-n for n in DOUBLINGS if own % 2 ** max(0, -n) == 0
-        ]
-        return [str(value) for value in scaled]
+        now = num_gpus if over == "gpus" else cfg.data.seq_len
+        scaled = (now * 2.0**n for n in DOUBLINGS)
+        return [str(int(value)) for value in scaled if value == int(value)]
     if over == "train.microbatches":
         mesh = cfg.mesh.resolve(num_gpus)
         counts = divisors(max(1, cfg.train.global_batch // mesh.batch))

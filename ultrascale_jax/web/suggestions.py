@@ -1,0 +1,80 @@
+"""Search for the best mesh on behalf of the planner's page: `ultrascale plan search --compile 0`, in its own process.
+
+The search of many GPUs takes a minute; a process of its own can be ended, and leaves the page quick.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands.words import machine_words, parse_choices, words
+from ultrascale_jax.config import MeshConfig, UserError, with_changes
+from ultrascale_jax.web.answers import answered
+from ultrascale_jax.web.fields import Asked, Bases, rest_of, text_of
+
+TOP = 8
+"""Meshes that the page lists."""
+
+STOPPED = "the search was stopped"
+
+
+class Suggestions:
+    """At most one search at a time; another question ends the one before."""
+
+    def __init__(self, bases: Bases):
+        self.bases = bases
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def suggest(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Answer /suggest: the best meshes for a state, when they are found; `keep` pins fields as `--fixed` does."""
+        state = dict(query)
+        keep = state.pop("keep", "").strip()
+
+        def work() -> dict[str, Any]:
+            if keep:
+                parse_choices("keep", keep)
+            fixed = ["--fixed", keep] if keep else []
+            return self._search(search_words(self.bases.ask(state)) + fixed)
+
+        return answered(work)
+
+    def end(self) -> None:
+        """End the search that runs, if one does."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _search(self, command: list[str]) -> dict[str, Any]:
+        words = [sys.executable, "-m", "ultrascale_jax", "plan", "search", *command]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with self._lock:
+            self.end()
+            self._process = process = subprocess.Popen(words, text=True, **pipes)
+        output, errors = process.communicate()
+        if not output:
+            last = errors.strip().splitlines()[-1:] if process.returncode > 0 else [STOPPED]
+            raise UserError("".join(last).removeprefix("error: ").replace("fixed=", "keep=", 1))
+        result = json.loads(output)
+        rows = [row | {"state": state_of_row(row)} for row in result["rows"]]
+        return {"rows": rows, "answer": result["answer"], "counts": result["counts"]}
+
+
+def search_words(asked: Asked) -> list[str]:
+    """Return the words behind `plan search` that search for what is asked, with all free that a search chooses."""
+    recipe = command_line.load_recipe(asked.recipe)
+    chosen = {name: getattr(recipe.train, name) for name in ("zero", "remat", "microbatches")}
+    free = with_changes(asked.cfg, mesh=recipe.mesh, pp=recipe.pp, **chosen)
+    machine = machine_words(asked.options)
+    return [*words(asked.recipe, free), *machine, "--compile", "0", "--top", str(TOP), "--json"]
+
+
+def state_of_row(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the state that shows a row of the search; one axis takes the rest, so that another can be changed."""
+    chosen = dict(row["chosen"])
+    sizes = {axis: chosen[f"mesh.{axis}"] for axis in MeshConfig().sizes}
+    chosen[f"mesh.{rest_of(sizes)}"] = -1
+    return {name: text_of(name, value) for name, value in chosen.items()}

@@ -1,0 +1,209 @@
+"""Watch runs on a page of the browser, live or finished: `ultrascale watch RUN_DIR...`.
+
+The page has loss, learning rate, gradient norm, speed, memory and every other number of `metrics.jsonl`, goodput by
+class, and events; several runs are drawn into the same charts. It loads nothing from the network. Only this machine can
+open it, by the address that is printed; `--host` opens it to others.
+
+    ultrascale watch out/demo
+    ultrascale watch out/a out/b
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from ultrascale_jax import units
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.launch.events import FILE_NAME, is_number, read_events
+from ultrascale_jax.launch.goodput import CLASSES, read_ledger
+from ultrascale_jax.launch.run_files import METRICS
+from ultrascale_jax.web.metrics import RunMetrics
+from ultrascale_jax.web.server import Server
+
+FAULTS = (
+    *("failure", "hang", "save_failed", "quarantined", "skipped", "rerun", "replicas"),
+    *("straggler", "died", "stuck", "gave_up"),
+)
+SHOWN = (*FAULTS, "start", "anew", "lock", "saved", "end")
+"""Kinds of events that the page shows."""
+
+MOST_EVENTS, MOST_SAMPLES = 200, 10
+"""The newest events and texts of a run that the page shows."""
+
+LONGEST_TEXT = 4000
+"""Characters of an event or a text that a model wrote."""
+
+MOST_POINTS = 4000
+"""Points of one field in one answer."""
+
+AXES = ("step", "time")
+"""Fields that a chart may have along its x axis."""
+
+UNTOLD = {
+    *("kind", "time", "monotonic", "boot", "pid", "attempt", "step", "began", "before"),
+    *("traceback", "rows", "batch_hash", "rank", "host"),
+}
+"""Fields of an event that its text leaves out."""
+
+NAMELESS = {"summary", "problem", "why", "reason", "note", "verdict"}
+"""Fields of an event whose text needs no name before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `ultrascale watch`."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories, or a folder of some."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface of this machine."""
+    port: int = 0
+    """Port to listen on; 0 is any that is free."""
+
+
+def main(argv: Sequence[str]) -> None:
+    with command_line.user_errors():
+        prog = "ultrascale watch"
+        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
+        runs = find_runs(options.run_dirs)
+        server = live_server(runs, options.host, options.port)
+    server.serve(f"{len(runs)} run{'s' if len(runs) > 1 else ''}")
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return the run directories among `paths`, and in those that are none themselves."""
+    runs: list[Path] = []
+    for path in paths:
+        inside = [path] if _is_run(path) else sorted(filter(_is_run, path.glob("*")))
+        fix = f"holds no {METRICS} or {FILE_NAME}; give the run directory of a training run"
+        require(bool(inside), "run_dirs", str(path), fix)
+        runs += inside
+    require(bool(runs), "run_dirs", "", "give a run directory")
+    return runs
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (METRICS, FILE_NAME))
+
+
+def live_server(run_dirs: Sequence[Path], host: str, port: int) -> Server:
+    """Return the server of the live page, which asks for `/state?x=step&points=600`, perhaps with first and last."""
+    runs = [WatchedRun(path) for path in run_dirs]
+
+    def state(query: Mapping[str, str]) -> dict[str, Any]:
+        x, points = query["x"], min(MOST_POINTS, max(1, int(query["points"])))
+        if x not in AXES:
+            raise ValueError(f"x={x!r}")
+        first, last = float(query.get("first", "-inf")), float(query.get("last", "inf"))
+        shown = [run.state(x, first, last, points) for run in runs]
+        return {"runs": shown, "classes": CLASSES, "faults": FAULTS}
+
+    return Server("live.html", {"/state": state}, host, port)
+
+
+class WatchedRun:
+    """One run directory, as the page sees it; any thread may ask."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.metrics = RunMetrics(run_dir)
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._events: list[dict[str, Any]] = []
+        self._ledger: dict[str, Any] = {}
+
+    def state(self, x: str, first: float, last: float, points: int) -> dict[str, Any]:
+        """Return what the page shows, with what the run has written since the last call.
+
+        Every metric has at most so many `points` over `x` from `first` to `last`, as `Columns.thinned` has them.
+        """
+        with self._lock:
+            metrics = self.metrics
+            metrics.update()
+            self._read_events()
+            return {
+                "path": str(self.run_dir),
+                "series": {
+                    name: metrics.thinned(name, x, first, last, points) for name in metrics.fields
+                },
+                "last": metrics.last,
+                "total": self._total(),
+                "damaged": metrics.damaged,
+                "events": self._told(SHOWN)[-MOST_EVENTS:],
+                "samples": self._told(("sample",))[-MOST_SAMPLES:],
+                "ledger": self._ledger,
+            }
+
+    def _read_events(self) -> None:
+        """Read the events and the ledger again if the file has changed."""
+        try:
+            status = (self.run_dir / FILE_NAME).stat()
+        except OSError:
+            return
+        if (seen := (status.st_ino, status.st_size)) == self._seen:
+            return
+        self._seen = seen
+        self._events = read_events(self.run_dir)
+        ledger = read_ledger(self.run_dir)
+        self._ledger = {
+            "goodput": ledger.goodput,
+            "seconds": ledger.seconds,
+            "restarts": ledger.restarts,
+        }
+
+    def _told(self, kinds: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the events of some kinds, each with its step and a text."""
+        return [
+            {"step": self._step(event), "time": event["time"], "kind": event["kind"]}
+            | {"text": str(event.get("text") or sentence(event))[:LONGEST_TEXT]}
+            for event in self._events
+            if event["kind"] in kinds
+        ]
+
+    def _step(self, event: Mapping[str, Any]) -> float | None:
+        step = event.get("step")
+        return step if is_number(step) else self.metrics.step_at(event["time"])
+
+    def _total(self) -> float | None:
+        """Return the steps of the whole run, by its configuration."""
+        try:
+            steps = read_json(self.run_dir / "config.json")["train"]["steps"]
+        except (UserError, OSError, LookupError, TypeError):
+            return None
+        return steps if is_number(steps) else None
+
+
+def sentence(event: Mapping[str, Any]) -> str:
+    """Return what an event says beside its kind, step and time, as text that people read, and who says it."""
+    details = {name: value for name, value in event.items() if name not in UNTOLD}
+    said = ", ".join(_phrase(*item) for item in details.items() if item[1] not in ({}, [], ""))
+    writer = "supervisor" if event.get("rank") is None else f"rank {event['rank']}"
+    return f"{said} ({writer} on {event.get('host')})".lstrip()
+
+
+def _phrase(name: str, value: Any) -> str:
+    if name == "bytes" and is_number(value):
+        return units.size(value)
+    if name in NAMELESS:
+        return _text(value)
+    words = name.replace("_", " ")
+    if name.endswith("_s") and is_number(value):
+        return f"{words[:-2]} {value:.3g} s"
+    return f"{words} {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(_phrase(*item) for item in value.items())
+    if isinstance(value, list):
+        separator = "; " if any(isinstance(one, Mapping) for one in value) else " "
+        return separator.join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
