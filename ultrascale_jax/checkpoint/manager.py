@@ -313,7 +313,7 @@ class Checkpoints:
             place = self.folder / str(step)
             if step in local:
                 try:
-                    return self._accepted(place, abstract, accept)
+                    return self._restore(place, place, abstract, accept)
                 except Damaged as error:
                     if step not in copied:
                         raise
@@ -339,13 +339,13 @@ class Checkpoints:
             self._uploads.add(self.folder / str(step), rotate=True)
         return state, step, notes
 
-    def _accepted(
-        self, place: Path, abstract: TrainState, accept: Accept
+    def _restore(
+        self, place: Path, origin: object, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, list[str]]:
-        """Restore the checkpoint at `place`, if `accept` takes its metadata; return what to tell as well."""
+        """Restore the checkpoint at `place`, from `origin`, if `accept` takes its metadata; return what to tell too."""
         meta = restoring.read_metadata(place)
-        changes = [f"changed since: {change}" for change in accept(meta, place)]
-        return self._load(place, abstract, meta), [f"resumed from {place}", *changes]
+        changes = [f"changed since: {change}" for change in accept(meta, origin)]
+        return self._load(place, abstract, meta), [f"resumed from {origin}", *changes]
 
     def _fetched(
         self, step: int, abstract: TrainState, accept: Accept
@@ -353,6 +353,7 @@ class Checkpoints:
         """Fetch the copy of `step`, all processes a part, unless `accept` refuses its metadata, and restore it."""
         copies = self._copies
         assert copies is not None
+        origin = f"{copies.url}/{step}"
 
         def begin() -> tuple[str, dict]:
             place = copies.fetch_metadata(step, self.folder)
@@ -360,7 +361,7 @@ class Checkpoints:
 
         name, meta = found_by_process0(begin)
         place = Path(name)
-        accept(meta, f"{copies.url}/{step}")
+        accept(meta, origin)
 
         def plan() -> dict[str, int]:
             sizes = copies.sizes(step)
@@ -371,7 +372,7 @@ class Checkpoints:
         names = sorted(sizes, key=lambda name: (-sizes[name], name))
         part = names[jax.process_index() :: jax.process_count()]
         on_all(lambda: copies.fetch(step, place, part))
-        restored = self._accepted(place, abstract, accept)
+        restored = self._restore(place, origin, abstract, accept)
         found_by_process0(lambda: complete(place))
         return restored
 
@@ -398,7 +399,7 @@ class Checkpoints:
         if point is None:
             return None
         try:
-            state, notes = self._accepted(point, abstract, accept)
+            state, notes = self._restore(point, point, abstract, accept)
         except Damaged as error:
             fix = f"step {point.name} does not restore as it was saved ({error}); name another step"
             raise UserError(f"checkpoint.resume={self._cfg.checkpoint.resume!r}: {fix}") from None
