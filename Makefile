@@ -48,8 +48,8 @@ test-faults: .venv/.installed-dev
 mutants: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.mutants $(ARGS)
 
-soak: .venv/.installed
-	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.soak $(ARGS)
+soak: .venv/.installed-dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.faults.soak $(ARGS)
 
 bench: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)

@@ -86,7 +86,7 @@ ultrascale plan memory ./my.py --gpus 8 --mesh pp=2,fsdp=2,sp=2
 ultrascale plan memory llama3_8b --gpus 64 --mesh pp=2,fsdp=16,sp=2
 
 title "4. Train with a pipeline, ZeRO-3 and a split sequence, and kill it"
-TRAIN=(train ./my.py --fake-devices 8 --train.steps "$STEPS" --sample 0)
+TRAIN=(train ./my.py --fake-devices 8 --train.steps "$STEPS")
 FIRST=("${TRAIN[@]}" --mesh pp=2,fsdp=2,sp=2 --pp.schedule interleaved)
 show ultrascale "${FIRST[@]}"
 "$PYTHON" -m ultrascale_jax "${FIRST[@]}" &
@@ -107,7 +107,7 @@ ultrascale convert-hf export out/base hf/base --dtype float32
 cp tokenizer/chat_template.jinja hf/base/
 ultrascale train finetune --train.init-from hf:hf/base --fake-devices 8 --mesh fsdp=2,sp=2,cp=2 --log.run-dir out/tuned \
     --train.lora rank=16 --optim.lr 1e-2 --data.source tokens:shards/talks --data.seq-len 64 --train.steps "$TUNE_STEPS" \
-    --train.global-batch 16 --train.precision fp32 --train.microbatches 1 --train.remat none --train.eval-batches 1 --sample 0
+    --train.global-batch 16 --train.precision fp32 --train.microbatches 1 --train.remat none --train.eval-batches 1
 
 title "7. Evaluate before and after"
 for model in hf/base out/tuned; do

@@ -27,7 +27,7 @@ COLOURS = 256
 RATES = ("1e-3", "3e-3")
 """Learning rates of the runs on the live page."""
 
-TRAINING = "moe_debug --fake-devices 2 --train.steps 100 --train.eval-every 20 --sample 300"
+TRAINING = "moe_debug --fake-devices 2 --train.steps 200 --train.eval-every 20"
 
 
 def take(url: str, name: str, height: int, width: int = WIDTH) -> None:

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tests.faults.inject import Fault, FaultPlan, injected
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.config import Config
-from ultrascale_jax.launch.faults import Fault, FaultPlan
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import TrainState, abstract_state
 from ultrascale_jax.training.loop import train
@@ -37,7 +37,9 @@ def mesh_of(cfg: Config) -> Mesh:
 def run(cfg: Config, folder: Path, *faults: tuple[str, int], **options: Any) -> dict:
     """Train `cfg` in `folder`, with the `(kind, step)` of `faults` on all processes."""
     plan = FaultPlan(tuple(Fault(kind, step, -1) for kind, step in faults), 0, folder)
-    return train(in_folder(cfg, folder), mesh_of(cfg), faults=plan, **options)
+    with injected(plan) as hook:
+        hooks = [hook, *options.pop("hooks", ())]
+        return train(in_folder(cfg, folder), mesh_of(cfg), hooks=hooks, **options)
 
 
 def step_rows(folder: Path) -> list[dict]:

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from ast import AnnAssign, ClassDef, Constant, Expr, parse
 from itertools import pairwise
-from typing import get_args, get_type_hints
 
 import pytest
 
@@ -68,26 +67,6 @@ def replaced(cfg: Config, **changes: object) -> Config:
         part = dataclasses.replace(getattr(cfg, section), **{name: value})
         cfg = dataclasses.replace(cfg, **{section: part})
     return cfg
-
-
-def leaves(kind, path=""):
-    """Dotted names of all fields of a dataclass and of its parts, those that may be absent among them."""
-    hints = get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        kinds = (hints[field.name], *get_args(hints[field.name]))
-        part = next(filter(dataclasses.is_dataclass, kinds), None)
-        name = f"{path}{field.name}"
-        yield from (name,) if part is None else leaves(part, f"{name}.")
-
-
-def test_a_run_has_at_most_70_choices_and_a_model_50_sizes():
-    found = list(leaves(Config))
-    assert {name.partition(".")[0] for name in found} == {
-        f.name for f in dataclasses.fields(Config)
-    }
-    shape = [name for name in found if name.startswith("model.")]
-    assert 30 < len(shape) <= 50
-    assert 60 < len(found) - len(shape) <= 70
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

@@ -1,7 +1,7 @@
 """The hooks of the training loop: the place to add a metric, a check or anything else that a run does beside its steps.
 
 `training/loop.py` runs the compiled step and calls hooks. All else is a hook: metrics, throughput, evaluation,
-checkpoints, the profiler, health checks, faults on purpose (`training/setup.py` lists them). To add a metric of
+checkpoints, the profiler, health checks (`training/setup.py` lists them). To add a metric of
 
 * the device: add it to the dict that `train_step/step.py` returns. Every entry gets a column of `metrics.jsonl`.
 * the host: write a `Hook` whose `on_metrics` adds it to `row`, and call `train(cfg, mesh, hooks=[MyHook()])`.

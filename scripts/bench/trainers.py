@@ -14,7 +14,7 @@ import numpy as np
 from scripts.bench import bare_jax
 from scripts.bench.child import Rows, require_gpu, serve
 from scripts.bench.report import figures
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, devices
 from ultrascale_jax.config import Config
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import init_state
@@ -113,7 +113,7 @@ def measure(spec: dict[str, Any]) -> Rows:
     """Return a row for each trainer; they make two steps in turn, so that all see the same disturbances."""
     cfg, options = command_line.parse(spec["arguments"], prog="bench")
     require_gpu(spec)
-    cfg = command_line.on_devices(cfg, options, lambda why: print(why, file=sys.stderr))
+    cfg = devices.on_devices(cfg, options, lambda why: print(why, file=sys.stderr))
     trainers = [ours(cfg)]
     if spec["peers"]:
         trainers += [bare(cfg, unrolled=unrolled) for unrolled in (False, True)]

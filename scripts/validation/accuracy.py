@@ -34,8 +34,8 @@ timed on a GPU: measured times on this page are those of other trainers.
 
 A row of `docs/planning/NAME.csv` is a training step that XLA compiled for H100s
 (`python -m scripts.validation.xla_tables NAME --out FILE`). A row is *held out* if no term of the formulas was
-derived from it; the authors saw it while they wrote them. The formulas have no fitted coefficient. The error is
-|formula / XLA - 1| of the peak of one GPU.
+derived from it; the authors saw it while they wrote them. The formulas have no fitted coefficient. The
+error is the distance of formula / XLA from 1, for the peak of one GPU.
 
 {memory}
 

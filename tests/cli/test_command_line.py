@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from ultrascale_jax.cli import command_line, generate, prepare_data, train
+from ultrascale_jax.cli import command_line, devices, generate, prepare_data, train
 from ultrascale_jax.config import (
     AUTO,
     Experts,
@@ -149,7 +149,7 @@ def test_what_is_open_is_chosen_for_the_devices_that_jax_finds():
     told = []
     words = ["--mesh", "auto", "--train.remat", "auto", "--train.microbatches", "auto"]
     cfg, options = parse("debug", *words)
-    chosen = command_line.on_devices(cfg, options, told.append)
+    chosen = devices.on_devices(cfg, options, told.append)
     num_devices = math.prod(chosen.mesh.sizes.values())
     assert chosen == chosen.check(jax.device_count()) and num_devices == jax.device_count()
     assert chosen == dataclasses.replace(cfg, mesh=chosen.mesh, train=chosen.train)
@@ -157,30 +157,30 @@ def test_what_is_open_is_chosen_for_the_devices_that_jax_finds():
     assert line.startswith(f"--mesh {chosen.mesh.text} --train.remat {chosen.train.remat} ")
     assert f"the fastest that fits {num_devices} x cpu (planned as h100)" in line
     pinned, options = parse("debug")
-    assert command_line.on_devices(pinned, options, told.append) == pinned.check(num_devices)
+    assert devices.on_devices(pinned, options, told.append) == pinned.check(num_devices)
     assert told == [line]
 
 
 def test_a_cpu_may_take_what_fits_no_gpu():
     told = []
     cfg, options = parse("llama3_70b", "--train.remat", "full", "--train.microbatches", "auto")
-    chosen = command_line.on_devices(cfg, options, told.append)
+    chosen = devices.on_devices(cfg, options, told.append)
     assert chosen.train.microbatches == 128 and "nothing fits" in told[0]
     cluster = cluster_of("cpu", jax.device_count())
     with pytest.raises(UserError, match=r"^train.microbatches='auto': nothing fits"):
-        command_line.checked(cfg, options, cluster, told.append)
+        devices.checked(cfg, options, cluster, told.append)
 
 
 def test_the_host_of_a_job_is_the_least_of_its_processes_and_of_what_copies_take():
     told = []
-    usual = command_line.host_of_all(told.append, None)
+    usual = devices.host_of_all(told.append, None)
     assert usual == Host(usable_bytes=host_memory.gpu_bytes(os.environ, jax.device_count()))
     link = HOST_SHARE * cluster_of("cpu", 1).gpu.host_gbs
     for share, counted in ((0.8, 1), (1.0, 1), (1.3, 1), (0.4, 0.5), (6.9, 8)):
-        found = command_line.host_of_all(told.append, lambda share=share: lambda: share * link)
+        found = devices.host_of_all(told.append, lambda share=share: lambda: share * link)
         assert found == Host(usable_bytes=usual.usable_bytes, gbs=counted * link)
     assert told == []
-    found = command_line.host_of_all(told.append, lambda: host_memory.prepare_copies(2**60))
+    found = devices.host_of_all(told.append, lambda: host_memory.prepare_copies(2**60))
     assert found == Host(usable_bytes=0)
     assert told[0].startswith("nothing is offloaded: copying to the host failed (")
 
@@ -310,6 +310,10 @@ def test_a_recipe_file_without_its_suffix_is_found_out(tmp_path, monkeypatch):
     Path("my.py").touch()
     with pytest.raises(UserError, match=r"recipe='\./my': did you mean \./my\.py\?"):
         command_line.load_recipe("./my")
+    Path("run").mkdir()
+    Path("run/config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"recipe='run': did you mean run/config\.json\?"):
+        command_line.load_recipe("run")
 
 
 def test_an_unknown_name_gets_the_nearest_one_in_one_line(capsys):
@@ -328,8 +332,6 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
     assert err == "error: Error parsing --train.steps: must be an integer, not 'many'\n"
     err = refused(capsys, "--optim.lr", "fast")
     assert err == "error: Error parsing --optim.lr: must be a number, not 'fast'\n"
-    err = refused(capsys, "--train.steps", "9" * 5000)
-    assert err == "error: Error parsing --train.steps: must be an integer of fewer digits\n"
     err = refused(capsys, "--watch.spike-guard", "6", "x")
     assert err == "error: Error parsing --watch.spike-guard: must be (float, int), not ['6', 'x']\n"
 
@@ -341,10 +343,10 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
         ("--train.steps 1kB", "--train.steps: must be an integer, not '1kB'"),
         ("--optim.lr x", "--optim.lr: must be a number, not 'x'"),
         ("--optim.betas a b", "--optim.betas: must be (float, float), not ['a', 'b']"),
-        ("--fake-devices x", "--fake-devices: must be None or INT, not 'x'"),
-        ("--train.steps", "'--train.steps'; give 1 value"),
-        ("--optim.betas 0.9", "'--optim.betas'; give 2 values"),
-        (f"--train.steps {'9' * 5000}", "--train.steps: must be an integer of fewer digits"),
+        ("--fake-devices x", "--fake-devices: must be an integer, not 'x'"),
+        ("--train.steps", "'--train.steps'. Expected 1 values"),
+        ("--optim.betas 0.9", "'--optim.betas'. Expected 2 values"),
+        (f"--train.steps {'9' * 5000}", f"must be an integer, not '{'9' * 40}'"),
         ("--no-document-mask", "did you mean --data.no-document-mask?"),
         ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
         ("--moe.nooverlap", "did you mean --moe.no-overlap?"),
@@ -353,7 +355,7 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
         ("--kernels.nrom xla", "did you mean --kernels.norm?"),
         ("--no-train.zero", "options: --no-train.zero; see python -m scripts.train --help"),
         ("--no-print-config", "--no-print-config; see python -m scripts.train --help"),
-        ("--train.nosteps 3", "--train.nosteps, 3; see python -m scripts.train --help"),
+        ("--model.nonsense 3", "--model.nonsense, 3; see python -m scripts.train --help"),
     ],
 )
 def test_an_error_is_in_the_words_of_options_and_never_means_the_opposite(capsys, words, said):
@@ -393,7 +395,9 @@ def test_files_that_the_shell_made_of_a_pattern_are_told_the_quotes(tmp_path, mo
         Path(name).touch()
     said = "--input got 200 files: the shell has expanded a pattern; put it in quotes"
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
-        command_line.read(prepare_data.Args, ["--input", *names, "--out", "o"], prog="prepare-data")
+        command_line.read(
+            prepare_data.Options, ["--input", *names, "--out", "o"], prog="prepare-data"
+        )
 
 
 def printed_config(capsys, *words: str) -> tuple[str, str]:

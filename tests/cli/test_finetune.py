@@ -31,7 +31,7 @@ TINY = "debug --data.source synthetic --data.seq-len 64 --train.global-batch 8 -
 def opened(words):
     cfg, _ = command_line.parse(words.split(), prog="test", options=train.Options)
     cfg = cfg.check(8)
-    return open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None)
+    return open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None)
 
 
 def random(tree):
@@ -195,7 +195,7 @@ def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, caps
     model = ("--model.vocab-size", "304", "--model.num-layers", "2", "--data.tokenizer")
     text = ("--data.source", "text:text.txt", "--train.steps", "2")
     train_words = ("train", "debug", *SMALL, *model, "tokenizer.json", *text)
-    ultrascale(*train_words, "--log.run-dir", "base", "--mesh", "fsdp=4,tp=2", "--sample", "0")
+    ultrascale(*train_words, "--log.run-dir", "base", "--mesh", "fsdp=4,tp=2")
     ultrascale("convert-hf", "export", "base", "hf", "--dtype", "float32")
     Path("hf/chat_template.jinja").write_text(CHATML)
     talks = [

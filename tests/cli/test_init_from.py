@@ -80,7 +80,7 @@ def opened(words, save_step=None):
     """Step and parameters, as in checkpoints, with which a run of this command begins, and its config."""
     cfg, _ = parsed(words)
     cfg = cfg.check(8)
-    with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None) as run:
+    with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None) as run:
         params = to_checkpoint_layout(run.state.params, run.state.params.layer_order_of)
         if save_step is not None:
             meta = describe(run.cfg, save_step, make_loader(run.cfg).fingerprint)
@@ -167,7 +167,7 @@ def test_no_command_writes_into_a_folder_with_a_config_of_somebody_else(
     cfg, _ = parsed(TINY)
     cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, run_dir="theirs")).check(8)
     with pytest.raises(UserError, match=r"log\.run_dir='theirs': holds a config\.json"):
-        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None):
+        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None):
             pass
     assert contents(tmp_path) == before
 

@@ -24,7 +24,7 @@ def ended(monkeypatch, *words: str) -> object:
 def test_every_command_is_listed_and_has_its_own_help(monkeypatch, capsys):
     assert ended(monkeypatch) is None
     listed = capsys.readouterr().out
-    names = [line.split()[0] for line in listed.splitlines()[2:] if line]
+    names = [line.split()[0] for line in listed.splitlines()[3:] if line]
     assert names == list(command.COMMANDS)
     for name in names:
         # `convert-hf` has no options of its own: its help lists what comes next, and wants it.

@@ -15,7 +15,7 @@ import tokenizers
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.cli import command_line, main, train
+from ultrascale_jax.cli import command_line, devices, main, train
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.training.setup import make_loader, open_run
@@ -39,8 +39,8 @@ WORDS = [
     ("--tp 2", "did you mean --mesh.tp?", "--mesh.tp 2"),
     ("--optim.min-lr 0.1", "did you mean --optim.min-lr-ratio", "--optim.min-lr-ratio 0.1"),
     # A value.
-    ("--train.precision bfloat16", "did you mean bf16?", "--train.precision bf16"),
-    ("--optim.name adam", "did you mean adamw?", "--optim.name adamw"),
+    ("--train.precision bfloat16", "Expected one of .*'bf16'", "--train.precision bf16"),
+    ("--optim.name adam", "Expected one of .'adamw'", "--optim.name adamw"),
     ("--train.remat selectve", "must be none, selective,", "--train.remat selective"),
     ("--pp.schedule gpipe", "must be one of afab,", "--pp.schedule afab"),
     ("--train.steps many", "--train.steps: .* 'many'", "--train.steps 5"),
@@ -251,7 +251,7 @@ def parsed(words):
     """The configuration and options of `ultrascale train WORDS`."""
     line = shlex.split(words)
     cfg, options = command_line.parse(line, prog="ultrascale train", options=train.Options)
-    return command_line.on_devices(cfg, options, lambda why: None), options
+    return devices.on_devices(cfg, options, lambda why: None), options
 
 
 def ended(line):
@@ -274,7 +274,7 @@ def follow(line):
     cfg, _ = parsed(words)
     make_loader(cfg)
     if (Path(cfg.log.run_dir) / "checkpoints").exists():
-        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None, faults=None):
+        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None):
             pass
 
 
@@ -298,7 +298,7 @@ def test_a_mesh_for_more_than_the_only_device_is_told_of_fake_ones():
     with pytest.raises(
         UserError, match=r"^mesh='fsdp=4,tp=2': wants 8 devices, .* --fake-devices 8 "
     ):
-        command_line.require_devices(mesh, 1)
-    command_line.require_devices(mesh, 8)
+        devices.require_devices(mesh, 1)
+    devices.require_devices(mesh, 8)
     with pytest.raises(SystemExit, match="0"):
         parsed("debug --mesh fsdp=4,tp=2 --fake-devices 8 --print-config")

@@ -14,7 +14,7 @@ import pytest
 from array_record.python import array_record_module
 
 from tests.tokenizers import write_tokenizer
-from ultrascale_jax.cli.prepare_data import Args, main, prepare
+from ultrascale_jax.cli.prepare_data import Options, main, prepare
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data.corpus import open_shards
 from ultrascale_jax.data.shards import IndexWriter, load_index
@@ -48,7 +48,7 @@ def contents(folder):
 
 def test_text_json_lines_and_parquet_become_the_same_documents_in_order(tmp_path):
     pattern = write_inputs(tmp_path / "in")
-    index = prepare(Args(input=pattern, out=tmp_path / "out", workers=1, shard_tokens=200))
+    index = prepare(Options(input=pattern, out=tmp_path / "out", workers=1, shard_tokens=200))
     documents = read_documents(tmp_path / "out", ByteTokenizer())
     assert documents == [[*text.encode(), 0] for text in TEXTS]
     assert index.shards.size > 3
@@ -96,7 +96,7 @@ def test_compressed_files_and_array_records_hold_the_same_documents(tmp_path):
     write_array_record(folder / "d.array_record", [*json_lines(TEXTS[20:30]).splitlines()])
     records = [example(id=b"7", text=text.encode()) for text in TEXTS[30:]]
     write_array_record(folder / "e.array_record", records)
-    prepare(Args(input=f"{folder}/*", out=tmp_path / "out", workers=1))
+    prepare(Options(input=f"{folder}/*", out=tmp_path / "out", workers=1))
     documents = read_documents(tmp_path / "out", ByteTokenizer())
     assert documents == [[*text.encode(), 0] for text in TEXTS]
 
@@ -121,7 +121,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, name, cut, message):
         write_array_record(path, lines.splitlines())
     path.write_bytes(path.read_bytes()[cut])
     with pytest.raises(UserError, match=message):
-        prepare(Args(input=str(path), out=tmp_path / "out", workers=1))
+        prepare(Options(input=str(path), out=tmp_path / "out", workers=1))
     assert not (tmp_path / "out" / "index.json").exists()
 
 
@@ -136,7 +136,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, name, cut, message):
 def test_an_array_record_without_text_is_refused(tmp_path, record, message):
     write_array_record(tmp_path / "a.array_record", [record])
     with pytest.raises(UserError, match=message):
-        prepare(Args(input=f"{tmp_path}/a*", out=tmp_path / "out", workers=1))
+        prepare(Options(input=f"{tmp_path}/a*", out=tmp_path / "out", workers=1))
 
 
 def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
     monkeypatch.setattr("ultrascale_jax.cli.prepare_data.GROUP_BYTES", 100)
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
-        prepare(Args(input=pattern, out=out, train_bpe=300, workers=workers, shard_tokens=200))
+        prepare(Options(input=pattern, out=out, train_bpe=300, workers=workers, shard_tokens=200))
     assert contents(tmp_path / "out1") == contents(tmp_path / "out2")
     tokenizer = JsonTokenizer(tmp_path / "out1" / "tokenizer.json")
     documents = read_documents(tmp_path / "out1", tokenizer)
@@ -154,9 +154,9 @@ def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
 
 def test_a_given_tokenizer_is_used_and_copied_beside_the_shards(tmp_path):
     pattern = write_inputs(tmp_path / "in")
-    prepare(Args(input=pattern, out=tmp_path / "trained", train_bpe=300, workers=1))
+    prepare(Options(input=pattern, out=tmp_path / "trained", train_bpe=300, workers=1))
     given = tmp_path / "trained" / "tokenizer.json"
-    args = Args(input=pattern, out=tmp_path / "out", tokenizer=str(given), workers=1)
+    args = Options(input=pattern, out=tmp_path / "out", tokenizer=str(given), workers=1)
     index = prepare(args)
     assert index.dtype == "uint16"
     copy = JsonTokenizer(tmp_path / "out" / "tokenizer.json")
@@ -190,7 +190,7 @@ def test_shards_say_how_documents_begin_and_end_and_a_run_does_it_alike(tmp_path
             open_sources(other, 300)
         with pytest.raises(UserError, match="has shards made with other settings"):
             prepare(
-                Args(
+                Options(
                     input=f"{tmp_path}/a.txt",
                     out=out,
                     tokenizer=str(path),
@@ -203,7 +203,9 @@ def test_shards_say_how_documents_begin_and_end_and_a_run_does_it_alike(tmp_path
 def finished(tmp_path_factory):
     """Arguments of a run, and what it wrote."""
     folder = tmp_path_factory.mktemp("finished")
-    args = Args(input=write_inputs(folder / "in"), out=folder / "out", workers=1, shard_tokens=200)
+    args = Options(
+        input=write_inputs(folder / "in"), out=folder / "out", workers=1, shard_tokens=200
+    )
     prepare(args)
     return args, contents(args.out)
 
@@ -280,7 +282,7 @@ def test_a_restart_with_other_input_or_settings_is_refused_and_changes_nothing(
         change = {"input": f"{folder}/{change['input']}"}
     settings = {"input": args.input, "out": args.out, "shard_tokens": 200, "workers": 1}
     with pytest.raises(ValueError, match=message):
-        prepare(Args(**{**settings, **change}))
+        prepare(Options(**{**settings, **change}))
     assert contents(args.out) == expected
 
 
@@ -308,7 +310,7 @@ def test_a_restart_with_other_input_or_settings_is_refused_and_changes_nothing(
 def test_an_input_without_text_is_refused_by_file_and_line(tmp_path, name, content, message):
     if name:
         (tmp_path / name).write_bytes(content)
-    args = Args(input=f"{tmp_path}/*.*", out=tmp_path / "out", workers=1)
+    args = Options(input=f"{tmp_path}/*.*", out=tmp_path / "out", workers=1)
     with pytest.raises(ValueError, match=message):
         prepare(args)
     assert not args.out.exists()
@@ -317,10 +319,10 @@ def test_an_input_without_text_is_refused_by_file_and_line(tmp_path, name, conte
 def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"has no column 'text' but \['body'\]; give another"):
-        prepare(Args(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
+        prepare(Options(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="row 2 has no text in 'text'"):
-        prepare(Args(input=f"{tmp_path}/*.parquet", out=tmp_path / "out", workers=1))
+        prepare(Options(input=f"{tmp_path}/*.parquet", out=tmp_path / "out", workers=1))
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
@@ -329,12 +331,12 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match="Parquet needs pyarrow; pip install 'ultrascale_jax\\[data\\]'"
     ):
-        prepare(Args(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
+        prepare(Options(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
-    prepare(Args(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1))
+    prepare(Options(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1))
     assert read_documents(tmp_path / "out", ByteTokenizer()) == [[*b"a?b", 0]]
 
 
@@ -351,7 +353,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
 def test_arguments_that_cannot_be_are_refused_by_name(tmp_path, change, message):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=message):
-        prepare(Args(**{"input": f"{tmp_path}/a.txt", "out": tmp_path / "out", **change}))
+        prepare(Options(**{"input": f"{tmp_path}/a.txt", "out": tmp_path / "out", **change}))
 
 
 @pytest.mark.parametrize("fault", ["input", "index"])
@@ -389,7 +391,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_work(tmp_path, monkeypa
     Path("link").symlink_to("nowhere")
     monkeypatch.setattr("ultrascale_jax.cli.prepare_data.inputs", lambda args: pytest.fail())
     with pytest.raises(UserError, match=rf"^out='.*': .*{said}"):
-        prepare(Args(input="file", out=out, workers=1))
+        prepare(Options(input="file", out=out, workers=1))
     assert Path("file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
 
 
@@ -400,13 +402,13 @@ def test_a_file_of_the_shards_that_cannot_be_written_is_one_error(tmp_path, name
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out" / name).mkdir(parents=True)
     with pytest.raises(UserError, match=r"out='.*/out': cannot be written \(Is a directory\)"):
-        args = Args(input=f"{tmp_path}/a.txt", out=tmp_path / "out", workers=1)
+        args = Options(input=f"{tmp_path}/a.txt", out=tmp_path / "out", workers=1)
         prepare(replace(args, train_bpe=train_bpe))
 
 
 def test_a_folder_inside_the_input_is_no_input(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    args = Args(input=f"{tmp_path}/**", out=tmp_path / "out", workers=1)
+    args = Options(input=f"{tmp_path}/**", out=tmp_path / "out", workers=1)
     assert [prepare(args).shards["documents"].tolist() for _ in range(2)] == [[1], [1]]
 
 
@@ -416,7 +418,7 @@ def test_a_tilde_is_the_home_folder_of_input_and_out(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     main(["--input", "~/*.txt", "--out=~/out", "--workers", "1"])
     assert (tmp_path / "out/index.json").is_file() and not (tmp_path / "~").exists()
-    args = Args(input="~/rows", out=Path("~/out"), tokenizer="~/t.json")
+    args = Options(input="~/rows", out=Path("~/out"), tokenizer="~/t.json")
     places = (args.input, str(args.out), args.tokenizer)
     assert places == (f"{tmp_path}/rows", f"{tmp_path}/out", f"{tmp_path}/t.json")
 
@@ -424,6 +426,8 @@ def test_a_tilde_is_the_home_folder_of_input_and_out(tmp_path, monkeypatch):
 def test_a_document_longer_than_a_shard_gets_its_own(tmp_path):
     for name, size in {"a": 5, "b": 50, "c": 5}.items():
         (tmp_path / f"{name}.txt").write_text("x" * size)
-    index = prepare(Args(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1, shard_tokens=20))
+    index = prepare(
+        Options(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1, shard_tokens=20)
+    )
     assert index.shards["tokens"].tolist() == [6, 51, 6]
     assert np.diff(open_shards(tmp_path / "out", 256, "bytes").ends).tolist() == [51, 6]

@@ -11,7 +11,8 @@ import pytest
 
 from tests.runs import step_rows
 from ultrascale_jax.cli import inspect
-from ultrascale_jax.cli.train import look_back, main
+from ultrascale_jax.cli.recipes import load_recipe
+from ultrascale_jax.cli.train import look_back, main, write_sample
 from ultrascale_jax.launch.events import read_events
 
 TINY = (
@@ -43,7 +44,7 @@ def trained(tmp_path_factory):
     """A run of 4 steps on 8 fake devices and what its command said."""
     folder = tmp_path_factory.mktemp("train") / "run"
     options = "--fake-devices 8 --mesh fsdp=2,sp=2,tp=2 --train.steps 4 --train.eval-every 2"
-    return folder, *train(folder, f"{options} --sample 20 --profile 2:3")
+    return folder, *train(folder, f"{options} --profile 2:3")
 
 
 @pytest.mark.parametrize("name", ["a[1]", "proj [v2]/run", "a\\b", "a\udcff"])
@@ -65,15 +66,14 @@ def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_pat
             sys.executable,
             "-m",
             "scripts.train",
-            "debug",
+            "tests.faults.faulty",
             "--log.run-dir",
             str(tmp_path),
-            "--faults",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"ULTRASCALE_FAULT": "exception@1@0"},
+        env=os.environ | {"FAULTS": "exception@1@0", "FAULTY_RECIPE": "debug"},
     )
     _, err = process.communicate(timeout=120)
     assert process.returncode == 70, err
@@ -108,7 +108,7 @@ def test_a_run_of_many_steps_ends_with_its_losses_and_what_to_try_next(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_trains_evaluates_saves_and_writes_a_sample(trained):
+def test_a_run_trains_evaluates_and_saves(trained):
     folder, code, out, err = trained
     assert code == 0, err
     rows = step_rows(folder)
@@ -117,15 +117,23 @@ def test_a_run_trains_evaluates_saves_and_writes_a_sample(trained):
     assert out.startswith("1 process, 8 devices (cpu)\n")
     assert "step 1/4" in out and "step 4/4  eval loss" in out
     assert f"{folder} is at step 4 of 4" in out
-    sample = out.partition("a sample:\n\n")[2]
-    assert sample.startswith("def ")
-    [event] = [event for event in read_events(folder) if event["kind"] == "sample"]
-    assert (event["step"], event["prompt"]) == (4, "def ") and sample.startswith(event["text"])
+    assert "a sample" not in out  # after so few steps
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"]
     saved = json.loads((folder / "config.json").read_text())
     assert saved["mesh"] == {"pp": 1, "dp": 1, "fsdp": 2, "ep": 1, "cp": 1, "sp": 2, "tp": 2}
     [trace] = (folder / "profile").rglob("perfetto_trace.json.gz")
     assert trace.stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_run_of_many_steps_writes_a_sample_and_records_it(trained, capsys):
+    folder, code, _, err = trained
+    assert code == 0, err
+    write_sample(load_recipe(str(folder / "config.json")), 4, 20)
+    sample = capsys.readouterr().out.partition("a sample:\n\n")[2]
+    assert sample.startswith("def ")
+    [event] = [event for event in read_events(folder) if event["kind"] == "sample"]
+    assert (event["step"], event["prompt"]) == (4, "def ") and sample.startswith(event["text"])
 
 
 @pytest.mark.slow
@@ -160,13 +168,12 @@ def test_the_same_command_with_more_steps_continues_in_a_pipeline(trained):
     assert f"resumed from {folder}/checkpoints/4" in out
     assert "changed since: train.steps: saved 4, now 5" in out
     assert "learning rate of update 5: 3.00e-04, by the saved settings " in out
-    assert "a sample" not in out  # after so few steps
     assert [row["step"] for row in step_rows(folder)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
 def test_the_same_command_chooses_again_and_continues_on_other_devices(tmp_path):
-    options = "--mesh auto --train.remat auto --train.microbatches auto --sample 0 --train.steps"
+    options = "--mesh auto --train.remat auto --train.microbatches auto --train.steps"
     for devices, steps in (8, 2), (2, 4):
         code, out, err = train(tmp_path, f"{options} {steps} --fake-devices {devices}")
         assert code == 0, err

@@ -418,16 +418,18 @@ def test_a_shard_cut_short_under_the_run_stops_it_by_its_name(tmp_path, damage):
         list(islice(batches, 100))
 
 
-def test_what_goes_wrong_in_a_thread_is_raised_where_the_batch_is_due():
+def test_what_goes_wrong_in_a_thread_is_raised_where_the_batch_is_due(monkeypatch):
     """Row 20."""
-    seen = []
+    seen, load = [], Loader._load
 
-    def before(step):
-        seen.append(step)
-        if step == 4:
+    def failing_load(self, step, rows):
+        seen.append(step + 1)
+        if step + 1 == 4:
             raise OSError("the disk is on fire")
+        return load(self, step, rows)
 
-    batches = make_loader().device_batches(make_mesh(MeshConfig(fsdp=8)), 1, before)
+    monkeypatch.setattr(Loader, "_load", failing_load)
+    batches = make_loader().device_batches(make_mesh(MeshConfig(fsdp=8)), 1)
     assert [step for step, _, _ in islice(batches, 2)] == [1, 2]
     with pytest.raises(UnreadableError, match=r"'synthetic': step 4 cannot be read: the disk"):
         next(batches)

@@ -104,15 +104,15 @@ def job() -> Iterator:
         for rank in range(processes):
             extra = dict(environ)
             if fault:
-                extra["ULTRASCALE_FAULT"] = fault
+                extra |= {"FAULTS": fault, "FAULTY_RECIPE": RECIPE}
             if processes > 1:
                 extra |= {
                     "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
                     "JAX_NUM_PROCESSES": str(processes),
                     "JAX_PROCESS_ID": str(rank),
                 }
-            command = [sys.executable, "-m", module, *before, RECIPE, "--log.run-dir", str(run_dir)]
-            command += ["--faults"] if fault else []
+            recipe = "tests.faults.faulty" if fault else RECIPE
+            command = [sys.executable, "-m", module, *before, recipe, "--log.run-dir", str(run_dir)]
             made.processes.append(
                 subprocess.Popen(
                     [*command, *words],

@@ -106,7 +106,7 @@ def test_sigterm_to_one_rank_during_start_up_stops_all_and_is_not_lost(job, tmp_
     if when == "alone":
         assert "waiting for 2 processes" in run.processes[1].stdout.readline()
     else:
-        until(lambda: (tmp_path / "run/lock").exists(), run)
+        until(lambda: (tmp_path / "run/lock").read_bytes(), run)
     run.signal(1, signal.SIGTERM)
     assert run.wait() == [0, 0], run.outputs
     step = run.checkpoints()[-1]

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests.faults import inject
 from tests.faults.tiny import config as TINY
 from tests.runs import change, in_folder, mesh_of, run, step_rows
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.config import Experts
-from ultrascale_jax.health import array_faults
 from ultrascale_jax.health.replicas import Replicas, ReplicasDiffer, _fingerprints
 from ultrascale_jax.hooks import Hook
 from ultrascale_jax.launch.events import Events, read_events
@@ -105,7 +105,7 @@ def test_of_two_copies_both_are_named(tmp_path):
         with pytest.raises(
             ReplicasDiffer, match=r"device 0 of .*device 1 of .*nothing tells which"
         ):
-            replicas.check(1, array_faults.flipped(state))
+            replicas.check(1, inject.flipped(state))
     [event] = read_events(tmp_path)
     assert [found["device"] for found in event["devices"]] == [0, 1] and not event["certain"]
 

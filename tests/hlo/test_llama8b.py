@@ -41,7 +41,7 @@ def test_fully_sharded_fits_in_24_gib_beside_what_is_ahead_and_late(fully_sharde
 @pytest.mark.slow
 def test_fully_sharded_waits_for_no_collective(fully_sharded):
     waits = [c for c in fully_sharded.collectives if not c.asynchronous]
-    # Once a step: the first layer, with the head in the same gather (`ONE_GATHER`), which nothing could hide; and the
+    # Once a step: the first layer, with the head in the same gather (`one_gather`), which nothing could hide; and the
     # gradients of the norms, with a few sums of the metrics.
     assert [(c.kind, c.loops) for c in waits] == [("all-gather", ()), ("all-reduce", ())]
     norms = 4 * (2 * RUN.model.num_layers + 1) * RUN.model.d_model

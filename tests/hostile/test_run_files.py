@@ -220,7 +220,7 @@ def test_a_file_or_folder_that_belongs_to_another_user_is_one_line_and_exit_code
 
     def start():
         with command_line.user_errors():
-            with open_run(cfg, mesh_of(cfg), hooks=(), profile=None, faults=None) as opened:
+            with open_run(cfg, mesh_of(cfg), hooks=(), profile=None) as opened:
                 assert opened.step == 2
 
     start()

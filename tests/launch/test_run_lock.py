@@ -39,12 +39,12 @@ def holder(tmp_path):
         run.communicate(timeout=30)
 
 
-def test_it_is_there_while_held_and_gone_afterwards(tmp_path):
+def test_it_names_its_holder_while_held_and_nobody_afterwards(tmp_path):
     with RunLock(tmp_path / "new/run") as lock:
-        assert lock.held and lock.note is None
+        assert lock.note is None
         holder = json.loads((tmp_path / "new/run/lock").read_text())
         assert holder["pid"] == os.getpid() and holder["host"] and holder["started"]
-    assert list((tmp_path / "new/run").iterdir()) == []
+    assert (tmp_path / "new/run/lock").read_bytes() == b""
 
 
 def test_a_second_job_is_refused_and_told_who_holds_it(tmp_path, holder):
@@ -60,18 +60,7 @@ def test_a_killed_holder_is_succeeded_at_once(tmp_path, holder):
     holder.wait(timeout=30)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == holder.pid
     with RunLock(tmp_path) as lock:
-        assert lock.held
         assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-
-
-@pytest.mark.parametrize("remedy", ["removed", "replaced"])
-def test_a_lock_that_somebody_has_taken_away_is_lost_and_not_removed(tmp_path, remedy):
-    with RunLock(tmp_path) as first:
-        first.path.rename(tmp_path / "away")
-        if remedy == "replaced":
-            first.path.write_text("another's")
-        assert not first.held
-    assert first.path.exists() is (remedy == "replaced")
 
 
 @pytest.mark.parametrize(
@@ -83,11 +72,9 @@ def test_what_a_lock_says_neither_frees_nor_holds_it(tmp_path, text):
     (tmp_path / "lock").write_bytes(text)
     with RunLock(tmp_path) as lock:
         lock.path.write_bytes(text)
-        assert lock.held
         words = r"in use by an unknown job \(the lock is damaged\)"
         with pytest.raises(UserError, match=words):
             RunLock(tmp_path).__enter__()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_lock_says_is_not_printed_raw(tmp_path):
@@ -106,7 +93,6 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
 
 
 def test_one_of_many_that_start_together_gets_it_again_and_again(tmp_path):
-    """Each holder removes the file when it ends, which another one may have opened meanwhile."""
     held, most, turns = 0, 0, 0
     counting = threading.Lock()
 
@@ -129,7 +115,6 @@ def test_one_of_many_that_start_together_gets_it_again_and_again(tmp_path):
     for thread in threads:
         thread.join()
     assert most == 1 and turns > 0
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_locks_is_told_and_used(tmp_path, monkeypatch):

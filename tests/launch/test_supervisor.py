@@ -82,8 +82,7 @@ def test_all_processes_are_started_again_until_they_are_done(tmp_path, capfd):
     assert [event["attempt"] for event in told(tmp_path, "spawn")] == [0, 1]
     assert [(event["of"], event["code"]) for event in told(tmp_path, "died")] == [(1, -11)]
     # The other one was in no collective, but would have been.
-    (left,) = told(tmp_path, "left")
-    assert left["of"] == 0
+    assert told(tmp_path, "exit")[0]["codes"] == {"0": -9, "1": -11}
     output = capfd.readouterr().out
     assert "\nhere is 0\n" in f"\n{output}" and "\n[1] here is 1\n" in f"\n{output}"
     assert "rank 1 was killed by SIGSEGV; restart 1" in output
@@ -156,8 +155,12 @@ def test_there_are_no_more_restarts_than_allowed(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_one_that_is_stopped_is_the_cause_and_its_stacks_are_kept(tmp_path, capfd):
-    """Row 4: here the supervisor finds out, because no watchdog does."""
+@pytest.mark.parametrize("who", ["alone", "waited for"])
+def test_one_that_is_stopped_is_the_cause_and_its_stacks_are_kept(
+    tmp_path, capfd, monkeypatch, who
+):
+    """Row 4: the supervisor finds out by itself, or when the watchdogs have ended those that wait for it."""
+    monkeypatch.setattr(attempt, "STOPPED_S", 1.0 if who == "alone" else 600.0)
     body = """
     train(0, 3)
     def stuck_here():
@@ -165,11 +168,13 @@ def test_one_that_is_stopped_is_the_cause_and_its_stacks_are_kept(tmp_path, capf
         time.sleep(600)
     if rank == 1 and attempt == 0:
         stuck_here()
+    time.sleep(600 if attempt == 0 else 0)
     train(3, 60)
     """
-    assert supervise(tmp_path, body, hang_s=3.0).run() == 0
+    hang_s = 60.0 if who == "alone" else 3.0
+    assert supervise(tmp_path, body, hang_s=hang_s).run() == 0
     (stuck,) = told(tmp_path, "stuck")
-    assert (stuck["of"], stuck["state"], stuck["section"], stuck["step"]) == (1, "T", "step", 3)
+    assert (stuck["of"], stuck["section"], stuck["step"]) == (1, "step", 3)
     assert "stuck_here" in Path(stuck["stacks"]).read_text()
     output = capfd.readouterr().out
     assert "rank 1 is stopped by a signal in section step after step 3" in output

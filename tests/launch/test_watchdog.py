@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_events import HOSTILE
-from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.events import ATTEMPT, Events, read_events
 from ultrascale_jax.launch.exit_codes import HUNG
 from ultrascale_jax.launch.watchdog import (
     DATA_FLOOR_S,
@@ -173,6 +173,43 @@ def test_a_process_without_progress_writes_all_stacks_and_ends(tmp_path, hang):
     )
     stacks = path.read_text()
     assert "the_other_thread" in stacks and "Timeout (0:00:00" in stacks.splitlines()[0]
+
+
+OUTSIDE = """
+import time
+from pathlib import Path
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.watchdog import FIRST_S, Watch, limit
+FIRST_S["{slow}"] = 0.5
+limit("start")
+if "{slow}" == "start" and not {trains}:
+    time.sleep(600)
+FIRST_S["start"] = 60.0
+with Watch(Events(Path({run_dir!r}), 0)):
+    time.sleep(1.0)
+if "{slow}" == "end":
+    time.sleep(600 if {supervised} else 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("slow", "trains", "supervised", "code"),
+    [
+        ("start", False, True, HUNG),
+        ("start", True, True, 0),
+        ("end", True, True, HUNG),
+        ("end", True, False, 0),
+    ],
+)
+def test_a_process_that_hangs_before_or_after_its_watch_is_ended_for_its_supervisor(
+    tmp_path, slow, trains, supervised, code
+):
+    names = {"slow": slow, "trains": trains, "supervised": supervised}
+    program = OUTSIDE.format(run_dir=str(tmp_path), **names)
+    environ = os.environ | ({ATTEMPT: "1"} if supervised else {})
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, timeout=60)
+    assert run.returncode == code and (b"Timeout (0:00:00" in run.stderr) is (code == HUNG)
 
 
 NO_ANSWER = """

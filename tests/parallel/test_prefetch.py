@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
-from ultrascale_jax.parallel.prefetch import Delay, Layer, prefetch_scan
+from ultrascale_jax.config.lowering import Delay, Lowering
+from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
 from ultrascale_jax.sharding.mesh import make_mesh
 
 B, D = 4, 8
@@ -52,16 +53,16 @@ def plain_scan(layer, params, constants, x, context):
 
 @pytest.mark.parametrize("num", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("unroll", "delay", "dp", "offload"),
+    ("lowering", "dp", "offload"),
     [
-        (True, None, 1, ()),
-        (False, None, 1, ("y",)),
-        (True, Delay("down", ("down",), scatters=False), 1, ()),
-        (True, Delay("down", ("up", "down"), scatters=True), 1, ()),
-        (True, None, 2, ()),
+        (Lowering(), 1, ()),
+        (Lowering(copies_rows=True, bounds_written_rows=True), 1, ("y",)),
+        (Lowering(unrolls=True, delay=Delay("down", ("down",), scatters=False)), 1, ()),
+        (Lowering(unrolls=True, delay=Delay("down", None, scatters=True)), 1, ()),
+        (Lowering(unrolls=True, copies_rows=True), 2, ()),
     ],
 )
-def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay, dp, offload):
+def test_values_and_gradients_are_those_of_a_plain_scan(num, lowering, dp, offload):
     keys = jax.random.split(jax.random.key(0), 4)
     split = "fsdp" if dp == 1 else ("dp", "fsdp")
     with jax.set_mesh(make_mesh(MeshConfig(dp=dp, fsdp=2), jax.devices()[: 2 * dp])):
@@ -81,7 +82,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(num, unroll, delay, dp, 
 
             return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
-        found = value_and_grad(prefetch_scan, unroll=unroll, delay=delay, offload=offload)
+        found = value_and_grad(prefetch_scan, lowering=lowering, offload=offload)
         expected = value_and_grad(plain_scan)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected

@@ -80,18 +80,18 @@ def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tm
     words = ["--input", f"{url}/text/*.jsonl", "--out", f"{url}/tokens", "--workers", 1]
     finished(command("prepare-data", *words, "--shard-tokens", 20000), environment)
     options = [
-        *("tests.faults.tiny", "--fake-devices", 8, "--sample", 0, "--model.vocab-size", 256),
+        *("--fake-devices", 8, "--model.vocab-size", 256),
         *("--data.source", f"tokens:{url}/tokens", "--train.steps", 10, "--checkpoint.every", 2),
     ]
 
     def train(name, mesh, store, code=0, **more):
         folder, store = tmp_path / name, f"{url}/{store}"
         own = ["--mesh", mesh, "--log.run-dir", folder, "--checkpoint.store", store]
-        own += ["--faults"] if more else []
-        return finished(command("train", *options, *own), environment | more, code)
+        recipe = "tests.faults.faulty" if more else "tests.faults.tiny"
+        return finished(command("train", recipe, *options, *own), environment | more, code)
 
     train("whole", "fsdp=8", "whole")
-    train("run", "fsdp=8", "run", -9, ULTRASCALE_FAULT="kill@8@0")
+    train("run", "fsdp=8", "run", -9, FAULTS="kill@8@0", FAULTY_RECIPE="tests.faults.tiny")
     before = losses(tmp_path / "run")
     last = max(Copies(f"{url}/run").steps())
     assert 2 <= last <= 6
@@ -117,7 +117,7 @@ def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tm
 @pytest.mark.slow
 @pytest.mark.wide
 def test_several_processes_share_one_place_and_fetch_together(job, url, tmp_path):
-    options = ("--sample", "0", "--checkpoint.store", f"{url}/run")
+    options = ("--checkpoint.store", f"{url}/run")
     first = job(tmp_path / "run", *options)
     assert first.wait() == [0, 0], first.outputs
     losses, copies = first.losses(), Copies(f"{url}/run")
@@ -135,7 +135,7 @@ def test_several_processes_share_one_place_and_fetch_together(job, url, tmp_path
 @pytest.mark.wide
 def test_a_run_that_began_with_another_needs_it_no_more(url, s3_server, tmp_path):
     environment = os.environ | s3_server
-    options = ["tests.faults.tiny", "--fake-devices", 2, "--sample", 0, "--checkpoint.every", 0]
+    options = ["tests.faults.tiny", "--fake-devices", 2, "--checkpoint.every", 0]
 
     def train(name, *more):
         words = command("train", *options, "--log.run-dir", tmp_path / name, *more)

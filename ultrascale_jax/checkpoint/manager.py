@@ -12,8 +12,6 @@ With `checkpoint.store` a copy of each goes to object storage, which is read whe
 
 import contextlib
 import dataclasses
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ from ultrascale_jax.checkpoint.step_dirs import (
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
-from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
@@ -78,7 +75,6 @@ class Checkpoints:
         self,
         cfg: Config,
         events: Events | None = None,
-        faults: FaultPlan | None = None,
         before_save: Callable[[], None] = lambda: None,
         *,
         stall_s: float = saving.STALL_S,
@@ -89,7 +85,7 @@ class Checkpoints:
         written, or with `checkpoint.resume=must` is empty.
         """
         self.folder, self._cfg = checkpoint_folder(cfg), cfg
-        self._events, self._faults, self._stall_s = events, faults or FaultPlan.none(), stall_s
+        self._events, self._stall_s = events, stall_s
         self._before_save = before_save
         self._copies = Copies(cfg.checkpoint.store) if cfg.checkpoint.store else None
         self._uploads = None if self._copies is None else Uploads(self._copies, cfg, events)
@@ -209,8 +205,6 @@ class Checkpoints:
             wait = response.result
         except Exception as error:  # Orbax raises whatever the file system does.
             wait = _raising(error)
-        if self._faults.due("killsave", step):
-            os.kill(os.getpid(), signal.SIGKILL)
         self._begun = step
         self._saving = saving.Writing(
             place, wait, self._events, lambda: self._completed(place, rotate)

@@ -23,7 +23,7 @@ The places of the data and the tokenizer may change, as long as the tokens in th
 later stage of the data or of the batch may change too: the fingerprint is of what was read, which stays the same.
 """
 
-FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.")
+FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.", "train.lowering")
 """Fields that a resumed run may change silently."""
 
 NO_DATA = "no data yet, tokenizer "

@@ -1,39 +1,31 @@
-"""The command line of every script that runs a recipe: `RECIPE --section.field VALUE ...`.
+"""The command line of every command that runs a recipe: `RECIPE --section.field VALUE ...`.
 
-A recipe is a module that exposes `config`, a `Config`, or a run's config.json; its values are the defaults, and the
-command line replaces single fields of it. Nothing here imports JAX before it is asked for devices, so
-`--help` and `--print-config` answer at once, on any machine. What stays open (`auto`) is chosen by `checked`,
-for the GPUs of a plan, or `on_devices`, for those that JAX finds.
+A recipe's values (`cli/recipes.py`) are the defaults, and the command line replaces single fields of it. tyro reads the
+words; what it refuses becomes one line with a fix. Nothing here imports JAX, so `--help` and `--print-config` answer at
+once, on any machine. What stays open (`auto`) is chosen by `cli/devices.py`.
 """
 
 import contextlib
 import copy
 import dataclasses
-import difflib
-import importlib
-import importlib.machinery
-import importlib.util
 import io
 import itertools
-import math
 import os
-import pkgutil
 import re
 import sys
 import time
-import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from ultrascale_jax import configs
 from ultrascale_jax.checkpoint.init_from import with_source
-from ultrascale_jax.checkpoint.run_metadata import config_from_dict, config_text
-from ultrascale_jax.cli.suggestions import expanded, options_of, plain, suggestion, with_switches
+from ultrascale_jax.checkpoint.run_metadata import config_text
+from ultrascale_jax.cli.devices import on_fake_devices, use_fake_devices
+from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe, recipes
+from ultrascale_jax.cli.suggestions import expanded, meant, options_of, with_switches
 from ultrascale_jax.config import (
     AUTO,
     Config,
@@ -43,28 +35,17 @@ from ultrascale_jax.config import (
     MeshConfig,
     RopeScaling,
     UserError,
-    at_home,
     check_numbers,
     put_home,
     require,
 )
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.launch.cluster import Launch, detect
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.failures import denied
 from ultrascale_jax.units import whole_number
 
-if TYPE_CHECKING:
-    from ultrascale_jax.plan.auto import Host
-    from ultrascale_jax.plan.hardware import Cluster
-
-DEFAULT_RECIPE = "demo"
-
 MOST_FAKE_DEVICES = 4096
 """XLA makes each of them when it starts."""
-
-OTHER_LANGUAGES = (".yaml", ".yml", ".toml", ".ini", ".cfg", ".ipynb")
-"""Suffixes of files that hold settings for other programs."""
 
 TEXTS = ("prompt", "system")
 """Options whose values are texts for a model, in which a `~` stays."""
@@ -72,29 +53,46 @@ TEXTS = ("prompt", "system")
 PATIENCE_S = 10.0
 """Seconds for which a process keeps an error to itself that process 0 must have had too."""
 
+PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
+"""Optional parts of a model; naming a field of one on the command line turns it on."""
+
+PHRASES = {
+    r"no type matching .*: (must be .*)": r"\1",
+    r"Could not parse arguments (.*) into tuple type typing.Tuple\[(.*)\]": r"must be (\2), not \1",
+}
+"""Phrases of tyro, as regular expressions, to plain ones."""
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """An option without a value."""
 
+REGISTRY = tyro.constructors.ConstructorRegistry()
+"""Constructors of tyro: those of the library, and those of numbers."""
+
 
 def option(metavar: str, absent: str = "none"):
+    """Return what tyro's help says of an option's value, and of its absence."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
 
 
-REGISTRY = tyro.constructors.ConstructorRegistry()
-"""Constructors of tyro: those of the library, and that of integers."""
-
-
 @REGISTRY.primitive_rule
-def _integer(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer."""
-    if info.type is not int:
+def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer, and say in words what is no number."""
+    if info.type not in (int, float):
         return None
-    return tyro.constructors.PrimitiveConstructorSpec(
+    read: Callable[[str], Any] = whole_number if info.type is int else float
+    noun = "an integer" if info.type is int else "a number"
+
+    def number(words: list[str]) -> Any:
+        try:
+            return read(words[0])
+        except ValueError:
+            raise ValueError(f"must be {noun}, not {words[0][:40]!r}") from None
+
+    return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int),
+        metavar=info.type.__name__.upper(),
+        instance_from_str=number,
+        is_instance=lambda value: isinstance(value, int | info.type),
         str_from_instance=lambda value: [str(value)],
     )
 
@@ -128,7 +126,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(Options):
-    """Options of a script that may be one process of many."""
+    """Options of a command that may be one process of many."""
 
     dist: DistConfig = dataclasses.field(default_factory=DistConfig)
     """Place of this process among the others."""
@@ -154,7 +152,9 @@ class JobOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command[O: Options]:
+class Command[O: Options]:
+    """All that the command line of a recipe says."""
+
     options: Annotated[O, tyro.conf.arg(name="")]
     config: Annotated[Config, tyro.conf.arg(name="")]
 
@@ -164,173 +164,49 @@ def parse[O: Options](
 ) -> tuple[Config, O]:
     """Return the configuration and the options that `argv` (without the program's name) asks for.
 
-    A script with options of its own passes a subclass of `Options`. What cannot be understood ends
+    A command with options of its own passes a subclass of `Options`. What cannot be understood ends
     the process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
     """
+
+    def read_over(default: Config) -> Command[O]:
+        """Read the command line with the values of `default` for what it does not say."""
+        values = Command(options=options(), config=_with_named_parts(default, arguments))
+        prog_of = f"{prog} [RECIPE]"
+        form: Any = Command[options]
+        return read(form, arguments, prog=prog_of, description=description, default=values)
+
     with user_errors(patience_s=PATIENCE_S):
-        recipe, arguments = _split_recipe(argv)
-        arguments = _with_numbers(arguments)
-        default = load_recipe(recipe)
-        if (mesh := _mesh_argument(arguments)) is not None and mesh != "auto":
-            default = dataclasses.replace(default, mesh=MeshConfig.parse(mesh))
-
-        def made(default: Config) -> tuple[Config, O]:
-            form: Any = _Command
-            command = read(
-                form[options],
-                arguments,
-                prog=f"{prog} [RECIPE]",
-                description=description,
-                default=_Command(options=options(), config=_with_named_parts(default, arguments)),
-            )
-            return command.config, command.options
-
-        cfg, chosen = made(default)
+        named = bool(argv) and not argv[0].startswith("-")
+        arguments = _with_auto(argv[1:] if named else argv)
+        recipe = load_recipe(argv[0] if named else DEFAULT_RECIPE)
+        if (mesh := _mesh_argument(arguments)) not in (None, "auto"):
+            recipe = dataclasses.replace(recipe, mesh=MeshConfig.parse(mesh))
+        command = read_over(recipe)
+        cfg, chosen = command.config, command.options
         if cfg.train.init_from:
             source = with_source(cfg)
-            data = dataclasses.replace(default.data, tokenizer=source.data.tokenizer)
-            cfg, chosen = made(dataclasses.replace(default, model=source.model, data=data))
+            data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
+            command = read_over(dataclasses.replace(recipe, model=source.model, data=data))
+            cfg, chosen = command.config, command.options
             train = dataclasses.replace(cfg.train, init_from=source.train.init_from)
             cfg = dataclasses.replace(cfg, train=train)
-        free = chosen.mesh != "auto" or cfg.mesh == default.mesh
+        free = chosen.mesh != "auto" or cfg.mesh == recipe.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
-            print(
-                config_text(_on_fake_devices(cfg, chosen) if chosen.fake_devices else cfg), end=""
-            )
+            print(config_text(on_fake_devices(cfg, chosen) if chosen.fake_devices else cfg), end="")
             raise SystemExit(0)
     return cfg, chosen
 
 
-def on_devices(
-    cfg: Config, options: Options, tell: Callable[[str], None], *, must_fit: bool = True
-) -> Config:
-    """Return `cfg` for the devices that JAX finds: open fields chosen (process 0 tells), mesh resolved, all checked.
-
-    Every process of a job calls it, and all choose the same. Raises `UserError` as `Config.check` and `choose_auto` do;
-    on a CPU, whose memory nobody knows, and without `must_fit` also where nothing fits something is chosen.
-    """
-    import jax
-
-    from ultrascale_jax.cli import output
-    from ultrascale_jax.launch import host_memory
-    from ultrascale_jax.launch.distributed import find_devices
-    from ultrascale_jax.launch.multihost import gather
-    from ultrascale_jax.plan.auto import check_host, cluster_of
-
-    count = len(find_devices())
-    if options.fake_devices is None:
-        require_devices(cfg.mesh, count)
-    is_open = bool(cfg.train.auto) or options.mesh == "auto"
-    if not (is_open or "offload" in cfg.train.remat):
-        return cfg.check(count)
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    known = [limit for process in gather(limits) for limit in process if limit]
-    kind = gather(jax.local_devices()[0].device_kind)[0]
-    first = jax.process_index() == 0
-    on_gpus = jax.local_devices()[0].platform == "gpu"
-    say = tell if first else lambda text: None
-    host = None
-    if on_gpus:
-        host = host_of_all(say, host_memory.prepare_copies if is_open else None)
-    cluster = cluster_of(kind, count, min(known, default=None), host)
-    shown = output.working("choosing what is open") if first else contextlib.nullcontext()
-    with shown:
-        cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
-    if must_fit and on_gpus:
-        check_host(cfg, cluster)
-    return cfg
-
-
-def host_of_all(
-    tell: Callable[[str], None], prepare: Callable[[], Callable[[], float]] | None
-) -> "Host":
-    """Return what every GPU of the job may use of its host: the least of all processes, which all call this.
-
-    The link counts as the usual one of the GPU times the power of two that is nearest to the measured rate, so that
-    starts on the same machines choose alike.
-
-    Args:
-      tell: gets to know why nothing can be copied to the host, where that is so.
-      prepare: returns what times copies, as `host_memory.prepare_copies`; None: they take what the usual link takes.
-    """
-    import jax
-
-    from ultrascale_jax.launch import host_memory
-    from ultrascale_jax.launch.multihost import agree, gather
-    from ultrascale_jax.plan.auto import Host, cluster_of
-    from ultrascale_jax.plan.formulas.costs import HOST_SHARE
-
-    size = min(gather(host_memory.gpu_bytes(os.environ, jax.local_device_count())))
-    if prepare is None:
-        return Host(usable_bytes=size)
-    problem, gbs = None, None
-    try:
-        gbs = prepare()
-    except Exception as error:  # Whatever it is, nothing needs the host's memory.
-        problem = f"{type(error).__name__}: {error}"
-    # All processes go on together, so that those of a host copy at the same time.
-    problem = agree(problem)
-    if gbs is None or problem:
-        tell(f"nothing is offloaded: copying to the host failed ({' '.join(str(problem).split())})")
-        return Host(usable_bytes=0)
-    kind = gather(jax.local_devices()[0].device_kind)[0]
-    usual = HOST_SHARE * cluster_of(kind, 1).gpu.host_gbs
-    steps = round(math.log2(min(gather(gbs())) / usual))
-    return Host(usable_bytes=size, gbs=usual * 2.0**steps)
-
-
-def require_devices(mesh: MeshConfig, count: int) -> None:
-    """Raise a `UserError` that names `--fake-devices` for a mesh that one device alone cannot hold."""
-    wanted = math.prod(size for size in mesh.sizes.values() if size != -1)
-    fix = f"wants {wanted} devices, but here is 1; --fake-devices {wanted} tries it on as many fake CPU devices"
-    require(count > 1 or wanted == 1, "mesh", mesh.text, fix)
-
-
-def checked(
-    cfg: Config,
-    options: Options,
-    cluster: "Cluster",
-    tell: Callable[[str], None],
-    *,
-    must_fit: bool = True,
-) -> Config:
-    """Return `cfg` for the GPUs of `cluster`: open fields chosen and told, mesh resolved, all checked.
-
-    Raises `UserError` as `Config.check` and `choose_auto` do.
-    """
-    from ultrascale_jax.plan.auto import choose_auto
-
-    choose_mesh = options.mesh == "auto"
-    cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=must_fit)
-    if why:
-        tell(why)
-    return cfg.check(cluster.num_gpus)
-
-
-def _on_fake_devices(cfg: Config, options: Options) -> Config:
-    """Return `cfg` as `on_devices` makes it with `--fake-devices`, without JAX."""
-    from ultrascale_jax.plan.auto import cluster_of
-
-    cluster = cluster_of("cpu", options.fake_devices or 1)
-    return checked(cfg, options, cluster, lambda text: print(text, file=sys.stderr), must_fit=False)
-
-
-def _with_numbers(arguments: Sequence[str]) -> list[str]:
+def _with_auto(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` with the number for the word `auto` where the field is one."""
     option = "--train.microbatches"
     return [
-        f"{option}={AUTO}"
-        if word == f"{option}=auto"
-        else str(AUTO)
-        if (last, word) == (option, "auto")
+        word.replace("auto", str(AUTO))
+        if word == f"{option}=auto" or (last, word) == (option, "auto")
         else word
         for last, word in zip(["", *arguments], arguments, strict=False)
     ]
-
-
-PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
-"""Optional parts of a model; naming a field of one on the command line turns it on."""
 
 
 def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
@@ -344,12 +220,11 @@ def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
     return dataclasses.replace(cfg, model=model)
 
 
-def use_fake_devices(num_devices: int) -> None:
-    """Give JAX `num_devices` CPU devices and nothing else; call it before the first array."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
+def _mesh_argument(arguments: Sequence[str]) -> str | None:
+    """Return the value of `--mesh`, which unless `auto` replaces the recipe's mesh before `--mesh.AXIS` changes it."""
+    values = [b for a, b in itertools.pairwise(arguments) if a == "--mesh"]
+    values += [a.removeprefix("--mesh=") for a in arguments if a.startswith("--mesh=")]
+    return values[-1] if values else None
 
 
 @contextlib.contextmanager
@@ -380,125 +255,27 @@ def _is_follower() -> bool:
     return launch is not None and bool(launch.process_id)
 
 
-def recipes() -> list[str]:
-    """Return the names of the recipes in `configs/`."""
-    return [
-        module.name for module in pkgutil.iter_modules(configs.__path__) if module.name != "shapes"
-    ]
-
-
-def load_recipe(name: str) -> Config:
-    """Return the `config` of `configs/NAME.py`, of a file NAME.py or NAME.json, or of the module `pkg.mod`."""
-    known, name = recipes(), at_home(name)
-    suffix = Path(name).suffix.lower()
-    is_file = suffix == ".py"
-    if suffix == ".json":
-        return _saved(Path(name))
-    fix = "give a file that ends in .py and sets `config`, or a .json that --print-config printed"
-    other = suffix in OTHER_LANGUAGES or (os.path.isfile(name) and not is_file)
-    require(not other, "recipe", name, fix)
-    require(not is_file or os.path.isfile(name), "recipe", name, "there is no such file")
-    is_module = "." in name and all(part.isidentifier() for part in name.split("."))
-    stem = name.replace("-", "_")
-    module_name = name if is_module or is_file else f"{configs.__name__}.{stem}"
-    if not (is_module or is_file or stem in known):
-        file = [f"{name}.py"] if os.path.isfile(f"{name}.py") else []
-        near = file or difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        fix = f"{hint}the recipes are {', '.join(known)}; or give a file, ./my.py, or a module, pkg.mod"
-        require(False, "recipe", name, fix)
-    if os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # As `python -m` does; the console command has its own folder there.
-    try:
-        module = _run_file(Path(name)) if is_file else importlib.import_module(module_name)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"recipe={name!r}: {_why_not(module_name, error)}") from None
-    config = getattr(module, "config", None)
-    fix = f"must expose `config`, a Config, but that is {type(config).__name__}"
-    if not isinstance(config, Config):
-        raise UserError(f"recipe={name!r}: {fix}")
-    return config
-
-
-def _saved(path: Path) -> Config:
-    """Return the configuration in a run's config.json, or in a file that `--print-config` printed."""
-    require(path.is_file(), "recipe", str(path), "there is no such file")
-    values = read_json(path)
-    fix = f"is a Hugging Face model's; write --train.init-from hf:{path.parent}"
-    require("model_type" not in values, "recipe", str(path), fix)
-    try:
-        return config_from_dict(values)
-    except UserError as error:
-        raise UserError(f"recipe={str(path)!r}: {error}") from None
-
-
-def _run_file(path: Path) -> types.ModuleType:
-    """Run the user's own recipe as a module of a name that hides no other; it may import files beside it."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    name = f"recipe {path.stem.replace('.', ' ')}"  # a dot would part a package from its module
-    loader = importlib.machinery.SourceFileLoader(name, str(path.absolute()))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module  # dataclasses look their module up, also later
-    try:
-        loader.exec_module(module)
-    except BaseException:
-        del sys.modules[loader.name]
-        raise
-    return module
-
-
-def _why_not(module_name: str, error: BaseException) -> str:
-    """Why a recipe cannot be imported: it is not there, or its own code raised `error`."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-        return f"there is no module {missing}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}, at {last.filename}:{last.lineno}"
-
-
 def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> list[str]:
     """Words of the command line that turn the section `before`, called `name`, into `after`.
 
     Fields in `always` are written even if they are the same. A part that only `before` has cannot be taken away.
     """
-    found: list[str] = []
+    words: list[str] = []
     for field in dataclasses.fields(after):
         old, new = getattr(before, field.name), getattr(after, field.name)
         option = f"--{name}.{field.name}".replace("_", "-")
         if dataclasses.is_dataclass(old) or dataclasses.is_dataclass(new):
             if new is not None:
                 first = () if old is not None else (dataclasses.fields(new)[0].name,)
-                found += changes(f"{name}.{field.name}", old or type(new)(), new, first)
+                words += changes(f"{name}.{field.name}", old or type(new)(), new, first)
         elif new == old and field.name not in always:
             continue
         elif isinstance(new, bool):
             section, _, last = option.rpartition(".")
-            found.append(option if new else f"{section}.no-{last}")
+            words.append(option if new else f"{section}.no-{last}")
         else:
-            found += [option, *map(str, new if isinstance(new, tuple) else (new,))]
-    return found
-
-
-def _split_recipe(argv: Sequence[str]) -> tuple[str, list[str]]:
-    if argv and not argv[0].startswith("-"):
-        return argv[0], list(argv[1:])
-    return DEFAULT_RECIPE, list(argv)
-
-
-def _mesh_argument(arguments: Sequence[str]) -> str | None:
-    """Return the value of `--mesh`, which unless `auto` replaces the recipe's mesh before `--mesh.AXIS` changes it."""
-    values = [b for a, b in itertools.pairwise(arguments) if a == "--mesh"]
-    values += [a.removeprefix("--mesh=") for a in arguments if a.startswith("--mesh=")]
-    return values[-1] if values else None
+            words += [option, *map(str, new if isinstance(new, tuple) else (new,))]
+    return words
 
 
 def read[T](
@@ -512,17 +289,18 @@ def read[T](
     """Return the options of the dataclass `form` that `arguments` give, by tyro; `--help` ends the process.
 
     Raises:
-      UserError: what is wrong, in one line: the error of a section as it was, or tyro's box unpacked.
+      UserError: what is wrong, in one line: the error of a section as it was, or tyro's with a fix.
     """
-    given: dict[str, Any] = {} if default is None else {"default": default}
-    arguments = with_switches(arguments, dict(options_of(default or form)))
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
+    options = dict(options_of(default or form))
+    arguments = with_switches(arguments, options)
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
             made = tyro.cli(
                 form,
                 args=arguments,
-                **given,
+                **defaults,
                 prog=prog,
                 description=description,
                 config=(tyro.conf.AvoidSubcommands,),
@@ -536,27 +314,40 @@ def read[T](
             cause = cause.__context__
         if stop.code == 0:
             raise
-        complaint, near = _unboxed(report.getvalue())
-        if (pattern := expanded(complaint, arguments)) is not None:
-            raise UserError(pattern) from None
-        hint = suggestion(complaint, default or form, recipes(), prog, near)
-        raise UserError(plain(complaint) + hint) from None
+        complaint = _unboxed(report.getvalue())
+        fix = expanded(complaint, arguments) or complaint + _hint(complaint, list(options), prog)
+        raise UserError(fix) from None
     # A `Config` has done so itself.
-    options: Any = made.options if isinstance(made, _Command) else made
-    check_numbers("", options)
-    put_home(options, *(f.name for f in dataclasses.fields(options) if f.name not in TEXTS))
+    chosen: Any = made.options if isinstance(made, Command) else made
+    check_numbers("", chosen)
+    put_home(chosen, *(f.name for f in dataclasses.fields(chosen) if f.name not in TEXTS))
     return made
 
 
-def _unboxed(box: str) -> tuple[str, list[str]]:
-    """Return the first part of tyro's error as one line, and the options that it suggests, of a flag both forms.
+def _unboxed(box: str) -> str:
+    """Return what tyro complains of as one line in the words of options.
 
     tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
     """
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    rules = [n for n, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
-    if rules[:1] == [1] and lines[0] and not box.startswith("╭"):
-        lines, rules = lines[2:], [n - 2 for n in rules[1:]]
-    end = rules[0] if rules else len(lines)
-    near = [word for line in lines[end:] for word in re.findall(r"(?:^|, )(--\w[\w.-]+)", line)]
-    return " ".join(line for line in lines[:end] if line).removesuffix("."), near
+    if not box.startswith("╭") and lines[1:] and set(lines[1]) <= {"─", "-"}:
+        lines = lines[2:]
+    words = itertools.takewhile(lambda line: not line or not set(line) <= {"─", "-"}, lines)
+    complaint = " ".join(filter(None, words)).removesuffix(".")
+    for phrase, plain in PHRASES.items():
+        complaint = re.sub(phrase, plain, complaint)
+    return complaint
+
+
+def _hint(complaint: str, options: Sequence[str], prog: str) -> str:
+    """Return the fix to follow tyro's one-line `complaint` of options that it does not know, or nothing."""
+    if not complaint.startswith("Unrecognized"):
+        return ""
+    words = complaint.partition(": ")[2].split(", ")
+    late = [w for w in words if w.replace("-", "_") in recipes() or w.lower().endswith(".py")]
+    first = prog.replace("[RECIPE]", late[0] if late else "").strip()
+    hint = f"; the recipe comes first: {first} ..." if late and "[RECIPE]" in prog else ""
+    unknown = [word for word in words if word.startswith("--")]
+    if unknown and (names := meant(unknown[0], options)):
+        return f"{hint}; did you mean {' or '.join(names)}?"
+    return hint or (f"; see {first} --help" if unknown else "")

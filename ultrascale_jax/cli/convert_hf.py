@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, check_run_dir, files
-from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli import command_line, devices, output
 from ultrascale_jax.config import Config, MeshConfig, UserError, at_home, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.config.lora import Lora
@@ -341,7 +341,7 @@ def _import(arguments: Sequence[str]) -> None:
         from ultrascale_jax.sharding.mesh import make_mesh
 
         # No step runs here: on the devices that train, the choice is made again.
-        checked = command_line.on_devices(cfg, options, lambda why: None, must_fit=False)
+        checked = devices.on_devices(cfg, options, lambda why: None, must_fit=False)
         with output.working(f"importing {hf_dir}"):
             import_checkpoint(hf_dir, checked, make_mesh(checked.mesh))
         if jax.process_index() == 0:
@@ -411,6 +411,11 @@ def _export(arguments: Sequence[str]) -> None:
             export_checkpoint(options, make_mesh(mesh))
         if jax.process_index() == 0:
             print(f"wrote {options.hf_dir}")
+
+
+def verbs() -> dict[str, type]:
+    """Return the options of `import` and `export`."""
+    return {"import": command_line.Options, "export": Export}
 
 
 def main(argv: Sequence[str]) -> None:

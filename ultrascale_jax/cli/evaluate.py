@@ -22,7 +22,7 @@ import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.models import ModelOptions, Opened, described, loaded, on_mesh
+from ultrascale_jax.cli.models import Opened, ScoreOptions, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign
 from ultrascale_jax.data.formats import HEAD_BYTES, format_of
@@ -39,7 +39,7 @@ BOOTSTRAPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(ScoreOptions):
     """Options of `ultrascale evaluate`."""
 
     source: tyro.conf.UseAppendAction[
@@ -196,8 +196,6 @@ def evaluate(options: Options) -> dict[str, Any]:
     from ultrascale_jax.data.tokenizer import run_tokenizer
     from ultrascale_jax.training.scoring import Scorer, source_rows
 
-    if options.fake_devices is not None:
-        command_line.use_fake_devices(options.fake_devices)
     named_model = options.model
     options = replace(options, model=run_on_disk(named_model, options.step))
     cfg, positions = described(options)

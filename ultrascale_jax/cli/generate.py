@@ -8,17 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.models import (
+    ModelOptions,
     huggingface_config,
     kept_tokenizer,
     load_huggingface,
-    local_model,
 )
-from ultrascale_jax.config import Config, MeshConfig, SpecialTokens, require
+from ultrascale_jax.config import Config, MeshConfig, require
 from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.files import GENERATION, is_huggingface
 
@@ -31,11 +29,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of `ultrascale generate`."""
+class Options(ModelOptions):
+    """Options of `ultrascale generate`, which takes one device if `mesh` is none."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Run directory of `ultrascale train`, the URL of its copies (checkpoint.store), or Hugging Face folder."""
     prompt: str | None = None
     """Text to continue."""
     chat: command_line.Flag = False
@@ -50,22 +46,9 @@ class Options:
     """Sample among the k most likely tokens; 0 among all."""
     seed: int = 0
     """Another seed is another text."""
-    tokenizer: Annotated[str | None, command_line.option("FILE", "the model's")] = None
-    """`bytes`, or a Hugging Face tokenizer.json."""
-    special_tokens: Annotated[
-        SpecialTokens | None, command_line.option("KIND", "the run's, or bos")
-    ] = None
-    """As `data.special_tokens`: `bos`, `none` or `all`. With `all` the names of special tokens in the prompt, as
-    <|im_start|>, are these tokens; else they are text."""
-    step: int | None = None
-    """Step of the run's checkpoint; none is the newest."""
-    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
-    """Mesh over all devices, as pp=2,tp=4, for a model that one device does not hold; none is one device."""
-    fake_devices: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Run on so many fake CPU devices."""
 
     def __post_init__(self):
-        object.__setattr__(self, "model", local_model(self.model))
+        super().__post_init__()
         command_line.require_at_least(0, self, "temperature", "top_k", "seed")
         command_line.require_at_least(1, self, "num_tokens")
         one = (self.prompt is None) == self.chat
@@ -196,19 +179,13 @@ def texts(options: Options) -> Iterator[str]:
     import jax
 
     from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer
-    from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.sharding.mesh import make_mesh
 
-    if options.fake_devices is not None:
-        command_line.use_fake_devices(options.fake_devices)
-    devices = find_devices()
+    present = options.find_devices()
     if options.mesh is None:
-        mesh = make_mesh(MeshConfig(fsdp=1), devices[:1])
+        mesh = make_mesh(MeshConfig(fsdp=1), present[:1])
     else:
-        wanted = MeshConfig.parse(options.mesh)
-        if options.fake_devices is None:
-            command_line.require_devices(wanted, len(devices))
-        mesh = make_mesh(wanted)
+        mesh = make_mesh(MeshConfig.parse(options.mesh))
     with output.working(f"loading {options.model}"):
         cfg, params = loaded(options, mesh)
     name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))

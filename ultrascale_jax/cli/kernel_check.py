@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, devices
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.kernels import (
     fp8_matmul_mosaic,
@@ -145,7 +145,7 @@ def _on_gpu(cfg, options, launch, tell, events) -> list[list[str]]:
     processes = 1 if launch is None else launch.num_processes or 1
     cluster = cluster_of(kinds[0], processes * len(gpus))
     try:
-        cfg = command_line.checked(cfg, options, cluster, lambda text: None)
+        cfg = devices.checked(cfg, options, cluster, lambda text: None)
     except UserError:  # The run says it itself, when it knows its devices.
         return []
     environ = {"CUDA_VISIBLE_DEVICES": gpus[0], "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from ultrascale_jax.cli.generate import cut, ends
-from ultrascale_jax.cli.models import ModelOptions, Opened, opened
+from ultrascale_jax.cli.models import Opened, ScoreOptions, opened
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.config.training import Precision
 from ultrascale_jax.data.chat import ChatTemplate
@@ -120,7 +120,7 @@ class LMEvalModel(TemplateLM):
         super().__init__()
         if isinstance(model, str):
             named = {"tokenizer": tokenizer, "precision": precision, "step": step, "mesh": mesh}
-            model = opened(ModelOptions(model=model, batch=batch_size, **named))
+            model = opened(ScoreOptions(model=model, batch=batch_size, **named))
         self._model, cfg = model, model.cfg
         check_mesh(cfg)
         known = model.positions

@@ -8,12 +8,13 @@ import os
 import select
 import signal
 import sys
+import types
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 
 import ultrascale_jax
 from ultrascale_jax.cli.command_line import user_errors
-from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
 
@@ -44,6 +45,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a write that a full disk, a quota or a limit explains, whatever was written."""
 
 HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
+Completion for bash or zsh: `source <(ultrascale --completion bash)`.
 
 """ + "\n".join(f"{name:<12} {words}" for name, words in COMMANDS.items())
 
@@ -51,15 +53,20 @@ HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COM
 def main() -> None:
     """Run the command that the first word of the command line names."""
     arguments = sys.argv[1:]
-    words = HELP if arguments[:1] in ([], ["-h"], ["--help"]) else ultrascale_jax.__version__
-    if words is HELP or arguments == ["--version"]:
-        with _exit_code():
-            print(words)
+    if arguments[:1] and arguments[0] in COMMANDS:
+        run(arguments[0], arguments[1:])
         return
-    with user_errors():
-        fix = f"choose one of {', '.join(COMMANDS)}"
-        require(arguments[0] in COMMANDS, "command", arguments[0], fix)
-    run(arguments[0], arguments[1:])
+    with _exit_code():
+        match arguments:
+            case [] | ["-h" | "--help", *_]:
+                print(HELP)
+            case ["--version"]:
+                print(ultrascale_jax.__version__)
+            case ["--completion", shell]:
+                complete(shell)
+            case [word, *_]:
+                fix = f"choose one of {', '.join(COMMANDS)}"
+                raise UserError(f"command={word!r}: {fix}")
 
 
 def run(command: str, arguments: Sequence[str] | None = None) -> None:
@@ -67,10 +74,20 @@ def run(command: str, arguments: Sequence[str] | None = None) -> None:
     with _exit_code(logs=command in LOGGING):
         _check_working_directory()
         choose_platform(os.environ)
-        layer = "web" if command in PAGES else "cli"
-        name = f"ultrascale_jax.{layer}.{command.replace('-', '_')}"
-        module = importlib.import_module(name)
-        module.main(sys.argv[1:] if arguments is None else arguments)
+        module_of(command).main(sys.argv[1:] if arguments is None else arguments)
+
+
+def module_of(command: str) -> types.ModuleType:
+    """Import the module of a command."""
+    layer = "web" if command in PAGES else "cli"
+    return importlib.import_module(f"ultrascale_jax.{layer}.{command.replace('-', '_')}")
+
+
+def complete(shell: str) -> None:
+    """Print the script that completes the command line in `shell`."""
+    from ultrascale_jax.cli.completion import print_script
+
+    print_script(shell, {command: module_of(command) for command in COMMANDS})
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
-from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli import command_line, devices
 from ultrascale_jax.cli.convert_hf import known_context
 from ultrascale_jax.config import (
     Config,
@@ -30,6 +30,7 @@ from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
 from ultrascale_jax.huggingface.remarks import remarks
 
 if TYPE_CHECKING:
+    from jax import Device
     from jax.sharding import Mesh
 
     from ultrascale_jax.data.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ DEFAULT_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of a command that scores with a model."""
+    """Options of a command that reads a model."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Run directory of `ultrascale train`, the URL of its copies (checkpoint.store), or Hugging Face folder."""
@@ -53,23 +54,45 @@ class ModelOptions:
     special_tokens: Annotated[
         SpecialTokens | None, command_line.option("KIND", "the run's, or bos")
     ] = None
-    """As `data.special_tokens`: `bos`, `none` or `all`."""
+    """As `data.special_tokens`: `bos`, `none` or `all`. With `all` the names of special tokens in a text, as
+    <|im_start|>, are these tokens; else they are text."""
+    step: Annotated[int | None, command_line.option("N", "the newest")] = None
+    """Step of the run's checkpoint."""
+    mesh: Annotated[str | None, command_line.option("AXIS=SIZE,...")] = None
+    """Mesh over all devices, as fsdp=4,tp=2."""
+    fake_devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
+    """Run on so many fake CPU devices."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "model", local_model(self.model))
+        command_line.require_at_least(1, self, "fake_devices")
+
+    def find_devices(self) -> "list[Device]":
+        """Return the devices, the fake ones if the options ask for them; `UserError` if `mesh` wants more than one."""
+        from ultrascale_jax.launch.distributed import find_devices
+
+        if self.fake_devices is not None:
+            command_line.use_fake_devices(self.fake_devices)
+        present = find_devices()
+        if self.mesh is not None and self.fake_devices is None:
+            devices.require_devices(MeshConfig.parse(self.mesh), len(present))
+        return present
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(ModelOptions):
+    """Options of a command that scores texts with a model, which is split over all devices if `mesh` is none."""
+
     seq_len: Annotated[int | None, command_line.option("T", "the run's")] = None
     """Tokens of a row of text."""
     batch: Annotated[int | None, command_line.option("ROWS", f"{DEFAULT_ROWS}, or more")] = None
     """Rows that are scored at once, over all devices."""
     precision: Annotated[Precision | None, command_line.option("TYPE", "the run's, or bf16")] = None
     """Type of compute."""
-    step: Annotated[int | None, command_line.option("N", "the newest")] = None
-    """Step of the run's checkpoint."""
-    mesh: Annotated[str | None, command_line.option("AXIS=SIZE,...", "all devices")] = None
-    """Mesh over all devices, as fsdp=4,tp=2; none splits the model over all of them."""
-    fake_devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
-    """Run on so many fake CPU devices."""
 
     def __post_init__(self):
-        object.__setattr__(self, "model", local_model(self.model))
-        command_line.require_at_least(1, self, "batch", "fake_devices")
+        super().__post_init__()
+        command_line.require_at_least(1, self, "batch")
         command_line.require_at_least(2, self, "seq_len")
 
 
@@ -95,7 +118,7 @@ class Opened(NamedTuple):
     params: "Transformer"
 
 
-def opened(options: ModelOptions) -> Opened:
+def opened(options: ScoreOptions) -> Opened:
     """Open the model that the options name, on its mesh."""
     from ultrascale_jax.data.tokenizer import run_tokenizer
 
@@ -120,19 +143,13 @@ def described(options: ModelOptions) -> tuple[Config, int]:
     return huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
 
 
-def on_mesh(options: ModelOptions, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
+def on_mesh(options: ScoreOptions, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
     """Return `cfg` as the options want it evaluated, checked for the mesh, and that mesh."""
-    from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.sharding.mesh import make_mesh
 
-    count = len(find_devices())
-    if options.mesh is None:
-        wanted = MeshConfig(fsdp=math.gcd(count, cfg.model.d_model), dp=-1)
-    else:
-        wanted = MeshConfig.parse(options.mesh)
-        if options.fake_devices is None:
-            command_line.require_devices(wanted, count)
-    sizes = wanted.resolve(count)
+    count = len(options.find_devices())
+    whole = MeshConfig(fsdp=math.gcd(count, cfg.model.d_model), dp=-1)
+    sizes = (MeshConfig.parse(options.mesh) if options.mesh else whole).resolve(count)
     length = options.seq_len or cfg.data.seq_len
     fix = f"is longer than the {positions} positions that the model knows; use fewer"
     require(length <= positions, "seq_len", length, fix)

@@ -12,9 +12,11 @@ report    draw figures of any of these, as PNG and one HTML file   FILE... or RE
 """
 
 import importlib
+import types
 from collections.abc import Sequence
 
 from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import require
 
 VERBS = (
@@ -32,5 +34,15 @@ def main(argv: Sequence[str]) -> None:
     verb = arguments.pop(0) if arguments else ""
     with command_line.user_errors():
         require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
+    module_of(verb).main(arguments)
+
+
+def module_of(verb: str) -> types.ModuleType:
+    """Import the module of a verb."""
     package = "web" if verb == "serve" else "cli.plan_commands"
-    importlib.import_module(f"ultrascale_jax.{package}.{verb}").main(arguments)
+    return importlib.import_module(f"ultrascale_jax.{package}.{verb}")
+
+
+def verbs() -> dict[str, type]:
+    """Return the options of each verb."""
+    return {verb: getattr(module_of(verb), "Options", common.Options) for verb in VERBS}

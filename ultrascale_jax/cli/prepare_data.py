@@ -75,8 +75,8 @@ load_tokenizer = functools.cache(tokenizer.load_tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
-    """Turn documents into token shards for `data.source=tokens:DIR`."""
+class Options:
+    """Options of `ultrascale prepare-data`."""
 
     input: str
     """Path, or pattern of files, also s3://BUCKET/DIR/* and hf://datasets/OWNER/NAME/DIR/*: .jsonl, .ndjson and .json
@@ -131,7 +131,7 @@ class Args:
         return 2 if self.preferences else 1
 
 
-def prepare(args: Args) -> shards.Index:
+def prepare(args: Options) -> shards.Index:
     """Write the shards and return their index; `ValueError` for bad input, or shards of other input or settings."""
     command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
@@ -168,7 +168,7 @@ def prepare(args: Args) -> shards.Index:
         return index
 
 
-def require_writable(args: Args) -> None:
+def require_writable(args: Options) -> None:
     """Refuse an `out` where nothing can be written, without making it."""
     out = str(args.out)
     if is_url(out):
@@ -187,7 +187,7 @@ def require_writable(args: Args) -> None:
 
 
 @contextlib.contextmanager
-def writing(args: Args) -> Iterator[None]:
+def writing(args: Options) -> Iterator[None]:
     """Turn an error of the disk inside the block into a `UserError` that names `out`."""
     try:
         yield
@@ -200,7 +200,7 @@ def writing(args: Args) -> Iterator[None]:
         ) from None
 
 
-def inputs(args: Args) -> Sequence[File]:
+def inputs(args: Options) -> Sequence[File]:
     """The files that the pattern matches, in order, without those that an earlier run wrote."""
     name = args.input.removeprefix("hf:").partition(":")[0]
     fix = f"write the files of the dataset: hf://datasets/{name}/**/*.parquet, or a folder's: {name}/*"
@@ -229,7 +229,7 @@ def first_row(path: File) -> Any:
     return next((row for _, row, _ in reader(path)), None) if reader else None
 
 
-def renderer(args: Args) -> Callable[[Any], str] | None:
+def renderer(args: Options) -> Callable[[Any], str] | None:
     """The function that makes marked text of a row of conversations or preference pairs; none for text."""
     fix = "is for conversations, and preferences for pairs; give one of them"
     require(not (args.chat and args.preferences), "chat", True, fix)
@@ -263,7 +263,7 @@ def day(date: str) -> datetime | None:
         raise UserError(f"date={date!r}: write it as 2025-01-31") from None
 
 
-def open_index(args: Args, paths: Sequence[File], progress: Progress) -> shards.Index:
+def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shards.Index:
     """The index of the run before up to its first shard that is not whole, or a new one."""
     fix = "has shards made with other settings; remove it or choose another --out"
     found = None
@@ -301,13 +301,15 @@ def open_index(args: Args, paths: Sequence[File], progress: Progress) -> shards.
     return found
 
 
-def chosen_tokenizer(args: Args) -> tokenizer.Tokenizer:
+def chosen_tokenizer(args: Options) -> tokenizer.Tokenizer:
     """Load the trained tokenizer, or else the given one."""
     name = str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
     return load_tokenizer(name, args.special_tokens)
 
 
-def skip_documents(args: Args, index: shards.Index, number: int, documents: Iterator[str]) -> None:
+def skip_documents(
+    args: Options, index: shards.Index, number: int, documents: Iterator[str]
+) -> None:
     """Pass over the rows of a finished shard, and check that it was made of them."""
     made_of, _ = shards.read_documents(args.folder, index, number)
     name = shards.shard_name(number)
@@ -319,7 +321,7 @@ def skip_documents(args: Args, index: shards.Index, number: int, documents: Iter
 
 
 def write_shards(
-    args: Args,
+    args: Options,
     index: shards.Index,
     documents: Iterator[str],
     progress: Progress,
@@ -370,7 +372,7 @@ def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
     return tokens[begin:end], lengths[first:last], hashes[first:last], counted
 
 
-def tell_quoted(args: Args, progress: Progress) -> None:
+def tell_quoted(args: Options, progress: Progress) -> None:
     """Print which names of special tokens are text in the messages."""
     used = chosen_tokenizer(args)
     if isinstance(used, tokenizer.JsonTokenizer) and used.quoted:
@@ -380,7 +382,7 @@ def tell_quoted(args: Args, progress: Progress) -> None:
         progress.console.print(words, soft_wrap=True, markup=False, highlight=False)
 
 
-def copy_tokenizer(args: Args) -> None:
+def copy_tokenizer(args: Options) -> None:
     """Copy a tokenizer that was given, its settings and its chat template beside the shards."""
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.tokenizer == "bytes":
@@ -410,7 +412,7 @@ class TokenRate:
         self._progress.console.print(", ".join(words), soft_wrap=True, highlight=False)
 
 
-def tokenize(args: Args, documents: Iterator[str]) -> Iterator[Tokenized]:
+def tokenize(args: Options, documents: Iterator[str]) -> Iterator[Tokenized]:
     """The documents tokenized by several processes, in the order of the documents."""
     waiting: deque[Future[Tokenized]] = deque()
     with ProcessPoolExecutor(
@@ -431,7 +433,7 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def tokenize_group(args: Args, texts: list[str]) -> Tokenized:
+def tokenize_group(args: Options, texts: list[str]) -> Tokenized:
     """Work of one process: a group of documents, or of rendered chat or pairs."""
     own, kind = chosen_tokenizer(args), args.kind
     hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
@@ -509,7 +511,7 @@ def read_rendered(path: File, render: Callable[[Any], str]) -> Iterator[tuple[st
 def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         prog = "ultrascale prepare-data"
-        args = command_line.read(Args, argv, prog=prog, description=__doc__ or "")
+        args = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         index = prepare(args)
         if is_url(str(args.out)):
             upload_shards(args.folder, str(args.out))
@@ -518,6 +520,6 @@ def main(argv: Sequence[str]) -> None:
     count = f"{documents // 2:,} pairs" if index.pairs else f"{documents:,} documents"
     print(f"{args.out}: {tokens:,} tokens of {count} in {index.shards.size} shards")
     words = ["--data.source", source_of(str(args.out)), "--data.tokenizer", name]
-    if args.special_tokens != Args.special_tokens:
+    if args.special_tokens != Options.special_tokens:
         words += ["--data.special-tokens", args.special_tokens]
     print(shlex.join([*words, "--model.vocab-size", str(index.vocab_size)]))

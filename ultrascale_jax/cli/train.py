@@ -10,8 +10,9 @@ from typing import Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
-from ultrascale_jax.cli import command_line, convert_hf, generate, output, trace_tables
+from ultrascale_jax.cli import command_line, convert_hf, devices, generate, output, trace_tables
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
 from ultrascale_jax.launch.run_files import METRICS
@@ -19,6 +20,9 @@ from ultrascale_jax.launch.sigterm import SigtermListener
 
 WORTH_READING = 200
 """Steps before which a model of the size of `demo` writes no words."""
+
+SAMPLE_TOKENS = 300
+"""Tokens of the text that a model of `python-stdlib` writes at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +34,6 @@ class Options(command_line.JobOptions):
         tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="(default: none)"),
     ] = None
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13, and end with a report of it."""
-    sample: Annotated[
-        int | None,
-        tyro.conf.arg(
-            metavar="N", help_behavior_hint=f"(default: 300 after {WORTH_READING} steps)"
-        ),
-    ] = None
-    """Let a model of `python-stdlib` write so many tokens at the end; 0: none."""
-    faults: command_line.Flag = False
-    """Let the environment variable ULTRASCALE_FAULT make things go wrong on purpose."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -46,7 +41,6 @@ class Options(command_line.JobOptions):
         steps = self.profile_steps
         require(self.profile is None or steps is not None, "profile", self.profile, fix)
         require(steps is None or steps[0] < steps[1], "profile", self.profile, fix)
-        command_line.require_at_least(0, self, "sample")
         fix = "fake devices are one process's; leave out --dist.address and its like"
         alone = (self.dist.address, self.dist.num_processes, self.dist.process_id) == (None,) * 3
         require(self.fake_devices is None or alone, "fake_devices", self.fake_devices, fix)
@@ -65,6 +59,7 @@ the options change single fields of it."""
 
 def main(argv: Sequence[str]) -> None:
     follow_supervisor(os.environ)
+    watchdog.limit("start")
     # From here on: a signal that comes before the first step stops the run before it.
     with SigtermListener():
         cfg, options = command_line.parse(
@@ -77,17 +72,15 @@ def main(argv: Sequence[str]) -> None:
         say(f"{cfg.log.run_dir} is at step {summary['step']} of {cfg.train.steps}")
         if options.profile_steps is not None:
             report_profile(cfg.log.run_dir)
-    number = options.sample
-    if number is None:
-        number = 300 if cfg.train.steps >= WORTH_READING else 0
-    wanted = number > 0 and not summary["stopped"]
-    if wanted and jax.process_count() == 1 and cfg.data.source == "python-stdlib":
-        write_sample(cfg, summary["step"], number)
-    if jax.process_index() == 0 and not summary["stopped"] and cfg.train.steps >= WORTH_READING:
+    if summary["stopped"] or cfg.train.steps < WORTH_READING:
+        return
+    if jax.process_count() == 1 and cfg.data.source == "python-stdlib":
+        write_sample(cfg, summary["step"])
+    if jax.process_index() == 0:
         say(look_back(cfg.log.run_dir))
 
 
-def write_sample(cfg: Config, step: int, number: int) -> None:
+def write_sample(cfg: Config, step: int, number: int = SAMPLE_TOKENS) -> None:
     """Print a text of `number` tokens that the run's model writes after `step` steps, and record it as an event."""
     say("a sample:\n")
     options = generate.Options(model=cfg.log.run_dir, prompt="def ", num_tokens=number)
@@ -177,7 +170,6 @@ def run(cfg: Config, options: Options) -> dict:
 
     from ultrascale_jax.cli import kernel_check
     from ultrascale_jax.launch import distributed
-    from ultrascale_jax.launch.faults import FaultPlan
     from ultrascale_jax.sharding.mesh import make_mesh
     from ultrascale_jax.training.loop import train
 
@@ -192,11 +184,8 @@ def run(cfg: Config, options: Options) -> dict:
         if jax.process_index() == 0:
             say(job)
         distributed.check_devices(launch, options.dist)
-        cfg = command_line.on_devices(cfg, options, say)
+        cfg = devices.on_devices(cfg, options, say)
         if not _bring_back(cfg) and cfg.train.init_from:
             _bring_tokenizer(cfg)
-        faults = FaultPlan.none()
-        if options.faults:
-            faults = FaultPlan.read(os.environ, jax.process_index(), Path(cfg.log.run_dir))
         mesh = make_mesh(cfg.mesh)
-        return train(cfg, mesh, profile=options.profile_steps, faults=faults)
+        return train(cfg, mesh, profile=options.profile_steps)

@@ -37,10 +37,7 @@ from ultrascale_jax.config.training import REMAT_POLICIES as REMAT_POLICIES
 from ultrascale_jax.config.training import Fp8Config as Fp8Config
 from ultrascale_jax.config.training import OptimConfig as OptimConfig
 from ultrascale_jax.config.training import TrainConfig as TrainConfig
-from ultrascale_jax.config.training import gathers_ahead as gathers_ahead
-from ultrascale_jax.config.training import hides_exchanges as hides_exchanges
-from ultrascale_jax.config.training import orders_whole_stage as orders_whole_stage
-from ultrascale_jax.config.training import parameters_travel_alone as parameters_travel_alone
+from ultrascale_jax.config.training import keeps as keeps
 from ultrascale_jax.config.training import remat_names as remat_names
 from ultrascale_jax.config.watch import DistConfig as DistConfig
 from ultrascale_jax.config.watch import WatchConfig as WatchConfig

@@ -48,46 +48,10 @@ def remat_names(remat: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return by_kind["save"], by_kind["offload"]
 
 
-def gathers_ahead(*, zero: int, pp: int) -> bool:
-    """Return whether layers gather ahead and scatter late (`parallel/prefetch.py`).
-
-    They do on one device too, where nothing travels: its stacks are not set to zero (1B on an H100: 2% faster).
-    """
-    return zero == 3 and pp == 1
-
-
-def parameters_travel_alone(*, tp: int, ring: int, has_experts: bool) -> bool:
-    """Return whether a layer waits for nothing but its parameters and sp's moves on XLA's one stream of collectives.
-
-    Its gathers then start as early as possible, and those ahead travel as one. A ring's sends, a tensor group's
-    reductions, and tokens on their way to experts (Mixtral on 64: 11.6 s, not 11.4) would wait behind them.
-    """
-    return tp == 1 and ring == 1 and not has_experts
-
-
-ORDERED_LAYERS = 2
-"""Most layers of a pipeline's stage whose passes are ordered as a whole where they hide exchanges."""
-
-
-def orders_whole_stage(layers: int, *, split: bool) -> bool:
-    """Return whether passes that hide exchanges are ordered through all `layers` of a stage, and not layer by layer.
-
-    Then what a pass sends to the next rank is part of the order. Backward passes that are `split` in two, for input and
-    weights, are ordered layer by layer.
-    """
-    return layers <= (1 if split else ORDERED_LAYERS)
-
-
-def hides_exchanges(
-    *, zero: int, pp: int, ep: int, dispatch: str, per_rank_control_flow: bool
-) -> bool:
-    """Return whether the passes of a pipeline's tick hide each other's exchanges of tokens with experts over ep.
-
-    `parallel/pipeline/interleave.py` orders them in lock step. Not with ZeRO-3, whose gathers of parameters are part of
-    the layers, and were not ordered.
-    """
-    lock_step = pp > 1 and not per_rank_control_flow
-    return lock_step and ep > 1 and dispatch != "allgather" and zero < 3
+def keeps(remat: str, name: str) -> bool:
+    """Return whether a layer keeps its tensor of that name, one of `REMAT_NAMES`, in some memory."""
+    saved, offloaded = remat_names(remat)
+    return remat in ("none", "selective", "dots") or name in (*saved, *offloaded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +130,8 @@ class TrainConfig:
     remat: str = "none"
     """`none`, `full`, `selective` (attention), `dots`, by name: `save:q,k+offload:gate,up`, or the fastest that fits:
     `auto`."""
+    lowering: Literal["auto", "plain"] = "auto"
+    """How XLA runs the step: `auto` by the rules of `config/lowering.py`, `plain` by none; results are the same."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
     mtp_weight: float = 0.3

@@ -252,15 +252,14 @@ class Loader:
         return self._parts[part], self._shuffled[part].row(sample)
 
     def device_batches(
-        self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None = None
+        self, mesh: Mesh, start_step: int
     ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
         """Return an iterator over step, batch on the devices and the batch's hash, from `start_step` on, without end.
 
         With the document mask rows are dealt so that all devices have as much attention. Grain's
         threads read ahead. A process reads only the rows of its own devices, and the devices add up
         the digests of all rows: see `StartHash`. Close the iterator to stop the threads.
-        A thread's exception is raised where its batch is due; `before(n)` is called in the
-        thread that reads the batch of the n-th optimizer step.
+        A thread's exception is raised where its batch is due.
 
         Raises:
             UserError: the mesh splits a row over another number of ranks than `cp`, so attention would want another
@@ -273,10 +272,10 @@ class Loader:
             f"use make_loader(cfg), or Loader(..., cp={ranks}, context=cfg.cp)"
         )
         require(self._cp == ranks, "cp", self._cp, fix)
-        return self._device_batches(mesh, start_step, before)
+        return self._device_batches(mesh, start_step)
 
     def _device_batches(
-        self, mesh: Mesh, start_step: int, before: Callable[[int], None] | None
+        self, mesh: Mesh, start_step: int
     ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
         sharding = NamedSharding(mesh, act("BT"))
         by_row = NamedSharding(mesh, PartitionSpec(sharding.spec[0]))
@@ -292,8 +291,6 @@ class Loader:
 
         def load(step: int) -> tuple[int, Batch, np.ndarray]:
             try:
-                if before is not None:
-                    before(step + 1)
                 return read(step)
             except OSError as error:
                 text = f"data.source={self.data.source!r}: step {step + 1} cannot be read: {error}"

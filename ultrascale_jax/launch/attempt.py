@@ -1,29 +1,29 @@
-"""Watch the processes of one start of a run until all are gone, and tell why they ended.
+"""Wait for the processes of one start of a run until all are gone, and tell why they ended.
 
 When one process of a job dies, the others wait in a collective, so all are ended. One that makes no progress ends
-itself (`watchdog.py`); one that is stopped is told to write its stacks and to go on, and then killed, as what is left.
-
-A thread reads and writes the run directory, whose disk may not answer. Meanwhile no process is taken for stuck; signals
-are passed on, and processes that die are noticed.
+itself (`watchdog.py`). Only one that is stopped by a signal cannot: it is told to write its stacks and to go on, and
+killed with the others, or after `STOPPED_S`.
 """
 
+import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ultrascale_jax.launch.events import read_events, say
 from ultrascale_jax.launch.exit_codes import HUNG, REFUSED, STOPPED
 from ultrascale_jax.launch.processes import Child, Disk, kill
-from ultrascale_jax.launch.watchdog import DUMP_SIGNAL, FIRST_S, Beat, stacks_path
+from ultrascale_jax.launch.watchdog import DUMP_SIGNAL, read_beat, stacks_path
 
 GRACE_S = 8.0
-"""Seconds that the others have to end when one has died: they tell each other why, and then the user. One that is stuck
-has them beyond its bound, for its own watchdog."""
+"""Seconds that the others have to end when one has died: they tell each other why, and then the user."""
 
 SHORT_GRACE_S = 2.0
 """Seconds of grace after a kill: no other process knows the cause."""
+
+STOPPED_S = 60.0
+"""Seconds for which a process may be stopped by a signal while no other has ended."""
 
 WAKE_S = 3.0
 """Seconds that a process that was stopped has to write its stacks when it goes on."""
@@ -32,32 +32,31 @@ READ_S = 60.0
 """Seconds to read all events of a long run."""
 
 
-class Record(Protocol):
-    """Writes an event of the supervisor."""
-
-    def __call__(self, kind: str, **details: object) -> None: ...
-
-
 class Attempt:
     """The processes of one start."""
 
     def __init__(
-        self, run_dir: Path, number: int, disk: Disk, signals: Sequence[int], record: Record
+        self,
+        run_dir: Path,
+        number: int,
+        disk: Disk,
+        signals: Sequence[int],
+        record: Callable[..., None],
     ):
         """
         Args:
             run_dir: where heartbeats, stacks and events are.
             number: how often the run was started before.
             disk: does all that is done with `run_dir`.
-            signals: those that the supervisor has got, while it gets them.
-            record: writes events.
+            signals: the numbers of signals that the supervisor has received; the list grows.
+            record: writes an event of a kind with its details.
         """
         self.children: list[Child] = []
         self._run_dir, self._number, self._disk = run_dir, number, disk
         self._signals, self._record = signals, record
         self._forwarded = False
-        self._noted: list[Child] = []
-        """Processes without progress whose end is recorded."""
+        self._stuck: dict[Child, str] = {}
+        """Processes without progress, with a sentence about each; stopped ones come first."""
 
     @property
     def living(self) -> list[Child]:
@@ -71,79 +70,64 @@ class Attempt:
 
     def furthest(self) -> int:
         """Return the most steps that the run had done when the processes ended."""
-        beats = self._beats(self.children).values()
-        return max((beat.furthest for beat in beats if beat is not None), default=0)
+        return max((self._beat(child).get("furthest", 0) for child in self.children), default=0)
 
-    def watch(self) -> tuple[int, str | None]:
-        """Watch until all processes are gone; return the exit code of the first that failed, and the cause, if any."""
+    def wait(self) -> tuple[int, str | None]:
+        """Wait until all processes are gone; return the exit code of the first that failed, and the cause, if any."""
         first: Child | None = None
-        deadline, looked = float("inf"), time.monotonic()
+        deadline = math.inf
         while living := self.living:
             self._forward()
             if first is None and (first := self._failed()) is not None:
                 deadline = time.monotonic() + (SHORT_GRACE_S if _was_killed(first) else GRACE_S)
-            if time.monotonic() > deadline:
-                self._end(living)
-            elif time.monotonic() > looked + 1.0:
-                looked = time.monotonic()
-                beats = self._beats(living)
-                late = [child for child, beat in beats.items() if _is_stuck(child, beat, GRACE_S)]
-                if late:
-                    self._end(late)
+            stopped = [child for child in living if (child.stopped_s() or 0.0) > STOPPED_S]
+            self._end(living if time.monotonic() > deadline else stopped)
             time.sleep(0.1)
         first = first or self._failed()
         for child in self.children:
             child.drain_output()
         if first is None:
             return 0, None
-        deaf = self._signals and self._beats([first]).get(first, first) is None
-        if deaf and first.code == -signal.SIGTERM:
+        if self._signals and first.code == -signal.SIGTERM and not self._beat(first):
             # It could not listen yet.
             return 0, "stopped by SIGTERM before the first step"
         return first.exit_code, self._cause(first)
 
     def _failed(self) -> Child | None:
         """Return the process that failed, if any: the first that a signal killed, because the others died of that."""
-        self._note_hangs()
         dead = [child for child in self.children if child.code]
         if not dead:
             return None
+        for child in dead:
+            beat = self._beat(child) if child.code == HUNG and child not in self._stuck else {}
+            if beat and time.monotonic() > beat["monotonic"] + beat["bound_s"]:
+                # `faulthandler` ended it at its limit, and writes no event.
+                self._note("hang", child)
         first = min(dead, key=lambda child: (child.code or 0, child.rank))
         self._record("died", of=first.rank, code=first.code)
         return first
 
-    def _beats(self, children: Sequence[Child]) -> dict[Child, Beat | None]:
-        """Return their newest heartbeats; empty if the disk does not answer."""
-        ask = {child: child.beat for child in children}
-        beats = self._disk.ask(lambda: {child: beat(self._run_dir) for child, beat in ask.items()})
-        return beats or {}
+    def _beat(self, child: Child) -> dict:
+        """Return the newest heartbeat of a process; empty before its first, and if the disk does not answer."""
+        beat = self._disk.ask(lambda: read_beat(self._run_dir, child.rank))
+        return vars(beat) if beat is not None and beat.pid == child.process.pid else {}
 
-    def _note_hangs(self) -> None:
-        """Record the processes that have ended themselves at their limit: `faulthandler` writes no event."""
-        ended = [
-            child for child in self.children if child.code == HUNG and child not in self._noted
-        ]
-        for child, beat in self._beats(ended).items() if ended else ():
-            if beat is not None and _is_stuck(child, beat, 0.0):
-                self._note("hang", child, beat)
-
-    def _note(self, kind: str, child: Child, beat: Beat | None, **details: object) -> str:
-        """Record the end of a process without progress, and return it as a sentence."""
-        self._noted.append(child)
-        details["of"] = child.rank
-        if beat is not None:
-            details |= {"section": beat.section, "step": beat.step, "bound_s": beat.bound_s}
-            details["waited_s"] = time.monotonic() - beat.monotonic
-            if kind != "left":
-                details["stacks"] = str(stacks_path(self._run_dir, child.rank, self._number))
-        self._record(kind, **details)
-        return _sentence(kind, details)
+    def _note(self, kind: str, child: Child) -> None:
+        """Record a process that made no progress."""
+        beat, place, details = self._beat(child), "before its first heartbeat", {}
+        if beat:
+            stacks = str(stacks_path(self._run_dir, child.rank, self._number))
+            place = f"in section {beat['section']} after step {beat['step']} (stacks: {stacks})"
+            details = {name: beat[name] for name in ("section", "step", "bound_s")}
+            details |= {"waited_s": time.monotonic() - beat["monotonic"], "stacks": stacks}
+        self._record(kind, of=child.rank, **details)
+        fault = "is stopped by a signal" if kind == "stuck" else "makes no progress"
+        sentence = {child: f"rank {child.rank} {fault} {place}"}
+        self._stuck = sentence | self._stuck if kind == "stuck" else self._stuck | sentence
 
     def _end(self, children: Sequence[Child]) -> None:
-        """Kill processes that are stuck, or do not end with the others."""
-        beats = dict.fromkeys(children) | self._beats(children)
-        states = {child: child.state for child in children}
-        stopped = [child for child in children if states[child] == "T"]
+        """Kill processes; stopped ones write their stacks first."""
+        stopped = [child for child in children if child.stopped_s() is not None]
         for child in stopped:
             child.signal(DUMP_SIGNAL)
             child.signal(signal.SIGCONT)
@@ -151,10 +135,9 @@ class Attempt:
         while any(child.code is None for child in stopped) and time.monotonic() < until:
             time.sleep(0.1)
         kill(children)
-        for child, beat in beats.items():
-            stuck = child in stopped or _is_stuck(child, beat, 0.0)
-            told = self._note("stuck" if stuck else "left", child, beat, state=states[child])
-            say(f"supervisor: rank {child.rank} {told}: it is killed")
+        for child in stopped:
+            self._note("stuck", child)
+            say(f"supervisor: {self._stuck[child]}: it is killed")
 
     def _forward(self) -> None:
         """Pass the signal on once, so that all save and stop; a second Ctrl-C kills them."""
@@ -175,33 +158,13 @@ class Attempt:
         failures = [event for event in events if event["kind"] == "failure"]
         for event in sorted(failures, key=lambda event: event.get("first") is not True):
             return f"rank {event.get('rank')}: {event.get('summary')}"
-        hung = [event for event in events if event["kind"] in ("hang", "stuck")]
-        # A stopped process held up the others.
-        for event in sorted(hung, key=lambda event: event.get("state") != "T"):
-            return f"rank {event.get('of')} {_sentence(event['kind'], event)}"
+        for sentence in self._stuck.values():
+            return sentence
         why = "; its error stands above" if first.exit_code in (REFUSED, STOPPED) else ""
         return f"rank {first.rank} ended with exit code {first.exit_code}{why}"
-
-
-def _is_stuck(child: Child, beat: Beat | None, grace_s: float) -> bool:
-    if beat is None:
-        return time.monotonic() > child.started + FIRST_S["start"] + grace_s
-    return time.monotonic() > beat.monotonic + beat.bound_s + grace_s
 
 
 def _was_killed(child: Child) -> bool:
     """Return whether a signal of another process ended it, rather than its own abort()."""
     code = child.code or 0
     return code < 0 and code != -signal.SIGABRT
-
-
-def _sentence(kind: str, event: Mapping[str, object]) -> str:
-    """Return what a `hang`, `stuck` or `left` event says of its process."""
-    told = "is left over" if kind == "left" else "makes no progress"
-    if event.get("state") == "T":
-        told = "is stopped by a signal"
-    where = "before its first heartbeat"
-    if "section" in event:
-        where = f"in section {event['section']} after step {event.get('step')}"
-    kept = f" (stacks: {event['stacks']})" if "stacks" in event else ""
-    return f"{told} {where}{kept}"

@@ -60,35 +60,21 @@ class Launcher:
     """Whether people set one of the variables for themselves, so that one without the other says nothing."""
 
 
+def _prefixed(method: str, prefix: str) -> Launcher:
+    """Return the launcher whose four variables begin alike."""
+    local_rank, local_size = f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+    return Launcher(method, f"{prefix}_SIZE", f"{prefix}_RANK", local_rank, local_size)
+
+
 SLURM = Launcher("slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 LAUNCHERS = (
     # torchrun's variables, which other launchers set too (PyTorchJob, Ray, many scripts).
     Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Launcher(
-        "ompi",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    *(
-        Launcher(
-            "mvapich",
-            f"{prefix}_COMM_WORLD_SIZE",
-            f"{prefix}_COMM_WORLD_RANK",
-            f"{prefix}_COMM_WORLD_LOCAL_RANK",
-            f"{prefix}_COMM_WORLD_LOCAL_SIZE",
-        )
-        for prefix in ("MV2", "MVP")
-    ),
-    Launcher("horovod", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    Launcher(
-        "jsrun",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-    ),
+    _prefixed("ompi", "OMPI_COMM_WORLD"),
+    _prefixed("mvapich", "MV2_COMM_WORLD"),
+    _prefixed("mvapich", "MVP_COMM_WORLD"),
+    _prefixed("horovod", "HOROVOD"),
+    _prefixed("jsrun", "JSM_NAMESPACE"),
     Launcher("flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
     # MPICH, Intel MPI and all that start processes by Hydra; also `srun --mpi=pmi2`.
     Launcher("pmi", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),

@@ -7,6 +7,7 @@ key, because the main thread may be inside a collective. A process that fails wr
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from ultrascale_jax.config import UserError
@@ -41,16 +42,44 @@ INTERRUPTED = 130
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 """Names of environment variables whose values are removed from all that is written."""
 
-
-LOST = r"onnection (closed|reset)|heartbeat|UNAVAILABLE"
-HINT = (
-    "\nThe other end of a connection went away without a word: it was killed (for want of memory? see dmesg), or its "
-    "host is gone"
-)
-
-
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of a file that last until somebody changes its mode, its owner or its disk."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a process fails."""
+
+    rank: int
+    host: str
+    pid: int
+    code: int
+    """Exit code of all processes."""
+    quiet: bool
+    """Whether the summary says all: the user refused something, or pressed Ctrl-C."""
+    summary: str
+    text: str
+    """The traceback."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "Cause":
+        """Describe `error` of this process, without secrets."""
+        error = denied(error) or error
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        if isinstance(error, UserError):
+            summary = str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            summary = "interrupted"
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            code=exit_code(error),
+            quiet=isinstance(error, UserError | KeyboardInterrupt),
+            summary=redact(summary, os.environ)[-2000:],
+            text=redact(text, os.environ)[-LONGEST:],
+        )
 
 
 class Store(Protocol):
@@ -74,12 +103,13 @@ class Failures:
 
     def start(self) -> None:
         """Catch uncaught exceptions, in any thread, and watch the other processes."""
-        sys.excepthook = self._uncaught
+        sys.excepthook = lambda kind, error, trace: self.fail(error)
         threading.excepthook = self._uncaught_in_thread
         self._thread.start()
 
     def stop(self) -> None:
         """Stop watching: this process ends in the ordinary way; JAX's client cannot be asked while it shuts down."""
+        sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         self._done.set()
         self._thread.join(timeout=10.0)
 
@@ -89,7 +119,7 @@ class Failures:
     ) -> Iterator[None]:
         """Record by `record` any exception that leaves the block, a failing `SystemExit` too, and end the job with it.
 
-        Without `refusals` a `UserError` passes: the block is inside another one of these, and what stands between them
+        Without `refusals` a `UserError` passes: the block is inside another one of these, and the code between them
         may wait for other processes, which all raise it.
         """
         self._record = record
@@ -100,31 +130,29 @@ class Failures:
                 if self._store is not None:
                     self.fail(error)
                 if refusals:
-                    self._note(self._describe(error), first=True)
+                    self._note(Cause.of(error, self._rank), first=True)
             raise
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this process because of `error`, and all others with it."""
         with self._last_act(exit_code(error)):
-            own = self._describe(error)
-            first, told = self._publish(own)
-            if first is not own and first["summary"] != own["summary"]:
-                say(f"rank {self._rank} failed too: {own['summary']}", sys.stderr)
-            elif first is own and not own["quiet"]:
-                say(own["text"], sys.stderr)
-            elif not told and self._rank != 0:
-                say(f"error: {own['summary']}", sys.stderr)
+            cause = Cause.of(error, self._rank)
+            first = self._publish(cause)
+            if first in (cause, None) and not cause.quiet:
+                say(cause.text, sys.stderr)
+            elif first is None and self._rank != 0:
+                say(f"error: {cause.summary}", sys.stderr)
             # Last, as the disk may be what failed.
-            self._note(own, first=first is own)
-            self._end(first, own)
+            self._note(cause, first=first in (cause, None))
+            self._leave(first or cause, cause)
 
     def _watch(self) -> None:
         """Run in a thread: end this process when another one has failed."""
         while not self._done.wait(POLL_S):
             first = self._read()
             if first is not None and not self._done.is_set():
-                with self._last_act(first["code"]):
-                    self._end(first, None)
+                with self._last_act(first.code):
+                    self._leave(first, None)
 
     @contextlib.contextmanager
     def _last_act(self, code: int) -> Iterator[None]:
@@ -144,80 +172,49 @@ class Failures:
         finally:
             os._exit(code)
 
-    def _end(self, first: Mapping, own: Mapping | None) -> NoReturn:
-        """Print the first cause, last on process 0, and leave with its exit code."""
-        who = f"rank {first['rank']} ({first['host']}, pid {first['pid']})"
-        quiet, words = first["quiet"], ""
+    def _leave(self, first: Cause, cause: Cause | None) -> NoReturn:
+        """Print the first cause, last on process 0, and leave with its exit code; `cause`: of this process."""
+        who = f"rank {first.rank} ({first.host}, pid {first.pid})"
         if self._rank == 0:
-            if not quiet and first is not own:
-                say(first["text"], sys.stderr)
+            if first != cause and not first.quiet:
+                say(first.text, sys.stderr)
             # The others need a moment to read the key; and the last words are the last.
             time.sleep(LINGER_S)
-            same = own is not None and own["summary"] == first["summary"]
+            same = cause is not None and cause.summary == first.summary
             refused = "error" if same else f"error of {who}"
-            words = f"{refused if quiet else f'first cause: {who}'}: {first['summary']}"
-            if re.search(LOST, first["summary"]):
-                words += HINT
-        elif own is None and not quiet:
-            words = f"rank {self._rank} ends, because {who} failed first: {first['summary']}"
+            intro = refused if first.quiet else f"first cause: {who}"
+            say(f"{intro}: {first.summary}", sys.stderr)
+        elif first != cause and not first.quiet:
+            text = f"rank {self._rank} ends, because {who} failed first: {first.summary}"
+            say(text, sys.stderr)
         _flush()
-        if words:
-            say(words, sys.stderr)
-        os._exit(first["code"])
+        os._exit(first.code)
 
-    def _describe(self, error: BaseException) -> dict:
-        error = denied(error) or error
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        if isinstance(error, UserError):
-            summary = str(error)
-        elif isinstance(error, KeyboardInterrupt):
-            summary = "interrupted"
-        text = "".join(traceback.format_exception(error)).rstrip()
-        return {
-            "rank": self._rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "code": exit_code(error),
-            "quiet": isinstance(error, UserError | KeyboardInterrupt),
-            "summary": redact(summary, os.environ)[-2000:],
-            "text": redact(text, os.environ)[-LONGEST:],
-        }
-
-    def _publish(self, own: dict) -> tuple[Mapping, bool]:
-        """Return the first cause, `own` itself if no other process was quicker, and whether the others learn of it."""
+    def _publish(self, cause: Cause) -> Cause | None:
+        """Return the first cause, `cause` if no other process was quicker; None if the coordinator is gone."""
         assert self._store is not None
         try:
-            self._store.key_value_set(KEY, json.dumps(own))
-        except Exception:
-            # It is there already, or the coordinator is gone.
-            first = self._read()
-            return first or own, first is not None
-        return own, True
+            self._store.key_value_set(KEY, json.dumps(dataclasses.asdict(cause)))
+        except Exception:  # It is there already, or there is no coordinator.
+            return self._read()
+        return cause
 
-    def _read(self) -> Mapping | None:
+    def _read(self) -> Cause | None:
         assert self._store is not None
         try:
-            return json.loads(self._store.key_value_try_get(KEY))
+            return Cause(**json.loads(self._store.key_value_try_get(KEY)))
         except Exception:
             return None
 
-    def _note(self, own: Mapping, *, first: bool) -> None:
+    def _note(self, cause: Cause, *, first: bool) -> None:
         """Write the event, except if the run refuses to begin: that run directory may be another job's."""
-        if self._record is not None and own["code"] != REFUSED:
-            summary, trace = own["summary"], own["text"]
-            self._record("failure", summary=summary, traceback=trace, code=own["code"], first=first)
-
-    def _uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if self._done.is_set():
-            sys.__excepthook__(kind, error, trace)
-        else:
-            self.fail(error)
+        if self._record is not None and cause.code != REFUSED:
+            summary, trace = cause.summary, cause.text
+            self._record("failure", summary=summary, traceback=trace, code=cause.code, first=first)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         error = args.exc_value
-        if error is None or isinstance(error, SystemExit) or self._done.is_set():
+        if error is None or isinstance(error, SystemExit):
             threading.__excepthook__(args)
         else:
             self.fail(error)

@@ -5,6 +5,7 @@ Each is the leader of its own process group, so Ctrl-C reaches the supervisor al
 
 import contextlib
 import ctypes
+import math
 import os
 import queue
 import signal
@@ -14,10 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from ultrascale_jax.launch.procfs import read_stat
-from ultrascale_jax.launch.watchdog import Beat, read_beat
 
 SUPERVISOR = "ULTRASCALE_SUPERVISOR"
 """Environment variable that tells a process the id of its supervisor."""
@@ -38,7 +37,7 @@ class Child:
         """Start process `rank` of the job; what it prints gets its rank in front, unless `plain`."""
         self.rank, self.killed = rank, False
         """`killed`: by us."""
-        self.started = time.monotonic()
+        self._stopped_at = math.inf
         self.process = subprocess.Popen(
             command,
             env={**environ, SUPERVISOR: str(os.getpid())},
@@ -62,16 +61,12 @@ class Child:
         code = self.code or 0
         return 128 - code if code < 0 else code
 
-    @property
-    def state(self) -> str:
-        """Return the process's state in the system: see `ProcessStat.state`; `?` if the system does not say."""
-        stat = read_stat(self.process.pid)
-        return "?" if stat is None else stat.state
-
-    def beat(self, run_dir: Path) -> Beat | None:
-        """Return its newest heartbeat; None before the first."""
-        beat = read_beat(run_dir, self.rank)
-        return beat if beat is not None and beat.pid == self.process.pid else None
+    def stopped_s(self) -> float | None:
+        """Return for how long a signal has stopped it, in seconds since this was first seen; None if it is not."""
+        stat, now = read_stat(self.process.pid), time.monotonic()
+        is_stopped = stat is not None and stat.state == "T"
+        self._stopped_at = min(self._stopped_at, now) if is_stopped else math.inf
+        return now - self._stopped_at if is_stopped else None
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it lives."""

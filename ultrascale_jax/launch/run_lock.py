@@ -42,7 +42,7 @@ def refusal(text: str, *, lasting: bool = False) -> UserError:
 
 
 class RunLock:
-    """The lock of one run directory, taken by entering it; used by process 0 alone."""
+    """The lock of one run directory, taken by entering it; used by process 0 alone. The file stays, empty."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / NAME
@@ -51,56 +51,39 @@ class RunLock:
 
     def __enter__(self) -> "RunLock":
         """Take the lock. Raises `UserError` that names the holder, if there is one."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            while not self._acquire():
-                pass
-            os.truncate(self._file, 0)
-            os.pwrite(self._file, holder_text().encode(), 0)
-        except UserError:  # an `OSError` too may be one
-            raise
-        except OSError as error:
-            fix = "make the run directory writable, or choose another with log.run_dir"
-            words = f"cannot write {self.path} ({error}): {fix}"
-            raise refusal(words, lasting=error.errno in LASTING) from None
+        with contextlib.ExitStack() as stack:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open_regular(self.path, os.O_RDWR | os.O_CREAT)
+                stack.callback(os.close, self._file)
+                self._lock()
+                os.truncate(self._file, 0)
+                os.pwrite(self._file, holder_text().encode(), 0)
+            except UserError:  # an `OSError` too may be one
+                raise
+            except OSError as error:
+                fix = "make the run directory writable, or choose another with log.run_dir"
+                text = f"cannot write {self.path} ({error}): {fix}"
+                raise refusal(text, lasting=error.errno in LASTING) from None
+            stack.pop_all()
         return self
 
     def __exit__(self, *_) -> None:
         with contextlib.suppress(OSError):
-            if self.held:
-                self.path.unlink()
+            os.truncate(self._file, 0)
         os.close(self._file)
 
-    @property
-    def held(self) -> bool:
-        """Return whether the file at its place is still the one that this process locked, as far as it can be read."""
-        try:
-            return os.path.samestat(os.fstat(self._file), os.lstat(self.path))
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-
-    def _acquire(self) -> bool:
-        """Lock the file; return whether it is still at its place: the holder before removes it when it ends."""
-        self._file = open_regular(self.path, os.O_RDWR | os.O_CREAT)
+    def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = describe_holder(os.pread(self._file, 10_000, 0).decode(errors="replace"))
-            os.close(self._file)
-            raise refusal(
-                f"{self.path.parent} is in use by {holder}; stop that job, or choose another log.run_dir"
-            ) from None
+            text = f"{self.path.parent} is in use by {holder}; stop that job, or choose another log.run_dir"
+            raise refusal(text) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                os.close(self._file)
                 raise
             self.note = f"{self.path}: this disk has no locks ({error.strerror}); start no second job in this folder"
-        if not self.held:
-            os.close(self._file)
-            return False
-        return True
 
 
 def holder_text() -> str:

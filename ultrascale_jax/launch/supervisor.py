@@ -33,6 +33,8 @@ STOP_REQUESTED = "told to stop"
 BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 60.0
 
+PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+
 
 class Supervisor:
     """The processes `ranks` of a run, on this host."""
@@ -63,109 +65,97 @@ class Supervisor:
         self._give_up_s = give_up_s
         self._events, self._disk = Events(run_dir, rank=None), Disk()
         attempts = [event.get("attempt") for event in read_events(run_dir)]
-        self._first_attempt = 1 + max(filter(is_count, attempts), default=-1)
+        self._events.attempt = 1 + max(filter(is_count, attempts), default=-1)
         self._furthest = 0 if fresh else int(last_sign(run_dir, self._ranks[0]).get("furthest", 0))
+        """The most steps that the run has done."""
+        self._restarts, self._no_progress, self._failing_since = 0, 0, time.monotonic()
         self._attempt: Attempt | None = None
         self._signals: list[int] = []
 
     def run(self) -> int:
         """Run until the run is done, stopped or given up; return the exit code that ended it, 0 if all are well."""
-        before = listener()
-        handled = {
+        earlier = listener()
+        handlers = {
             number: signal.signal(number, lambda number, _: self._signals.append(number))
             for number in (signal.SIGTERM, signal.SIGINT)
         }
-        if before is not None and before.received:
-            self._signals.append(signal.SIGTERM)
         try:
+            if self._signals or (earlier is not None and earlier.received):
+                self._record("gave_up", ranks=self._ranks, reason=STOP_REQUESTED)
+                say("supervisor: told to stop before anything was started")
+                return 0
             return self._run()
         finally:
             kill([] if self._attempt is None else self._attempt.living)
-            for number, handler in handled.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        if self._signals:
-            self._record("gave_up", ranks=self._ranks, reason=STOP_REQUESTED)
-            say("supervisor: told to stop before anything was started")
-            return 0
-        restarts, no_progress, failing_since = 0, 0, time.monotonic()
         while True:
-            self._events.attempt = self._first_attempt + restarts
-            attempt = self._attempt = self._start(restarts)
-            code, cause = attempt.watch()
-            before = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
-            self._record("exit", ranks=self._ranks, codes=attempt.codes, before=before)
+            self._start()
+            assert self._attempt is not None
+            code, cause = self._attempt.wait()
+            last_beat = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
+            self._record("exit", ranks=self._ranks, codes=self._attempt.codes, before=last_beat)
+            if cause is not None:
+                self._count_progress(self._attempt.furthest())
+            ledger = self._disk.ask(lambda: read_ledger(self._run_dir), READ_S)
+            if ledger is not None:
+                say(f"supervisor: {ledger.line()}")
             if cause is None:
-                self._say_ledger()
                 return 0
-            if self._progressed(attempt) or not restarts:
-                # The first attempt is no restart.
-                no_progress, failing_since = 0, time.monotonic()
-            else:
-                no_progress += 1
-            lost_s = time.monotonic() - failing_since
-            why_not = self._no_restart(code, restarts, no_progress, lost_s)
-            self._say_ledger()
+            why_not = self._why_no_restart(code)
             if why_not is None:
-                restarts += 1
-                pause = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2**no_progress)
-                say(f"supervisor: {cause}; restart {restarts} in {pause:.0f} s")
+                self._restarts += 1
+                pause = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2**self._no_progress)
+                say(f"supervisor: {cause}; restart {self._restarts} in {pause:.0f} s")
                 until = time.monotonic() + pause
                 while time.monotonic() < until and not self._signals:
                     time.sleep(0.1)
                 why_not = STOP_REQUESTED if self._signals else None
             if why_not is not None:
-                details = {"ranks": self._ranks, "reason": why_not, "cause": cause, "code": code}
-                self._record("gave_up", **details)
+                self._record("gave_up", ranks=self._ranks, reason=why_not, cause=cause, code=code)
                 say(f"supervisor: no restart: {why_not}")
                 say(cause)
                 return code
+            self._events.attempt += 1
 
-    def _no_restart(self, code: int, restarts: int, no_progress: int, lost_s: float) -> str | None:
-        """Return why an attempt that ended with `code` is the last, `lost_s` after a new step; None: it is not."""
+    def _start(self) -> None:
+        last_beat = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
+        self._record("spawn", ranks=self._ranks, before=last_beat)
+        variables = {ATTEMPT: str(self._events.attempt)} | PYTHON
+        command = self._command(self._restarts)
+        # Known before they are all started, so that what fails meanwhile leaves none.
+        self._attempt = Attempt(
+            self._run_dir, self._events.attempt, self._disk, self._signals, self._record
+        )
+        for rank, environ in zip(self._ranks, self._environments(), strict=True):
+            plain = rank == 0 or len(self._ranks) == 1
+            child = Child(rank, command, {**environ, **variables}, plain=plain)
+            self._attempt.children.append(child)
+
+    def _count_progress(self, reached: int) -> None:
+        """Count the restarts in a row in which the run came no further than before."""
+        if reached > self._furthest or not self._restarts:
+            self._no_progress, self._failing_since = 0, time.monotonic()
+        else:
+            self._no_progress += 1
+        self._furthest = max(self._furthest, reached)
+
+    def _why_no_restart(self, code: int) -> str | None:
+        """Return why an attempt that ended with `code` is the last; None: it is not."""
+        failing_s = time.monotonic() - self._failing_since
         if self._signals:
             return STOP_REQUESTED
         if code in (REFUSED, STOPPED):
             return f"exit code {code} says that it would not help"
-        if no_progress >= TRIES and lost_s >= self._give_up_s:
-            return f"no step beyond {self._furthest} in {no_progress} restarts and {lost_s:.0f} s"
-        if self._max_restarts is not None and restarts >= self._max_restarts:
-            return f"there were {restarts}, and --max-restarts is {self._max_restarts}"
+        if self._no_progress >= TRIES and failing_s >= self._give_up_s:
+            return f"no step beyond {self._furthest} in {self._no_progress} restarts and {failing_s:.0f} s"
+        if self._max_restarts is not None and self._restarts >= self._max_restarts:
+            return f"there were {self._restarts}, and --max-restarts is {self._max_restarts}"
         return None
-
-    def _progressed(self, attempt: Attempt) -> bool:
-        """Return whether the attempt did a step that none before it had done."""
-        reached = attempt.furthest()
-        progressed = reached > self._furthest
-        self._furthest = max(self._furthest, reached)
-        return progressed
-
-    def _start(self, restarts: int) -> Attempt:
-        before = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
-        self._record("spawn", ranks=self._ranks, before=before)
-        variables = {
-            ATTEMPT: str(self._events.attempt),
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-        command, is_only = self._command(restarts), len(self._ranks) == 1
-        # Known before they are all started, so that what fails meanwhile leaves none.
-        attempt = self._attempt = Attempt(
-            self._run_dir, self._events.attempt, self._disk, self._signals, self._record
-        )
-        for rank, environ in zip(self._ranks, self._environments(), strict=True):
-            plain = rank == 0 or is_only
-            child = Child(rank, command, {**environ, **variables}, plain=plain)
-            attempt.children.append(child)
-        return attempt
 
     def _record(self, kind: str, **details: object) -> None:
         """Write an event, later if the disk does not answer now."""
         row = {**now(), "attempt": self._events.attempt, **details}
         self._disk.ask(lambda: self._events.record(kind, **row))
-
-    def _say_ledger(self) -> None:
-        ledger = self._disk.ask(lambda: read_ledger(self._run_dir), READ_S)
-        if ledger is not None:
-            say(f"supervisor: {ledger.line()}")

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale_jax.launch.events import UNREADABLE, Events, boot, is_count, is_number
+from ultrascale_jax.launch.events import (
+    UNREADABLE,
+    Events,
+    boot,
+    is_count,
+    is_number,
+    is_supervised,
+)
 from ultrascale_jax.launch.procfs import read_stat
 from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular
 
@@ -39,20 +46,10 @@ DATA_FLOOR_S = 300.0
 SAVE_FLOOR_S = 1800.0
 """A save may be short a hundred times and then wait for a slow disk; `saving.py` gives up long before this."""
 
-FIRST_S = {
-    "start": 1800.0,
-    "restore": 3600.0,
-    "compile": 3600.0,
-    "warm-up": 1800.0,
-    "step": 1800.0,
-    "evaluate": 1800.0,
-    "save": 3600.0,
-    "compare": 1800.0,
-    "profile": 3600.0,
-    "hook": 1800.0,
-    "end": 1800.0,
-}
-"""Limit of each section before its first run, in seconds; `end` is what comes after the watch."""
+SHORT = ("start", "warm-up", "step", "evaluate", "compare", "hook", "end")
+LONG = ("restore", "compile", "save", "profile")
+FIRST_S = dict.fromkeys(SHORT, 1800.0) | dict.fromkeys(LONG, 3600.0)
+"""Limit of each section before its first run, in seconds; `end` is the section after the watch."""
 
 ONCE = ("start", "restore", "compile", "end")
 """Sections before the first step and after the last; `watch.hang_s` is for the others."""
@@ -85,16 +82,22 @@ class Beat:
     """The boot from which `monotonic` counts; empty if unknown."""
 
 
+def limit(section: str) -> None:
+    """End a process under a supervisor, with its stacks on stderr, if `section`, outside a `Watch`, takes too long."""
+    if is_supervised(os.environ):
+        faulthandler.dump_traceback_later(FIRST_S[section], exit=True)
+
+
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """Return the heartbeat of `rank`; None if it cannot be read."""
     try:
         values = {"boot": ""} | json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
-        given = {name: values[name] for name in Beat.__annotations__}
+        fields = {name: values[name] for name in Beat.__annotations__}
     except (OSError, TypeError, KeyError, *UNREADABLE):
         return None
     fits = {int: is_count, float: is_number, str: lambda value: isinstance(value, str)}
     return (
-        Beat(**given) if all(fits[Beat.__annotations__[n]](v) for n, v in given.items()) else None
+        Beat(**fields) if all(fits[Beat.__annotations__[n]](v) for n, v in fields.items()) else None
     )
 
 
@@ -147,7 +150,7 @@ class Watch:
         self._arm()
         self._writing.start()
         if self._rank == 0:
-            details = {"began": _process_began(), "fresh": self._fresh, "before": self._before}
+            details = {"age_s": _process_age_s(), "fresh": self._fresh, "before": self._before}
             self._events.record("start", **details)
         return self
 
@@ -178,6 +181,7 @@ class Watch:
 
     def _close_stacks(self) -> None:
         faulthandler.cancel_dump_traceback_later()
+        limit("end")
         faulthandler.unregister(DUMP_SIGNAL)
         self._stacks = None
         assert self._writer.stdin is not None
@@ -214,13 +218,13 @@ class Watch:
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Count the time of the block to section `name`, then that of the section before it again."""
-        before = self._section
+        outer = self._section
         self._enter(name)
         try:
             yield
         finally:
             self._learn(name)
-            self._enter(before)
+            self._enter(outer)
 
     @contextlib.contextmanager
     def data(self, hidden: Callable[[], bool]) -> Iterator[None]:
@@ -245,8 +249,8 @@ class Watch:
         self._arm()
         if self._rank == 0:
             again = name == "step" and self._step < self._furthest
-            told, waited = "again" if again else name, self._data_wait_s
-            self._events.record("section", name=told, step=self._step, data_wait_s=waited)
+            name, waited = "again" if again else name, self._data_wait_s
+            self._events.record("section", name=name, step=self._step, data_wait_s=waited)
 
     def _learn(self, name: str) -> None:
         took = time.monotonic() - self._mark
@@ -291,10 +295,9 @@ class Watch:
                 self._write()
 
 
-def _process_began() -> float:
-    """Return when this process was started, in unix seconds: before Python was."""
+def _process_age_s() -> float:
+    """Return the seconds since this process was started, before Python was; 0 if the system does not say."""
     stat = read_stat("self")
     if stat is None:
-        return time.time()
-    since_boot = stat.start_ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start_ticks / os.sysconf("SC_CLK_TCK")

@@ -17,7 +17,6 @@ from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
     MLP,
     gather_fp8,
-    has_adapters,
     param,
     rms_norm,
     scatter_sequence,
@@ -90,18 +89,6 @@ def _check_partial(module: Any, y: jax.Array) -> None:
         "`linear('BTNH,NHD->BTD', ..., partial=True)`"
     )
     require(axes <= partial_axes(y), "layers.attention", _name(type(module)), fix)
-
-
-def _grads_together[Tree](tree: Tree, *, frozen: bool) -> Tree:
-    """Apply `grad_barrier` where a tensor group has a reduce-scatter to hide, or where cp says that sequences are long.
-
-    Frozen weights (`models/lora.py`) have no gradients to wait for, and the barrier would have XLA make them.
-
-    Elsewhere gradients need not wait, 0.5% of an 8B step. Over cp the feed-forward layer's activations would wait for
-    attention's backward pass: 3 GB more at 1M tokens.
-    """
-    waits = mesh_size(*TENSOR, "cp") > 1 and not frozen
-    return grad_barrier(tree) if waits else tree
 
 
 def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
@@ -200,8 +187,8 @@ class Block(_Parts):
         """Run the first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
         with jax.named_scope("attention"):
             h = self._before(x_BRD, "attn_norm")
-            frozen = has_adapters(self.attn) or has_adapters(feed_forward)
-            h, attn = _grads_together((h, self.attn), frozen=frozen)
+            together = grad_barrier if inputs.lowering.gradients_together else lambda tree: tree
+            h, attn = together((h, self.attn))
             h, cache = attn(h, inputs)
             fix = "returned no cache, which generation needs; `attend` returns one"
             require(
@@ -210,14 +197,11 @@ class Block(_Parts):
                 _name(type(attn)),
                 fix,
             )
-            h, feed_forward = _grads_together((h, feed_forward), frozen=frozen)
+            h, feed_forward = together((h, feed_forward))
             h, *more = h if isinstance(h, tuple) else (h,)
             _check_partial(attn, h)
             h = sum(more, scatter_sequence(h))
-            if self.cfg.norm_placement == "pre" and mesh_size(*TENSOR, "pp") == 1:
-                # The backward pass reads the sum alone, which XLA adds up in the product. A sum after a reduce-scatter
-                # it would add up three times: to keep it, for the norm, and for the MLP's residual connection. In a
-                # pipeline that was not measured.
+            if inputs.lowering.sums_in_product:
                 return name_product(x_BRD + h, "attn_out"), cache, feed_forward
             h = checkpoint_name(h, "attn_out")
             return x_BRD + self._after(h, "attn_norm", "attn_out_norm"), cache, feed_forward

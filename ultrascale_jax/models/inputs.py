@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig, require
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding.primitives import reshard
@@ -17,6 +18,8 @@ NATURAL = ContextConfig(strategy="ring")
 
 DROPLESS = MoEConfig()
 """Experts as they come: no token is dropped, nothing is added to the objective."""
+
+PLAIN = Lowering.plain()
 
 Cache = tuple[jax.Array, jax.Array, jax.Array]
 """Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
@@ -62,6 +65,8 @@ class LayerInputs:
     """Keep no attention scores for the backward pass."""
     moe: MoEConfig = dataclasses.field(default=DROPLESS, metadata=STATIC)
     """How tokens travel to their experts, and what balances them."""
+    lowering: Lowering = dataclasses.field(default=PLAIN, metadata=STATIC)
+    """How XLA runs the layers."""
 
     @classmethod
     def of(

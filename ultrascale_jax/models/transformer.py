@@ -25,7 +25,6 @@ from ultrascale_jax.models.block import FEED_FORWARDS, Block, BlockStack, Layers
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
-    each_param,
     gather_params,
     gather_sequence,
     map_params,
@@ -36,16 +35,15 @@ from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.models.mtp import MTPModule
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
-from ultrascale_jax.parallel.prefetch import Delay, Layer, prefetch_scan
+from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
 from ultrascale_jax.sharding.primitives import (
     einsum,
     embed_lookup,
     gather_param,
     leave_sums,
     reshard,
-    sums_by_layer,
 )
-from ultrascale_jax.sharding.rules import mesh_size, stored_spec
+from ultrascale_jax.sharding.rules import stored_spec
 
 
 def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, first: int):
@@ -181,15 +179,12 @@ class Transformer(nnx.Module):
         inputs: LayerInputs,
         *,
         remat: Callable[[Callable], Callable] = lambda layer: layer,
-        prefetch: bool = False,
-        delay: Delay | None = None,
         offload: Sequence[str] = (),
     ) -> ModelOutputs:
         """Run the model on token ids (int32).
 
-        `remat` wraps a layer's function, to say what its backward pass recomputes. With `prefetch` a layer's parameters
-        are gathered while the one before computes (`parallel/prefetch.py`), in the backward pass with `delay`; not with
-        a cache. What `remat` keeps by the names in `offload` then waits in the host's memory.
+        `remat` wraps a layer's function, to say what its backward pass recomputes. Where `inputs.lowering` gathers
+        ahead, what `remat` keeps by the names in `offload` waits in the host's memory; not with a cache.
         """
         assert not self.staged, (
             "the layers rest as a pipeline's stages want them: only a pipeline runs them"
@@ -203,8 +198,9 @@ class Transformer(nnx.Module):
             first_of_kind = start - self.layers_with(kind).start
             block = self.blocks.layers(kind, count, start, first_of_kind)
             part = block, cut(alike.stacked, start, start + count)
-            ahead = functools.partial(self._prefetched, delay=delay, offload=offload)
-            scan = ahead if prefetch and count > 1 else self._scanned
+            scan = self._scanned
+            if inputs.lowering.gathers_ahead and count > 1:
+                scan = functools.partial(self._prefetched, offload=offload)
             with jax.named_scope("layers"):
                 x_BRD, out = scan(x_BRD, part, alike, remat)
             found.append(out)
@@ -238,7 +234,6 @@ class Transformer(nnx.Module):
         part: tuple,
         inputs: LayerInputs,
         remat: Callable,
-        delay: Delay | None,
         offload: Sequence[str],
     ):
         """Run layers that are alike, the parameters of the next one gathered while this one computes."""
@@ -253,15 +248,12 @@ class Transformer(nnx.Module):
         def gather(block, own):
             return block.gather_params(inputs.of_layer(own))
 
-        ring, _ = inputs.context.ranks(mesh_size("cp"))
-        # Where collectives start as early as they can (`EARLY_START`), a sum beside its own scatter would wait for it.
-        late = ring == mesh_size("tp") == 1 and any(each_param(sums_by_layer, block))
-        sums = functools.partial(map_params, leave_sums) if late else None
+        sums = functools.partial(map_params, leave_sums) if inputs.lowering.sums_late else None
         layer = Layer(gather, remat(run), sums)
         # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
         around = dataclasses.replace(inputs, fp8=None)
         x_BRD, (balance_LBR, *statistics) = prefetch_scan(
-            layer, block, own, x_BRD, around, unroll=ring == 1, delay=delay, offload=offload
+            layer, block, own, x_BRD, around, lowering=inputs.lowering, offload=offload
         )
         return x_BRD, (None, Routed(balance_LBR, *statistics) if statistics else None)
 

@@ -18,9 +18,13 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.rules import SHARD, TENSOR, mesh_size
+from ultrascale_jax.sharding.rules import mesh_size
+
+AHEAD = Lowering(gathers_ahead=True)
+"""Gathering ahead, and nothing else."""
 
 
 class Layer(NamedTuple):
@@ -35,22 +39,6 @@ class Layer(NamedTuple):
     Without it `gather` makes such sums itself, if there are any."""
 
 
-class Delay(NamedTuple):
-    """Parameters and gradients that travel in a backward pass only once a part of the layer has its gradient.
-
-    XLA has one stream for all collectives, so the reductions that a layer waits for come behind what travels already.
-    With a tensor group the MLP's input gradient is reduced halfway through the backward pass; what would still travel
-    then starts behind that, beside the MLP's weight gradients and attention.
-    """
-
-    until: str
-    """Part of the parameters, by name."""
-    gathers: tuple[str, ...]
-    """Parts of the next layer's parameters that are gathered then."""
-    scatters: bool
-    """Whether the gradients of the layer before are scattered then."""
-
-
 def prefetch_scan(
     layer: Layer,
     params: Any,
@@ -58,8 +46,7 @@ def prefetch_scan(
     x: jax.Array,
     context: Any,
     *,
-    unroll: bool,
-    delay: Delay | None = None,
+    lowering: Lowering = AHEAD,
     offload: Collection[str] = (),
 ) -> tuple[jax.Array, tuple]:
     """Run `layer` for each row of `params` and `constants`, in order.
@@ -70,17 +57,14 @@ def prefetch_scan(
       constants: another, of any type, which is not differentiated.
       x: what the first layer gets.
       context: a tree of arrays that every layer gets; it is not differentiated.
-      unroll: whether XLA writes two layers into the body of the compiled loop, so that nothing which one hands to the
-        next is copied. Not where the layer has loops of its own, which would be unrolled too: the hops of a ring then
-        wait in the open.
-      delay: what travels later in the backward pass; by default all of it starts with the layer.
+      lowering: how XLA runs the scan: its `delay`, `unrolls`, `copies_rows` and `bounds_written_rows`.
       offload: names of what `layer.run` keeps (`checkpoint_name`) that wait for the backward pass in the host's memory.
         They go there while the next layer computes, and return one layer ahead; the last layer's stay.
 
     Returns:
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; statistics are not differentiated.
     """
-    loop = _Loop(layer, len(jax.tree.leaves(params)[0]), unroll, delay, offload)
+    loop = _Loop(layer, len(jax.tree.leaves(params)[0]), lowering, offload)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -96,23 +80,8 @@ def prefetch_scan(
 class _Loop:
     """Forward and backward pass of `num` layers."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        num: int,
-        unroll: bool,
-        delay: Delay | None,
-        offload: Collection[str],
-    ):
-        self.layer, self.num, self.unroll, self.delay = layer, num, unroll, delay
-        self.offload = offload
-        # Copy engines move rows of the stacks beside other work, unless a layer has collectives of its own: copies
-        # would shift XLA's order of them (Mixtral 8x7B on 64 GPUs waits 1% longer, Llama 3 70B with sp 0.3%).
-        alone = mesh_size("ep", "cp", *TENSOR) == 1
-        # Nor where it sums over replicas, unless they are many and its shards few: the scatters wait (Llama 3 70B on
-        # 512 GPUs, dp 8 x fsdp 64: 7.49 s, not 7.15; but Llama 3 8B on 64, dp 8 x fsdp 8: 922 ms, without copies 954).
-        sums = layer.leave_sums is not None and mesh_size("dp") < mesh_size(*SHARD)
-        self.copies = alone and not sums
+    def __init__(self, layer: Layer, num: int, lowering: Lowering, offload: Collection[str]):
+        self.layer, self.num, self.lowering, self.offload = layer, num, lowering, offload
 
     def forward(self, params, constants, x, context, *, keep: bool):
         """Return what `prefetch_scan` does, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
@@ -158,8 +127,8 @@ class _Loop:
             return vjp.backward(floats, (others, (context, constants)), kept, (dy, daux))
 
         late = self.layer.leave_sums is not None
-        # Copies beside other work split XLA's reduce-scatters, which then wait: a bound keeps these from being such.
-        most = self.num - 1 if mesh_size(*SHARD) > 1 else self.num + 1
+        # XLA makes a write an asynchronous copy only where its row is linear in the loop's counter, without a bound.
+        most = self.num - 1 if self.lowering.bounds_written_rows else self.num + 1
 
         def reduced(waiting, shards):
             """Return shards that are to be summed over replicas with the next layer, and a layer's whole gradients."""
@@ -216,7 +185,7 @@ class _Loop:
 
     def bounded(self, i: jax.Array) -> jax.Array:
         """Return the place of a layer's parameters in their stacks: bounded where no copy engine should move them."""
-        return i if self.copies else jnp.clip(i, 0, self.num - 1)
+        return i if self.lowering.copies_rows else jnp.clip(i, 0, self.num - 1)
 
     def each(self, body: Callable, carry: Any) -> Any:
         """Run `carry = body(i, carry)` for each layer i: a scan that writes into stacks nobody has set to zero.
@@ -224,7 +193,7 @@ class _Loop:
         XLA copies rows of stacks beside other work if the loop's own counter tells where. For that it counts from 1,
         the row ahead: the next value of a counter from 0 would be that row's place, computed apart.
         """
-        first = int(self.copies)
+        first = int(self.lowering.copies_rows)
 
         def step(state):
             i, carry = state
@@ -236,7 +205,7 @@ class _Loop:
 
     def each_from_last(self, body: Callable, rows: Any, carry: Any) -> Any:
         """Run `carry = body(i, row i of rows, carry)` for each layer i, the last one first."""
-        if not self.copies:
+        if not self.lowering.copies_rows:
 
             def scanned(carry, given):
                 return body(*given, carry), None
@@ -253,23 +222,26 @@ class _Loop:
 
     def unrolled(self) -> contextlib.AbstractContextManager:
         """Mark the loops inside; XLA unrolls them where `xla_gpu_enable_while_loop_unrolling` is manual."""
-        metadata = {"_xla_loop_unroll_strategy": "double-buffer"} if self.unroll else {}
-        return set_xla_metadata(**metadata)
+        unrolls = self.lowering.unrolls
+        return set_xla_metadata(
+            **({"_xla_loop_unroll_strategy": "double-buffer"} if unrolls else {})
+        )
 
     def delayed(self, row: tuple, waiting: list, now: Any, own: list) -> tuple[tuple, list]:
         """Return a row of the stacks, and gradients that wait to be scattered, which `delay` lets travel later.
 
         `own` are the gradients of this layer's parameters `now`.
         """
-        if self.delay is None:
+        delay = self.lowering.delay
+        if delay is None:
             return row, waiting
         floats = [path for path, leaf in jax.tree.leaves_with_path(now) if _is_float(leaf)]
         parts = [_part(path) for path in floats]
-        if self.delay.until not in parts:  # a norm without parameters
+        if delay.until not in parts:  # a norm without parameters
             return row, waiting
-        until = own[parts.index(self.delay.until)]
+        until = own[parts.index(delay.until)]
         late = [leaf for path, leaf in jax.tree.leaves_with_path(row[0]) if self.is_late(path)]
-        held = waiting if self.delay.scatters else []
+        held = waiting if delay.scatters else []
         late, held, _ = jax.lax.optimization_barrier((late, held, until))
         rest = iter(late)
         params = jax.tree.map_with_path(
@@ -279,7 +251,8 @@ class _Loop:
 
     def is_late(self, path: tuple) -> bool:
         """Return whether the parameter at `path` is gathered when `delay` says."""
-        return self.delay is not None and _part(path) in self.delay.gathers
+        delay = self.lowering.delay
+        return delay is not None and (delay.gathers is None or _part(path) in delay.gathers)
 
     def gathered(self, stacks, i):
         """Return the parameters of layer `i` as it uses them."""

@@ -20,13 +20,12 @@ from ultrascale_jax.config import (
     PipelineConfig,
     check_choices,
     check_split,
-    gathers_ahead,
-    parameters_travel_alone,
     remat_names,
     require,
     require_type,
 )
 from ultrascale_jax.config.dpo import has_reference
+from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, choose
 from ultrascale_jax.kernels.document_classes import divides
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
@@ -162,24 +161,36 @@ class Run:
         return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
 
     @property
+    def lowering(self) -> Lowering:
+        """How the trainer has XLA run it."""
+        traits = Traits(
+            mesh=self.mesh,
+            ring=self.ring[0],
+            zero=self.zero,
+            microbatches=self.microbatches,
+            remat=self.remat,
+            lora=bool(self.lora),
+            experts=self.shape.experts is not None,
+            dispatch=self.moe.dispatch,
+            fp8=self.precision == "fp8",
+            per_rank_control_flow=self.per_rank_control_flow,
+        )
+        return choose(traits)
+
+    @property
     def prefetches(self) -> bool:
         """Whether layers gather ahead and scatter late."""
-        ahead = gathers_ahead(zero=self.zero, pp=self.mesh.pp)
-        return ahead and not self.adapter_params
+        return self.lowering.gathers_ahead
 
     @property
     def gathers_whole_layers(self) -> bool:
         """Whether all that a layer gathers ahead travels in one collective."""
-        has_experts = self.shape.experts is not None
-        return self.prefetches and parameters_travel_alone(
-            tp=self.mesh.tp, ring=self.ring[0], has_experts=has_experts
-        )
+        return GATHER_TOGETHER in self.lowering.xla_options
 
     @property
     def sums_by_layer(self) -> bool:
         """Whether each layer's backward pass sums its gradients over dp, in float32 (`train_step/zero.py`)."""
-        whole = self.mesh.sp == self.microbatches == 1
-        return self.prefetches and self.mesh.dp > 1 and whole
+        return self.lowering.sums_by_layer
 
     @property
     def packs_documents(self) -> bool:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax import config
 from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import ATTENTION_PARTS, MLP_NORMS, PARTS, BlockStack
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import MLP, each_param, map_params
@@ -101,17 +101,6 @@ def _run(
     if routed is not None and _is_mixed(cfg):
         routed = _of_experts(params, routed)
     return loss, grads, routed
-
-
-def hides_exchanges(cfg: Config) -> bool:
-    """Return whether a pipeline hides exchanges of tokens, as `config.hides_exchanges` says."""
-    return cfg.model.experts is not None and config.hides_exchanges(
-        zero=cfg.train.zero,
-        pp=cfg.mesh.pp,
-        ep=cfg.mesh.ep,
-        dispatch=cfg.moe.dispatch,
-        per_rank_control_flow=cfg.pp.per_rank_control_flow,
-    )
 
 
 def _has_model_dim_first(cfg: Config, dims: str) -> bool:
@@ -214,7 +203,7 @@ def _stages(
         numbered=True,
         # Of a stage with layers of both kinds only the branch of dense layers reads their parameters.
         in_place=jax.tree.map_with_path(is_dense_part, one) if _is_mixed(cfg) else None,
-        hides_exchanges=hides_exchanges(cfg),
+        hides_exchanges=Lowering.of(cfg).orders_exchanges,
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import FP8, Config, require
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.kernels.device import is_hopper
 from ultrascale_jax.kernels.document_classes import LEAST_TOKENS, SHORTEST, divides
 from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
@@ -59,6 +60,7 @@ def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> L
         context=cfg.cp,
         recompute=cfg.train.remat == "selective",
         moe=cfg.moe,
+        lowering=Lowering.of(cfg),
         fp8=fp8,
     )
 

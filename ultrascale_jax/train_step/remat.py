@@ -15,9 +15,9 @@ from collections.abc import Callable
 import jax
 
 from ultrascale_jax.config import REMAT_NAMES, Config, remat_names
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.kernels.residuals import ATTENTION_RESIDUAL
 from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
-from ultrascale_jax.train_step.zero import prefetches
 
 
 def remat(cfg: Config) -> Callable[[Callable], Callable]:
@@ -32,7 +32,9 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
         policy = policies.nothing_saveable
     elif name == "dots":
         policy = policies.save_only_these_names(PRODUCT, ATTENTION_RESIDUAL)
-    elif prefetches(cfg):  # whose loop takes them to the host, while the next layer computes
+    elif Lowering.of(
+        cfg
+    ).gathers_ahead:  # whose loop takes them to the host, while the next layer computes
         policy = policies.save_only_these_names(*saved, *offloaded)
     else:
         policy = policies.save_and_offload_only_these_names(
@@ -42,12 +44,6 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
             offload_dst="pinned_host",
         )
     return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
-
-
-def keeps(cfg: Config, name: str) -> bool:
-    """Return whether a layer keeps its tensor of that name, one of `REMAT_NAMES`, in some memory."""
-    saved, offloaded = remat_names(cfg.train.remat)
-    return cfg.train.remat in ("none", "selective", "dots") or name in (*saved, *offloaded)
 
 
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:

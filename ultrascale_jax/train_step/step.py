@@ -10,22 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import (
-    FP8,
     Config,
-    parameters_travel_alone,
     remat_names,
     require,
     require_type,
 )
 from ultrascale_jax.config.dpo import Dpo, has_reference
-from ultrascale_jax.models.block import PARTS
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_sequence, map_params
 from ultrascale_jax.models.lora import join_adapters, split_adapters, without_adapters
 from ultrascale_jax.models.loss import row_losses
 from ultrascale_jax.models.transformer import ModelOutputs, Transformer
-from ultrascale_jax.parallel.prefetch import Delay
 from ultrascale_jax.sharding.mesh import check_mesh, check_mesh_is_set
 from ultrascale_jax.sharding.rules import act, mesh_size
 from ultrascale_jax.train_step import balance, pipelined, preference
@@ -33,11 +30,10 @@ from ultrascale_jax.train_step.loss_scale import LEAST
 from ultrascale_jax.train_step.multi_token import predict_ahead
 from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule, updates_to_check
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
-from ultrascale_jax.train_step.remat import keeps, remat
+from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.train_step.zero import (
     accumulator_spec,
-    prefetches,
     prepare_params,
     reduce_gradients,
     to_accumulator,
@@ -60,99 +56,6 @@ class Auxiliary(NamedTuple):
 
 NO_AUXILIARY = Auxiliary()
 
-KEEP_RESULTS: dict[str, int | bool | str] = {
-    # XLA takes the unrolled loop for 76 GiB where it needs 53, and runs products again (8B, selective: 5% slower).
-    "xla_disable_hlo_passes": "rematerialization",
-}
-"""`train.remat` alone chooses what runs again; XLA repeats products and copies for memory that it does not save."""
-
-PREFETCH_OPTIONS: dict[str, int | bool | str] = {
-    # A layer's gathers and the last one's scatters are in flight together; with 4 or 6 some wait in line (70B on 512).
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
-    # The scan over layers asks for it itself, and gets it from XLA's level O1 on, which is 19 to JAX.
-    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_MANUAL_UNROLL",
-    "optimization_level": 19,
-    # O1 also pipelines collectives, which would gather a layer ahead once more.
-    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
-    "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_OFF",
-    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
-    **KEEP_RESULTS,
-}
-"""XLA options of a step whose layers gather ahead and scatter late; measured as `docs/benchmarks` says."""
-
-PIPELINERS = "collective-pipeliner-forward,collective-pipeliner-backward"
-"""Passes that from level O1 on would fetch a layer's activations from the host ahead once more: they take a layer out
-of the loop, which is then not unrolled."""
-
-MANY_COPIES: dict[str, int | bool | str] = {
-    # XLA counts copies into stacks and out of them as computations, of which two may be in flight (405B: 86 s, not 80).
-    "xla_gpu_experimental_parallel_async_compute_limit": 8,
-}
-"""For activations on their way to the host and back."""
-
-ONE_GATHER: dict[str, int | bool | str] = {
-    # A collective takes 1.5 ms for the hops between 256 ranks, and a layer's six gathers took that six times.
-    "xla_gpu_all_gather_combine_threshold_bytes": 2**33,
-}
-"""One collective of all that a layer gathers ahead (70B on 512: 7.27 s, not 7.35; fp8, `dots`: 5.19 s, not 6.18)."""
-
-EARLY_START: dict[str, int | bool | str] = {
-    # XLA has one stream for all: what starts late holds up what comes behind it (70B on 512: 8.7 s, not 7.7).
-    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-}
-"""For gathers and scatters of parameters, and for exchanges whose order `parallel/pipeline/interleave.py` gives.
-Everything else starts early too, and waits: a ring's sends, tokens on their way to experts elsewhere (Mixtral on 64:
-18.2 s, not 15.8), a tensor group's reductions (70B, tp 2: 8.5 s, not 8.4) and, in stages that gather nothing, its
-gathers and scatters (70B, pp 4 x sp 8, ZeRO-1: 10.6 s, not 9.5)."""
-
-
-def delay_of(cfg: Config) -> Delay | None:
-    """Return what travels later in the backward pass of layers that gather ahead, where sp's reductions would wait.
-
-    The MLP's parameters, so that the rest travels during the first half of that pass (70B on 512, fsdp 256 x sp 2,
-    `dots`: 7.9 s, not 9.0). All of it where that half runs attention again (405B on 1,024, `full`: 97 s, not 103).
-    """
-    ring, _ = cfg.cp.ranks(cfg.mesh.cp)
-    if cfg.mesh.sp == 1 or ring > 1 or cfg.model.experts is not None:
-        return None
-    # Of the norms the one whose gradient comes with that of the residual stream between attention and MLP.
-    norm = "attn_norm" if cfg.model.norm_placement == "post" else "mlp_norm"
-    whole = not keeps(cfg, "attn_out")
-    return Delay(norm, PARTS if whole else ("mlp",), scatters=whole)
-
-
-def xla_options(cfg: Config) -> dict[str, int | bool | str]:
-    """Return the XLA options of this run's step.
-
-    A pipeline's sends are in flight beside the head's own collectives. With a limit of 2 half of them wait in line
-    (70B, pp 4 x sp 8); with 8 ZeRO-3's gathers do (8B, pp 4 x fsdp 2: 1.2% slower).
-
-    Products in fp8 are cuBLASLt's. XLA makes a bfloat16 one of them where Triton may take it, and where it merges
-    products of one activation, as of q, k and v, whose matrices have a scale each.
-    """
-    for axis, size in cfg.mesh.sizes.items():
-        require(size > 0, f"mesh.{axis}", size, "has no size before cfg.check(num_devices)")
-    options: dict[str, int | bool | str] = {}
-    if cfg.mesh.pp > 1:
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
-        options |= KEEP_RESULTS
-    if prefetches(cfg):
-        options |= PREFETCH_OPTIONS
-        if remat_names(cfg.train.remat)[1]:
-            options["xla_disable_hlo_passes"] = f"{options['xla_disable_hlo_passes']},{PIPELINERS}"
-            options |= MANY_COPIES
-    gathers = cfg.train.zero == 3 and (cfg.mesh.pp > 1 or prefetches(cfg))
-    ring, _ = cfg.cp.ranks(cfg.mesh.cp)
-    has_experts = cfg.model.experts is not None
-    gathers &= parameters_travel_alone(tp=cfg.mesh.tp, ring=ring, has_experts=has_experts)
-    if gathers and prefetches(cfg):
-        options |= ONE_GATHER
-    if gathers or (pipelined.hides_exchanges(cfg) and ring == cfg.mesh.tensor == 1):
-        options |= EARLY_START
-    if cfg.train.precision in FP8:
-        options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-    return options
-
 
 def make_train_step(cfg: Config) -> jax.stages.Wrapped:
     """Return the jitted step `(state, batch) -> (state, metrics)`. Call it inside the mesh.
@@ -163,7 +66,7 @@ def make_train_step(cfg: Config) -> jax.stages.Wrapped:
     return jax.jit(
         lambda state, batch: train_step(cfg, state, batch),
         donate_argnums=() if cfg.watch.rerun else 0,
-        compiler_options=xla_options(cfg) or None,
+        compiler_options=Lowering.of(cfg).xla_options or None,
     )
 
 
@@ -187,7 +90,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
         nats, _ = jax.lax.scan(step, jnp.float32(0.0), parts)
         return _of_known_ids(cfg, batch, nats), count(batch)
 
-    return jax.jit(eval_step, compiler_options=xla_options(cfg) or None)
+    return jax.jit(eval_step, compiler_options=Lowering.of(cfg).xla_options or None)
 
 
 def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
@@ -208,7 +111,7 @@ def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
         loss = _of_known_ids(cfg, batch, loss)
         return {"loss": loss, "sums": sums, "pairs": preference.count_pairs(batch)}
 
-    return jax.jit(pair_step, compiler_options=xla_options(cfg) or None)
+    return jax.jit(pair_step, compiler_options=Lowering.of(cfg).xla_options or None)
 
 
 def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:
@@ -217,12 +120,12 @@ def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array
 
     def row_step(params, batch):
         used, inputs = prepare_params(cfg, params), layer_inputs(cfg, batch, fp8_of(cfg, params))
-        out = used(batch["tokens"], inputs, prefetch=prefetches(cfg))
+        out = used(batch["tokens"], inputs)
         x_BTD = gather_sequence(out.x_BRD, "V")
         found = row_losses(x_BTD, used.head_weight(dtype), batch["targets"])
         return jax.reshard(found, jax.P())
 
-    return jax.jit(row_step, compiler_options=xla_options(cfg) or None)
+    return jax.jit(row_step, compiler_options=Lowering.of(cfg).xla_options or None)
 
 
 def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -463,8 +366,6 @@ def run_layers(cfg: Config, used: Transformer, batch: Batch, inputs: LayerInputs
         batch["tokens"],
         inputs,
         remat=remat(cfg),
-        prefetch=prefetches(cfg),
-        delay=delay_of(cfg),
         offload=remat_names(cfg.train.remat)[1],
     )
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import Config, gathers_ahead
+from ultrascale_jax.config import Config
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.layers import map_params, zero_sizes
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import (
@@ -58,25 +59,10 @@ def is_gathered_by_layer(cfg: Config, dims: str) -> bool:
     return cfg.train.zero == 3 and is_matrix(dims)
 
 
-def prefetches(cfg: Config) -> bool:
-    """Return whether the scan over layers gathers ahead and scatters late."""
-    ahead = gathers_ahead(zero=cfg.train.zero, pp=cfg.mesh.pp)
-    # With adapters the backward pass ahead would make and scatter the frozen weights' gradients.
-    return ahead and not cfg.train.lora
-
-
 def summed_by_layer(cfg: Config, dims: str) -> Set[str]:
-    """Return the axes over which each layer's backward pass sums this parameter's gradient: dp, or none.
-
-    The sum then travels beside the products of the next layer. That of a whole step has nothing to hide behind:
-    llama3_8b with dp=8, fsdp=8 takes 940 ms instead of 1,047 (simulated). With micro-batches each would repeat it
-    (dp=2, fsdp=32, two of them: 1,870 instead of 1,806), and with sp the layer's own reductions would wait behind it on
-    XLA's one stream (70B, dp=4, fsdp=32, sp=4: 2,454 instead of 2,189).
-    """
-    if cfg.mesh.dp == 1:
-        return frozenset()
-    hides = prefetches(cfg) and cfg.mesh.sp == 1 and cfg.train.microbatches == 1
-    return frozenset({"dp"} if hides and is_gathered_by_layer(cfg, dims) else ())
+    """Return the axes over which each layer's backward pass sums this parameter's gradient: dp, or none."""
+    by_layer = Lowering.of(cfg).sums_by_layer and is_gathered_by_layer(cfg, dims)
+    return frozenset({"dp"} if by_layer else ())
 
 
 def accumulator_spec(cfg: Config, value: jax.Array, dims: str, act_dims: str) -> P:

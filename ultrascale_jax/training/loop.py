@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config
 from ultrascale_jax.data.loader import StartHash
 from ultrascale_jax.hooks import Batch, Hook, Run, StepFn
-from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.setup import open_run
@@ -30,7 +29,6 @@ def train(
     model: type[Transformer] = Transformer,
     hooks: Sequence[Hook] = (),
     profile: tuple[int, int] | None = None,
-    faults: FaultPlan | None = None,
 ) -> dict:
     """Train as `cfg` says, from the newest checkpoint in its run directory if there is one.
 
@@ -40,7 +38,6 @@ def train(
         model: the class of the model, with layers of your own say (`docs/layers.md`).
         hooks: called around each step, after the built-in ones but before rows are written and checkpoints saved.
         profile: write a trace of the steps from the first number up to, not including, the second to `run_dir/profile`.
-        faults: what is to go wrong on purpose.
 
     Returns:
         What happened: `step` (the last one done), `stopped` (by SIGTERM, before the last step), `run_dir`, `loss`,
@@ -54,7 +51,7 @@ def train(
         Diverged: too many steps in a row were not finite, or spikes.
         ReplicasDiffer: a device's copy of an array is not that of the others.
     """
-    with open_run(cfg, mesh, model=model, hooks=hooks, profile=profile, faults=faults) as run:
+    with open_run(cfg, mesh, model=model, hooks=hooks, profile=profile) as run:
         run.check_stop()
         for hook in run.hooks:
             hook.on_start(run)

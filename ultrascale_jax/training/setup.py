@@ -17,7 +17,6 @@ from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_d
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.data.corpus import Corpus
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.health.array_faults import FaultInjection
 from ultrascale_jax.health.heartbeat import Heartbeat
 from ultrascale_jax.health.replicas import ReplicaCheck
 from ultrascale_jax.health.rerun import Rerun
@@ -28,7 +27,6 @@ from ultrascale_jax.kernels.document_classes import divides, max_documents
 from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
 from ultrascale_jax.launch.distributed import StopRequest, guarded
 from ultrascale_jax.launch.events import Events
-from ultrascale_jax.launch.faults import FaultPlan
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.models.transformer import Transformer
@@ -49,7 +47,7 @@ from ultrascale_jax.training.model_shape import adapter_params
 from ultrascale_jax.training.profiler import Profiler
 from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput
-from ultrascale_jax.training.trackers import Trackers, check_trackers, chosen
+from ultrascale_jax.training.trackers import Trackers, chosen
 
 MOST_COMPARED = 1 << 24
 """Documents of the sources of a run among which those of `data.eval_source` are looked up: a minute's work."""
@@ -62,7 +60,6 @@ def open_run(
     *,
     hooks: Sequence[Hook],
     profile: tuple[int, int] | None,
-    faults: FaultPlan | None,
     model: type[Transformer] = Transformer,
 ) -> Iterator[Run]:
     """Take the run directory, and yield the run with its state: the newest checkpoint's, or a new one.
@@ -73,7 +70,7 @@ def open_run(
     cfg = cfg.check(mesh.size)
     check_run_dir(cfg)
     with contextlib.ExitStack() as stack:
-        yield _enter(stack, cfg, mesh, model, hooks, profile, faults or FaultPlan.none())
+        yield _enter(stack, cfg, mesh, model, hooks, profile)
 
 
 def _enter(
@@ -83,7 +80,6 @@ def _enter(
     model: type[Transformer],
     hooks: Sequence[Hook],
     profile: tuple[int, int] | None,
-    faults: FaultPlan,
 ) -> Run:
     """Enter what a run needs, in this order; `stack` leaves it in the opposite one."""
     started, run_dir = time.monotonic(), Path(cfg.log.run_dir)
@@ -91,7 +87,7 @@ def _enter(
     for hook in hooks:
         require(isinstance(hook, Hook), "hooks", hook, "must be instances of Hook, as [MyHook()]")
     check_kernels(cfg, mesh.devices.flat[0])
-    check_trackers(chosen(cfg.log.to))
+    chosen(cfg.log.to)  # raises where a package is missing
     notes = parallelism(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)
@@ -108,7 +104,7 @@ def _enter(
     fresh = cfg.checkpoint.resume == "never"
     watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
     with watch.section("restore"):
-        checkpoints = stack.enter_context(Checkpoints(cfg, events, faults, check_lock))
+        checkpoints = stack.enter_context(Checkpoints(cfg, events, check_lock))
         state, step, changes = _state(cfg, mesh, model, loader, checkpoints)
     log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
     if jax.process_index() == 0:
@@ -125,13 +121,13 @@ def _enter(
         mesh,
         state,
         step=step,
-        batches=loader.device_batches(mesh, step, faults.inject_in_loader),
+        batches=loader.device_batches(mesh, step),
         events=events,
         watch=watch,
         note=log.note,
         stop=stop,
         hooks=_all_hooks(
-            cfg, mesh, loader, evaluation, checkpoints, log, trackers, profiler, faults, hooks
+            cfg, mesh, loader, evaluation, checkpoints, log, trackers, profiler, hooks
         ),
         started=started,
     )
@@ -146,14 +142,12 @@ def _all_hooks(
     log: RunLog,
     trackers: Trackers,
     profiler: Profiler,
-    faults: FaultPlan,
     own: Sequence[Hook],
 ) -> list[Hook]:
     """Return the hooks of a run in the order in which they are called, the user's `own` among them."""
     return [
         profiler,  # it reads the compiled step, before others wrap it
         Heartbeat(),
-        FaultInjection(faults),
         *([Rerun()] if cfg.watch.rerun else []),
         StragglerCheck(cadence(cfg.train.steps)),
         Throughput(cfg, mesh),

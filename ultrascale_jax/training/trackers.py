@@ -7,7 +7,6 @@ holds the runs' ids: a run that resumes from a checkpoint continues them.
 To add a tracker, write a class with the constructor and the methods of `Tracker`, and add it to `TRACKERS`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -19,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -27,10 +26,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from ultrascale_jax.checkpoint.run_metadata import fields
-from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.hooks import Hook, Row, Run
-from ultrascale_jax.launch.events import parse_object, printable, say
-from ultrascale_jax.launch.multihost import agree
+from ultrascale_jax.launch.events import parse_object, say
 from ultrascale_jax.launch.run_files import folder_of, read_regular, write_atomic
 
 PROJECT = "ultrascale_jax"
@@ -42,11 +40,8 @@ IDS = "trackers.json"
 NO_SERIES = ("step", "time")
 """Numbers of a row that are not series."""
 
-QUEUED = 100_000
-"""Rows that may wait for a tracker."""
-
 CLOSE_S, FAILED_S = 45.0, 5.0
-"""Seconds that trackers may take for what they have not sent at the end of a run, and of one that an exception ends."""
+"""Seconds that trackers may take to send the rest at the end of a run, and of a run that an exception ends."""
 
 
 class Tracker(Protocol):
@@ -88,26 +83,20 @@ class TensorBoard:
         # The library truncates a file that is there: no two starts may choose one name.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter(str(folder / name))
-        start = self._event(step=step + 1, session_log={"status": "START"})
-        self._write(self._event(file_version="brain.Event:2"), start)
+        self._write(self._event(file_version="brain.Event:2"))
+        self._write(self._event(step=step + 1, session_log={"status": "START"}))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        scalars = (self._scalar(name, value) for name, value in numbers.items())
-        self._write(*(self._event(step=step, summary=summary) for summary in scalars))
+        for name, value in numbers.items():
+            self._write(self._event(step=step, summary=self._scalar(name, value)))
+        self._records.flush()
 
     def close(self, *, failed: bool) -> None:
         self._records.close()
 
-    def _write(self, *events: Any) -> None:
-        try:
-            for event in events:
-                event.wall_time = time.time()
-                self._records.write(event.SerializeToString())
-            self._records.flush()
-        except OSError:
-            with contextlib.suppress(OSError):  # it tries to write what failed once more
-                self._records.close()
-            raise
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
 
 
 class WandB:
@@ -178,7 +167,7 @@ TRACKERS = {
 def chosen(to: str) -> tuple[str, ...]:
     """Return the names of the trackers of `log.to`, in its order.
 
-    Raises `UserError` if a package is missing, or MLflow has no address; see `check_trackers` too.
+    Raises `UserError` if a package is missing, or MLflow has no address.
     """
     if to == "auto":
         return ("tensorboard",) if _is_installed("tensorboard") else ()
@@ -192,38 +181,8 @@ def chosen(to: str) -> tuple[str, ...]:
     return names
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise `UserError`, on all processes, if MLflow's client, of `names`, cannot open its store.
-
-    A server that does not answer passes: a tracker that fails ends no run.
-    """
-    if "mlflow" not in names:
-        return
-    problem = None
-    if jax.process_index() == 0:
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-
-        try:
-            MlflowClient()
-        except MlflowException as error:
-            problem = printable(error, 500)
-        except Exception as error:
-            say(f"log.to=mlflow: {printable(error)}", sys.stderr)
-    problem = agree(problem)
-    if problem is not None:
-        address = os.environ.get("MLFLOW_TRACKING_URI")
-        what = f"the installed client cannot open MLFLOW_TRACKING_URI={address!r} ({problem})"
-        raise UserError(
-            f"log.to='mlflow': {what}; give the address of a server, as http://HOST:5000"
-        )
-
-
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(TRACKERS[name].module) is not None
-
-
-_REMEMBERING = threading.Lock()
 
 
 class Trackers(Hook):
@@ -235,6 +194,7 @@ class Trackers(Hook):
         self._names = names if jax.process_index() == 0 else ()
         self._cfg, self._step = cfg, first_step
         self._ids: dict[str, Any] = {}
+        self._ids_lock = threading.Lock()
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> "Trackers":
@@ -242,10 +202,7 @@ class Trackers(Hook):
         if self._names and self._step and os.path.lexists(path):
             self._ids = parse_object(read_regular(path))
         for name in self._names:
-            run_id = self._ids.get(name)
-            run_id = run_id if isinstance(run_id, str) else None
-            begin = functools.partial(TRACKERS[name].open, self._cfg, self._step, run_id)
-            self._workers.append(_Worker(name, begin, self._remember))
+            self._workers.append(_Worker(name, functools.partial(self._open, name)))
         return self
 
     def __exit__(
@@ -254,8 +211,14 @@ class Trackers(Hook):
         self._close(failed=kind is not None)
 
     def on_metrics(self, run: Run, row: Row) -> None:
+        numbers = {
+            name: float(value)
+            for name, value in row.items()
+            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_SERIES
+        }
         for worker in self._workers:
-            worker.put(row)
+            if worker.is_alive():
+                worker.queue.put((row["step"], numbers))
 
     def on_evaluation(self, run: Run, row: Row) -> None:
         self.on_metrics(run, row)
@@ -264,79 +227,54 @@ class Trackers(Hook):
         with run.pause("end"):  # `watch.hang_s` is not for this section
             self._close(failed=False)
 
+    def _open(self, name: str) -> Tracker:
+        """Open a tracker and write down the id of its run; called from the workers' threads."""
+        run_id = self._ids.get(name)
+        tracker = TRACKERS[name].open(
+            self._cfg, self._step, run_id if isinstance(run_id, str) else None
+        )
+        if tracker.run_id is not None:
+            with self._ids_lock:
+                self._ids[name] = tracker.run_id
+                path = Path(self._cfg.log.run_dir) / IDS
+                write_atomic(path, json.dumps(self._ids).encode())
+        return tracker
+
     def _close(self, *, failed: bool) -> None:
+        """Wait for the rows that are left, but no longer than `CLOSE_S` or `FAILED_S`."""
         deadline = time.monotonic() + (FAILED_S if failed else CLOSE_S)
         workers, self._workers = self._workers, []
         for worker in workers:
-            worker.end(failed=failed)
+            worker.queue.put(failed)
         for worker in workers:
-            worker.join(deadline)
-
-    def _remember(self, name: str, run_id: str) -> None:
-        """Write down the id of a tracker's run; called from the workers' threads."""
-        with _REMEMBERING:
-            self._ids[name] = run_id
-            write_atomic(Path(self._cfg.log.run_dir) / IDS, json.dumps(self._ids).encode())
+            worker.join(max(0.0, deadline - time.monotonic()))
+            if worker.is_alive():
+                worker.warn("it did not take the rest of its rows in time")
 
 
-class _Worker:
-    """Thread that opens one tracker and sends it rows until the end or its first error."""
+class _Worker(threading.Thread):
+    """Opens one tracker and sends it rows until the end, or its first error."""
 
-    def __init__(
-        self, name: str, begin: Callable[[], Tracker], remember: Callable[[str, str], None]
-    ):
-        self._name, self._begin, self._remember = name, begin, remember
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | bool] = queue.Queue(QUEUED)
-        self._failed = False
-        self._thread = threading.Thread(target=self._work, name=f"log.to {name}", daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
+        super().__init__(name=f"log.to {name}", daemon=True)
+        self.queue: queue.SimpleQueue[tuple[int, dict[str, float]] | bool] = queue.SimpleQueue()
+        """Steps with their numbers; last, whether an exception ended the run."""
+        self._tracker, self._open = name, open_tracker
+        self.start()
 
-    def put(self, row: Row) -> None:
-        """Send the finite numbers of a row, later."""
-        numbers = {
-            name: float(value)
-            for name, value in row.items()
-            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_SERIES
-        }
-        self._put((row["step"], numbers))
-
-    def end(self, *, failed: bool) -> None:
-        """Close the tracker behind the rows that wait."""
-        self._put(failed)
-
-    def join(self, deadline: float) -> None:
-        """Wait for the end, until `deadline` by `time.monotonic`."""
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._give_up("it did not take the rest of its rows in time")
-
-    def _put(self, item: tuple[int, dict[str, float]] | bool) -> None:
-        if self._failed:
-            return
+    def run(self) -> None:
+        failed = True
         try:
-            self._rows.put_nowait(item)
-        except queue.Full:
-            self._give_up(f"{QUEUED} rows wait for it")
-
-    def _work(self) -> None:
-        try:
-            tracker = self._begin()
-            if tracker.run_id is not None:
-                self._remember(self._name, tracker.run_id)
+            tracker = self._open()
             try:
-                while not isinstance(item := self._rows.get(), bool):
+                while not isinstance(item := self.queue.get(), bool):
                     tracker.log(*item)
-            except Exception:
-                with contextlib.suppress(Exception):
-                    tracker.close(failed=True)
-                raise
-            tracker.close(failed=item)
+                failed = item
+            finally:
+                tracker.close(failed=failed)
         except Exception as error:  # Each package raises its own.
             lines = str(error).splitlines() or [type(error).__name__]
-            self._give_up(lines[0])
+            self.warn(lines[0])
 
-    def _give_up(self, why: str) -> None:
-        if not self._failed:
-            self._failed = True
-            text = f"log.to={self._name}: no more rows until the next start: {why}"
-            say(text, sys.stderr)
+    def warn(self, why: str) -> None:
+        say(f"log.to={self._tracker}: no more rows until the next start: {why}", sys.stderr)

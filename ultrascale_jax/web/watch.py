@@ -46,7 +46,7 @@ AXES = ("step", "time")
 """Fields that a chart may have along its x axis."""
 
 UNTOLD = {
-    *("kind", "time", "monotonic", "boot", "pid", "attempt", "step", "began", "before"),
+    *("kind", "time", "monotonic", "boot", "pid", "attempt", "step", "age_s", "before"),
     *("traceback", "rows", "batch_hash", "rank", "host"),
 }
 """Fields of an event that its text leaves out."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.config import orders_whole_stage
+from ultrascale_jax.config.lowering import orders_whole_stage
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from ultrascale_jax import hlo
 from ultrascale_jax.config import Config, UserError, require, require_type
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.hlo.deviceless import compile_deviceless, has_assembler, target_checks, text_of
@@ -35,7 +36,7 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_batch, abstract_state
-from ultrascale_jax.train_step.step import make_train_step, xla_options
+from ultrascale_jax.train_step.step import make_train_step
 
 # Writes XLA's own estimates of time into the program (`op_costs.py`). It wants XLA's tables of measurements, of which
 # XLA 0.12 has none for A100 and L40S and cannot read those for GB200: it fails on them.
@@ -157,7 +158,7 @@ def compile_step(
     """
     mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
     cfg = cfg.check(num_devices)
-    flags = {**GPU_FLAGS, **xla_options(cfg), **(options or {})}
+    flags = {**GPU_FLAGS, **Lowering.of(cfg).xla_options, **(options or {})}
     step = make_train_step(cfg)
     args = abstract_state(cfg, mesh, model), abstract_batch(cfg, mesh)
     program = compile_program(step, *args, mesh=mesh, gpu=gpu, estimates=estimates, options=flags)

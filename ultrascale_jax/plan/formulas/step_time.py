@@ -7,8 +7,8 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 from dataclasses import replace
 from typing import NamedTuple
 
-from ultrascale_jax import config
-from ultrascale_jax.config import orders_whole_stage, require_type
+from ultrascale_jax.config import require_type
+from ultrascale_jax.config.lowering import orders_whole_stage
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     layer_of,
@@ -365,18 +365,15 @@ class Step:
 
     @property
     def hides_exchanges(self) -> bool:
-        """Return whether the passes of a tick hide each other's exchanges, as `config.hides_exchanges` says.
+        """Return whether the passes of a tick hide each other's exchanges, as `Lowering.orders_exchanges` says.
 
         Beside a tensor group or cp none was compiled, and none is taken to be hidden.
         """
-        ordered = self.shape.experts is not None and config.hides_exchanges(
-            zero=self.run.zero,
-            pp=self.mesh.pp,
-            ep=self.mesh.ep,
-            dispatch=self.run.moe.dispatch,
-            per_rank_control_flow=self.run.per_rank_control_flow,
+        return (
+            self.run.lowering.orders_exchanges
+            and self.mesh.tensor * self.mesh.cp == 1
+            and self.passes_overlap
         )
-        return ordered and self.mesh.tensor * self.mesh.cp == 1 and self.passes_overlap
 
     @property
     def ways(self) -> tuple[int, int]:
@@ -420,7 +417,7 @@ class Step:
         """Return what of a layer's passes a neighbour's parameters and gradients travel beside, on XLA's one stream.
 
         Behind a ring, whose hops would wait for them; and if attention runs again between sp's reductions, behind the
-        MLP's input gradient (`delay_of` in train_step/step.py).
+        MLP's input gradient (`Lowering.delay`).
         """
         passes, products = self.passes, self.passes.products
         one = passes.backward_products / sum(products.values())

@@ -1,4 +1,4 @@
-"""Train while faults strike, and prove that nothing was lost: `python -m scripts.soak [--minutes 30] [--every 30]`.
+"""Train while faults strike, and prove that nothing was lost: `python -m tests.faults.soak [--minutes 30]`.
 
 A run of two processes under the supervisor is struck by a random fault of the matrix every so many seconds, for so
 many minutes. Then the same run goes on a second time, undisturbed, up to the same step. The losses of every step must
@@ -98,7 +98,7 @@ class Strike:
 
 def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
-        prog = "python -m scripts.soak"
+        prog = "python -m tests.faults.soak"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         command_line.load_recipe(options.recipe)
         ours = not options.run_dir.exists() or (options.run_dir / "disturbed").exists()
@@ -176,7 +176,8 @@ class Soak:
 
     def _launch(self) -> subprocess.Popen:
         planned = plan(self._options, self._random)
-        return launch(self._options, self._run_dir, "--faults", ULTRASCALE_FAULT=planned)
+        faults = {"FAULTS": planned, "FAULTY_RECIPE": self._options.recipe}
+        return launch(self._options, self._run_dir, "tests.faults.faulty", **faults)
 
     def _strike(self, kind: str, step: int) -> int:
         """Do it; the step from which the run must get on before the next one."""
@@ -244,7 +245,7 @@ class Soak:
 
 
 def plan(options: Options, chance: random.Random) -> str:
-    """Plan faults from inside, in the words of `ULTRASCALE_FAULT`; the run itself leaves out those that have struck."""
+    """Plan faults from inside, in the words of `inject.VARIABLE`; the run itself leaves out faults that have struck."""
     faults = []
     for turn in range(1, 100):
         step, kind = turn * options.inside_every, INSIDE[turn % len(INSIDE)]
@@ -255,18 +256,18 @@ def plan(options: Options, chance: random.Random) -> str:
     return ",".join(faults)
 
 
-def arguments(options: Options, run_dir: Path) -> list[str]:
+def arguments(options: Options, run_dir: Path, recipe: str) -> list[str]:
     """Return the command line of a process of the run."""
-    given = [options.recipe, "--log.run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
-    given += ["--train.steps", str(options.steps), "--train.eval-every", "0", "--sample", "0"]
+    given = [recipe, "--log.run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
+    given += ["--train.steps", str(options.steps), "--train.eval-every", "0"]
     given += ["--checkpoint.every", str(options.save_every)]
     return [*given, "--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
 
 
-def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subprocess.Popen:
+def launch(options: Options, run_dir: Path, recipe: str, **environ: str) -> subprocess.Popen:
     """Start the run under its supervisor, in a process group of its own."""
     own = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
-    given = arguments(options, run_dir)
+    given = arguments(options, run_dir, recipe)
     cache = {
         SUPERVISOR: str(os.getpid()),
         "JAX_PLATFORMS": "cpu",
@@ -274,7 +275,7 @@ def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subp
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "ultrascale_jax", "launch", *own, "--", *given, *words],
+        [sys.executable, "-m", "ultrascale_jax", "launch", *own, "--", *given],
         env={**os.environ, **cache, **environ},
         start_new_session=True,
     )
@@ -282,7 +283,7 @@ def launch(options: Options, run_dir: Path, *words: str, **environ: str) -> subp
 
 def train_undisturbed(options: Options, run_dir: Path, steps: int) -> None:
     """Train the same run up to step `steps` without faults."""
-    job = launch(options, run_dir)
+    job = launch(options, run_dir, options.recipe)
     try:
         while job.poll() is None and max(rows_of(run_dir), default=0) < steps:
             time.sleep(1.0)
@@ -392,7 +393,7 @@ def verdict(
     lines = [
         "# Soak",
         "",
-        f"`python -m scripts.soak --minutes {options.minutes:g} --every {options.every:g} --seed {options.seed} "
+        f"`python -m tests.faults.soak --minutes {options.minutes:g} --every {options.every:g} --seed {options.seed} "
         f"--recipe {options.recipe}` on {platform.node() or 'a host'} ({os.cpu_count()} cores, Python "
         f"{platform.python_version()}), {PROCESSES} processes of {DEVICES} CPU devices.",
         "",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts import soak
+from tests.faults import soak
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.launch.goodput import Ledger
 
@@ -47,9 +47,9 @@ def test_a_save_is_due_where_its_step_was_done_while_the_disk_was_full():
 
 
 def test_the_trainer_takes_the_words_of_a_soak(tmp_path):
-    words = [*soak.arguments(soak.Options(), tmp_path), "--faults"]
-    cfg, options = command_line.parse(words, prog="", options=train.Options)
-    assert (cfg.checkpoint.every, cfg.watch.rerun, options.faults) == (20, True, True)
+    words = soak.arguments(soak.Options(), tmp_path, "demo")
+    cfg, _ = command_line.parse(words, prog="", options=train.Options)
+    assert (cfg.checkpoint.every, cfg.watch.rerun) == (20, True)
 
 
 def metrics(*steps, loss=2.0):

@@ -1,0 +1,137 @@
+"""Fit a run to its devices: choose what its recipe leaves open (`auto`) and check the rest."""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ultrascale_jax.config import Config, MeshConfig, require
+
+if TYPE_CHECKING:
+    from ultrascale_jax.cli.command_line import Options
+    from ultrascale_jax.plan.auto import Host
+    from ultrascale_jax.plan.hardware import Cluster
+
+
+def on_devices(
+    cfg: Config, options: "Options", tell: Callable[[str], None], *, must_fit: bool = True
+) -> Config:
+    """Return `cfg` for the devices that JAX finds: open fields chosen (process 0 tells), mesh resolved, all checked.
+
+    Every process of a job calls it, and all choose the same. Raises `UserError` as `Config.check` and `choose_auto` do;
+    on a CPU, whose memory nobody knows, and without `must_fit` also where nothing fits something is chosen.
+    """
+    import jax
+
+    from ultrascale_jax.cli import output
+    from ultrascale_jax.launch import host_memory
+    from ultrascale_jax.launch.distributed import find_devices
+    from ultrascale_jax.launch.multihost import gather
+    from ultrascale_jax.plan.auto import check_host, cluster_of
+
+    count = len(find_devices())
+    if options.fake_devices is None:
+        require_devices(cfg.mesh, count)
+    is_open = bool(cfg.train.auto) or options.mesh == "auto"
+    if not (is_open or "offload" in cfg.train.remat):
+        return cfg.check(count)
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    known = [limit for process in gather(limits) for limit in process if limit]
+    kind = gather(jax.local_devices()[0].device_kind)[0]
+    first = jax.process_index() == 0
+    on_gpus = jax.local_devices()[0].platform == "gpu"
+    say = tell if first else lambda text: None
+    host = None
+    if on_gpus:
+        host = host_of_all(say, host_memory.prepare_copies if is_open else None)
+    cluster = cluster_of(kind, count, min(known, default=None), host)
+    shown = output.working("choosing what is open") if first else contextlib.nullcontext()
+    with shown:
+        cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
+    if must_fit and on_gpus:
+        check_host(cfg, cluster)
+    return cfg
+
+
+def host_of_all(
+    tell: Callable[[str], None], prepare: Callable[[], Callable[[], float]] | None
+) -> "Host":
+    """Return what every GPU of the job may use of its host: the least of all processes, which all call this.
+
+    The link counts as the usual one of the GPU times the power of two that is nearest to the measured rate, so that
+    starts on the same machines choose alike.
+
+    Args:
+      tell: gets to know why nothing can be copied to the host, where that is so.
+      prepare: returns what times copies, as `host_memory.prepare_copies`; None: they take what the usual link takes.
+    """
+    import jax
+
+    from ultrascale_jax.launch import host_memory
+    from ultrascale_jax.launch.multihost import agree, gather
+    from ultrascale_jax.plan.auto import Host, cluster_of
+    from ultrascale_jax.plan.formulas.costs import HOST_SHARE
+
+    size = min(gather(host_memory.gpu_bytes(os.environ, jax.local_device_count())))
+    if prepare is None:
+        return Host(usable_bytes=size)
+    problem, gbs = None, None
+    try:
+        gbs = prepare()
+    except Exception as error:  # Whatever it is, nothing needs the host's memory.
+        problem = f"{type(error).__name__}: {error}"
+    # All processes go on together, so that those of a host copy at the same time.
+    problem = agree(problem)
+    if gbs is None or problem:
+        tell(f"nothing is offloaded: copying to the host failed ({' '.join(str(problem).split())})")
+        return Host(usable_bytes=0)
+    kind = gather(jax.local_devices()[0].device_kind)[0]
+    usual = HOST_SHARE * cluster_of(kind, 1).gpu.host_gbs
+    steps = round(math.log2(min(gather(gbs())) / usual))
+    return Host(usable_bytes=size, gbs=usual * 2.0**steps)
+
+
+def require_devices(mesh: MeshConfig, count: int) -> None:
+    """Raise a `UserError` that names `--fake-devices` for a mesh that one device alone cannot hold."""
+    wanted = math.prod(size for size in mesh.sizes.values() if size != -1)
+    fix = f"wants {wanted} devices, but here is 1; --fake-devices {wanted} tries it on as many fake CPU devices"
+    require(count > 1 or wanted == 1, "mesh", mesh.text, fix)
+
+
+def checked(
+    cfg: Config,
+    options: "Options",
+    cluster: "Cluster",
+    tell: Callable[[str], None],
+    *,
+    must_fit: bool = True,
+) -> Config:
+    """Return `cfg` for the GPUs of `cluster`: open fields chosen and told, mesh resolved, all checked.
+
+    Raises `UserError` as `Config.check` and `choose_auto` do.
+    """
+    from ultrascale_jax.plan.auto import choose_auto
+
+    choose_mesh = options.mesh == "auto"
+    cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=must_fit)
+    if why:
+        tell(why)
+    return cfg.check(cluster.num_gpus)
+
+
+def on_fake_devices(cfg: Config, options: "Options") -> Config:
+    """Return `cfg` as `on_devices` makes it with `--fake-devices`, without JAX."""
+    from ultrascale_jax.plan.auto import cluster_of
+
+    cluster = cluster_of("cpu", options.fake_devices or 1)
+    return checked(cfg, options, cluster, lambda text: print(text, file=sys.stderr), must_fit=False)
+
+
+def use_fake_devices(num_devices: int) -> None:
+    """Give JAX `num_devices` CPU devices and nothing else; call it before the first array."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)

@@ -1,0 +1,356 @@
+"""Decide how XLA runs a step: the one place that reads a run's mesh, model and options for speed.
+
+No decision changes a result. `Lowering.of(cfg)` applies the rows of `RULES` that fit the run; `Lowering.plain()`, which
+`train.lowering=plain` asks for, applies none (`tests/parity/test_lowering.py`). Models, scans and the planner read the
+fields, so that their text has no condition that is there for XLA.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.config import FP8, Config, MeshConfig, keeps, remat_names, require
+
+type XlaOptions = tuple[tuple[str, int | bool | str], ...]
+"""Options of XLA's compiler by name, sorted."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Collectives of a backward pass that start only once a part of the layer has its gradient.
+
+    XLA has one stream for all collectives, so a reduction that the layer waits for queues behind those that started
+    earlier. With a tensor group the MLP's input gradient is reduced halfway through the backward pass; collectives with
+    a delay start after it, and overlap with the MLP's weight gradients and attention.
+    """
+
+    until: str
+    """Part of the layer's parameters, by name, whose gradient ends the delay."""
+    gathers: tuple[str, ...] | None
+    """Parts of the next layer's parameters that are gathered then; None: all of them."""
+    scatters: bool
+    """Whether the gradients of the layer before are reduce-scattered then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowering:
+    """How XLA runs a step. The defaults are the plain form."""
+
+    gathers_ahead: bool = False
+    """The scan over layers gathers the next layer's parameters while this one computes, and reduce-scatters its
+    gradients a layer late (`parallel/prefetch.py`)."""
+    delay: Delay | None = None
+    """Collectives of that scan's backward pass that start late."""
+    unrolls: bool = False
+    """XLA writes two layers into the body of that scan's loop, so that it copies nothing between them."""
+    copies_rows: bool = False
+    """Copy engines, and not kernels, move rows of that scan's stacks."""
+    bounds_written_rows: bool = False
+    """Kernels, and not copy engines, write that scan's gradients."""
+    sums_by_layer: bool = False
+    """Each layer's backward pass sums its gradients over dp, and not the whole step's (`train_step/zero.py`)."""
+    sums_late: bool = False
+    """A layer's sum over dp starts one layer after its reduce-scatter."""
+    gradients_together: bool = False
+    """No gradient of a half-block is used before all of them are there (`sharding.primitives.grad_barrier`)."""
+    sums_in_product: bool = False
+    """A layer keeps the sum of its input and its attention, which XLA adds up in the product, not attention alone."""
+    orders_exchanges: bool = False
+    """The passes of a pipeline's tick are ordered so that each hides the other's exchanges of tokens with experts
+    (`parallel/pipeline/interleave.py`)."""
+    xla: XlaOptions = ()
+    """Options of XLA's compiler."""
+
+    @classmethod
+    def of(cls, cfg: Config, without: Collection[str] = ()) -> "Lowering":
+        """Choose for a run that `cfg.check(num_devices)` returned; rules named in `without` stay off."""
+        return (
+            cls.plain()
+            if cfg.train.lowering == "plain"
+            else choose(Traits.of(cfg), frozenset(without))
+        )
+
+    @classmethod
+    def plain(cls) -> "Lowering":
+        """Return the reference: no rule applied."""
+        return cls()
+
+    @property
+    def xla_options(self) -> dict[str, int | bool | str]:
+        """The options of XLA's compiler, as `jax.jit(compiler_options=)` takes them."""
+        return dict(self.xla)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Everything that a rule may ask of a run."""
+
+    mesh: MeshConfig
+    """Sizes of all axes, none -1."""
+    ring: int
+    """Ranks of a ring over cp; 1 without one."""
+    zero: int
+    microbatches: int
+    remat: str
+    lora: bool
+    experts: bool
+    dispatch: str
+    fp8: bool
+    pre_norm: bool = True
+    """The norms stand before the halves of a layer, and nowhere else."""
+    post_norm: bool = False
+    """They stand after the halves, and nowhere else."""
+    per_rank_control_flow: bool = False
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Traits":
+        """Return the traits of a run. Raises `UserError` for an axis whose size is still open."""
+        for axis, size in cfg.mesh.sizes.items():
+            require(size > 0, f"mesh.{axis}", size, "has no size before cfg.check(num_devices)")
+        return cls(
+            mesh=cfg.mesh,
+            ring=cfg.cp.ranks(cfg.mesh.cp)[0],
+            zero=cfg.train.zero,
+            microbatches=cfg.train.microbatches,
+            remat=cfg.train.remat,
+            lora=bool(cfg.train.lora),
+            experts=cfg.model.experts is not None,
+            dispatch=cfg.moe.dispatch,
+            fp8=cfg.train.precision in FP8,
+            pre_norm=cfg.model.norm_placement == "pre",
+            post_norm=cfg.model.norm_placement == "post",
+            per_rank_control_flow=cfg.pp.per_rank_control_flow,
+        )
+
+    @property
+    def shards(self) -> int:
+        """Parts into which ZeRO splits a parameter."""
+        return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
+
+    @property
+    def parameters_alone(self) -> bool:
+        """Whether the only collectives of a layer are those of its parameters and sp's: no ring's sends, no tensor
+        group's all-reduces, no tokens on their way to experts, which would queue behind them on XLA's one stream."""
+        return self.mesh.tp == 1 and self.ring == 1 and not self.experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One decision. `evidence` compares a step `without -> with` it, simulated for H100s unless it says otherwise."""
+
+    name: str
+    applies: Callable[[Traits, Lowering], bool]
+    """Whether it is for this run, given the fields that the rows above have set."""
+    fields: Callable[[Traits], dict[str, Any]] = lambda traits: {}
+    """Fields of `Lowering` that it sets."""
+    xla: dict[str, int | bool | str] = dataclasses.field(default_factory=dict)
+    """Options of XLA that it adds."""
+    effect: str
+    evidence: str
+
+
+def _delay(traits: Traits) -> dict[str, Any]:
+    """Delay the MLP's parameters; or everything, where attention runs again in the first half of the backward pass."""
+    # Of the norms, the one whose gradient is ready with that of the residual stream between attention and MLP.
+    until = "attn_norm" if traits.post_norm else "mlp_norm"
+    repeats = not keeps(traits.remat, "attn_out")
+    return {"delay": Delay(until, None if repeats else ("mlp",), scatters=repeats)}
+
+
+OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+GATHER_TOGETHER = "xla_gpu_all_gather_combine_threshold_bytes"
+OFF = "COLLECTIVE_PIPELINING_MODE_OFF"
+
+RULES = (
+    Rule(
+        name="gather_ahead",
+        # With adapters the backward pass ahead would compute and scatter the frozen weights' gradients.
+        applies=lambda run, _: run.zero == 3 and run.mesh.pp == 1 and not run.lora,
+        fields=lambda _: {"gathers_ahead": True},
+        xla={
+            # The scan marks its loop itself; XLA unrolls it from its level O1 on, which is 19 to JAX.
+            "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_MANUAL_UNROLL",
+            "optimization_level": 19,
+            # O1 would also pipeline collectives, and so gather a layer ahead once more.
+            "xla_gpu_pipeline_all_gather": OFF,
+            "xla_gpu_pipeline_all_reduce": OFF,
+            "xla_gpu_pipeline_reduce_scatter": OFF,
+        },
+        effect="ZeRO-3's layers gather ahead and scatter late",
+        evidence="llama32_1b on one GPU, where nothing is gathered but no stack is set to zero: 2% faster",
+    ),
+    Rule(
+        name="overlap_gathers",
+        applies=lambda _, lowering: lowering.gathers_ahead,
+        xla={OVERLAP: 8},
+        effect="a layer's gathers and the last one's scatters are in flight together",
+        evidence="70B on 512: with 4 or 6 some wait in line",
+    ),
+    Rule(
+        name="overlap_sends",
+        applies=lambda run, _: run.mesh.pp > 1,
+        xla={OVERLAP: 4},
+        effect="a pipeline's sends and the head's collectives are in flight together",
+        evidence="70B, pp 4 x sp 8: with 2 half of them wait. 8B, pp 4 x fsdp 2: with 8, 1.2% slower",
+    ),
+    Rule(
+        name="keep_results",
+        applies=lambda run, lowering: lowering.gathers_ahead or run.mesh.pp > 1,
+        # XLA takes the unrolled loop for 76 GiB where it needs 53.
+        xla={"xla_disable_hlo_passes": "rematerialization"},
+        effect="`train.remat` alone chooses what is recomputed",
+        evidence="8B, selective: 5% slower without",
+    ),
+    Rule(
+        name="copies_for_offload",
+        applies=lambda run, lowering: lowering.gathers_ahead and bool(remat_names(run.remat)[1]),
+        xla={
+            # XLA counts copies into stacks and out of them as computations, of which two may be in flight.
+            "xla_gpu_experimental_parallel_async_compute_limit": 8,
+            # From O1 on these would fetch from the host ahead once more: they take a layer out of the loop, which is
+            # then not unrolled.
+            "xla_disable_hlo_passes": "rematerialization,collective-pipeliner-forward,collective-pipeliner-backward",
+        },
+        effect="copies to the host and back are in flight together",
+        evidence="405B on 1,024: 86 -> 80 s",
+    ),
+    Rule(
+        name="one_gather",
+        applies=lambda run, lowering: lowering.gathers_ahead and run.parameters_alone,
+        # A collective takes 1.5 ms for the hops between 256 ranks, and a layer has six gathers.
+        xla={GATHER_TOGETHER: 2**33},
+        effect="one collective gathers all of a layer's parameters",
+        evidence="70B on 512: 7.35 -> 7.27 s; in fp8, `dots`: 6.18 -> 5.19 s",
+    ),
+    Rule(
+        name="order_exchanges",
+        # ZeRO-3's gathers are part of the layers, and were not ordered.
+        applies=lambda run, _: (
+            run.experts
+            and run.mesh.pp > 1
+            and run.mesh.ep > 1
+            and run.zero < 3
+            and run.dispatch != "allgather"
+            and not run.per_rank_control_flow
+        ),
+        fields=lambda _: {"orders_exchanges": True},
+        effect="the passes of a pipeline's tick hide each other's exchanges of tokens",
+        evidence="docs/benchmarks/h100_experts.md",
+    ),
+    Rule(
+        name="start_early",
+        applies=lambda run, lowering: (
+            (run.zero == 3 and run.parameters_alone and (run.mesh.pp > 1 or lowering.gathers_ahead))
+            or (lowering.orders_exchanges and run.ring == run.mesh.tensor == 1)
+        ),
+        # XLA has one stream for all: what starts late holds up what comes behind it.
+        xla={"xla_gpu_experimental_collective_start_as_early_as_possible": True},
+        effect="gathers and scatters of parameters, and exchanges in a given order, start as early as they can",
+        evidence="70B on 512: 8.7 -> 7.7 s. Elsewhere it costs: Mixtral on 64 15.8 -> 18.2 s; 70B, tp 2, 8.4 -> 8.5 s; "
+        "70B, pp 4 x sp 8, ZeRO-1, 9.5 -> 10.6 s",
+    ),
+    Rule(
+        name="delay",
+        applies=lambda run, lowering: (
+            lowering.gathers_ahead and run.mesh.sp > 1 and run.ring == 1 and not run.experts
+        ),
+        fields=_delay,
+        effect="in the backward pass, collectives that sp's reductions would wait for start behind them",
+        evidence="70B on 512, fsdp 256 x sp 2, `dots`: 9.0 -> 7.9 s; 405B on 1,024, `full`: 103 -> 97 s",
+    ),
+    Rule(
+        name="unroll",
+        # A layer with a ring has loops of its own, which XLA would unroll too: their hops would then be exposed.
+        applies=lambda run, lowering: lowering.gathers_ahead and run.ring == 1,
+        fields=lambda _: {"unrolls": True},
+        effect="two layers in the body of the compiled loop, so that nothing is copied between them",
+        evidence="docs/benchmarks/h100_compiled.md",
+    ),
+    Rule(
+        name="sum_by_layer",
+        # With micro-batches each would repeat the sum; with sp the layer's own reductions would wait behind it.
+        applies=lambda run, lowering: (
+            lowering.gathers_ahead and run.mesh.dp > 1 and run.mesh.sp == run.microbatches == 1
+        ),
+        fields=lambda run: {"sums_by_layer": True, "sums_late": run.ring == run.mesh.tp == 1},
+        effect="a layer's sum over dp overlaps with the products of the next layer",
+        evidence="8B, dp 8 x fsdp 8: 1,047 -> 940 ms. Elsewhere it costs: two micro-batches, dp 2 x fsdp 32: "
+        "1,806 -> 1,870 ms; 70B, dp 4 x fsdp 32 x sp 4: 2,189 -> 2,454 ms",
+    ),
+    Rule(
+        name="copy_rows",
+        # Copies would shift XLA's order of a layer's own collectives, and of sums over dp, unless replicas are many.
+        applies=lambda run, lowering: (
+            lowering.gathers_ahead
+            and run.mesh.ep * run.mesh.cp * run.mesh.tensor == 1
+            and not (lowering.sums_late and run.mesh.dp < run.shards)
+        ),
+        fields=lambda _: {"copies_rows": True},
+        effect="copy engines move rows of the scan's stacks",
+        evidence="8B, dp 8 x fsdp 8: 954 -> 922 ms. Elsewhere it costs: Mixtral on 64 1%, 70B with sp 0.3%; 70B on "
+        "512, dp 8 x fsdp 64: 7.15 -> 7.49 s",
+    ),
+    Rule(
+        name="bound_rows",
+        applies=lambda run, lowering: lowering.gathers_ahead and run.shards > 1,
+        fields=lambda _: {"bounds_written_rows": True},
+        effect="asynchronous copies of gradients do not delay reduce-scatters",
+        evidence="not written down",
+    ),
+    Rule(
+        name="gradients_together",
+        # The barrier would force XLA to compute gradients of frozen weights.
+        applies=lambda run, _: run.mesh.tensor * run.mesh.cp > 1 and not run.lora,
+        fields=lambda _: {"gradients_together": True},
+        effect="a tensor group's reduce-scatter overlaps with weight gradients; over cp, the MLP's activations are "
+        "free before attention's backward pass",
+        evidence="1M tokens over cp: 3 GB less. Elsewhere it costs 0.5% of an 8B step",
+    ),
+    Rule(
+        name="sum_in_product",
+        applies=lambda run, _: run.pre_norm and run.mesh.tensor * run.mesh.pp == 1,
+        fields=lambda _: {"sums_in_product": True},
+        effect="the residual stream after attention is added up once, in the product. A sum after a reduce-scatter XLA "
+        "would add up three times: to keep it, for the norm, and for the MLP's residual connection",
+        evidence="not written down; in a pipeline not measured",
+    ),
+    Rule(
+        name="fp8_products",
+        applies=lambda run, _: run.fp8,
+        # XLA makes a product bfloat16 where Triton may take it, and where it merges products of one activation, whose
+        # matrices have a scale each.
+        xla={"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0},
+        effect="products in fp8 are cuBLASLt's",
+        evidence="docs/precision.md",
+    ),
+)
+"""Every decision, in the order in which they are applied."""
+
+
+@functools.cache
+def choose(traits: Traits, without: frozenset[str] = frozenset()) -> Lowering:
+    """Apply the rules that fit; those in `without` stay off. Raises `UserError` for a name that no rule has."""
+    for name in sorted(without):
+        names = [rule.name for rule in RULES]
+        require(name in names, "without", name, f"is no rule; the rules are {', '.join(names)}")
+    lowering, xla = Lowering.plain(), {}
+    for rule in RULES:
+        if rule.name not in without and rule.applies(traits, lowering):
+            lowering = dataclasses.replace(lowering, **rule.fields(traits))
+            xla |= rule.xla
+    return dataclasses.replace(lowering, xla=tuple(sorted(xla.items())))
+
+
+ORDERED_LAYERS = 2
+"""Most layers of a pipeline's stage whose passes are ordered as a whole where they hide exchanges."""
+
+
+def orders_whole_stage(layers: int, *, split: bool) -> bool:
+    """Return whether passes that hide exchanges are ordered through all `layers` of a stage, and not layer by layer.
+
+    Then what a pass sends to the next rank is part of the order. Backward passes that are `split` in two, for input and
+    weights, are ordered layer by layer.
+    """
+    return layers <= (1 if split else ORDERED_LAYERS)
