@@ -15,7 +15,15 @@ ROOT = Path(__file__).parents[2]
 def outcomes(folder, first, last):
     """Return the outcomes of these seeds, in a process of its own: TensorStore goes on reading after a failure."""
     words = [sys.executable, "-m", "tests.faults.corruptions", str(folder), str(first), str(last)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_NUM_CPU_DEVICES": "2",
+        # All of these runs have the same programs.
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     done = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
     )
