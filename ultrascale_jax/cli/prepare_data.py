@@ -25,18 +25,14 @@ lists of messages as above. Without `prompt` it is what both begin with. Each ma
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import shlex
 import sys
 import tempfile
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,19 +55,12 @@ from ultrascale_jax.data.documents import (
 from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture, source_of
 from ultrascale_jax.data.remote_shards import upload_shards
+from ultrascale_jax.data.tokenizing import Tokenized, Work, load_tokenizer, tokenize
 from ultrascale_jax.storage.cache import cache_folder, name_of
 from ultrascale_jax.storage.remote import Remote, RemoteFile, asking, is_url, matching
 
-GROUP_BYTES = 1 << 20
-"""Text that a process tokenizes at once."""
-
 ROWS = {**dict.fromkeys(JSON_LINES, read_rows), ".parquet": read_parquet_rows}
 """Reader of the rows of a file that may hold conversations and pairs."""
-
-Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
-"""Tokens of a group of documents end to end, their lengths, their hashes, and of chat data which tokens are answers."""
-
-load_tokenizer = functools.cache(tokenizer.load_tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +113,12 @@ class Options:
     def kind(self) -> Literal["text", "chat", "preferences"]:
         """Return the kind of the input's rows."""
         return "preferences" if self.preferences else "chat" if self.chat else "text"
+
+    @property
+    def work(self) -> Work:
+        """Return how texts become tokens: by the trained tokenizer, or else the given one."""
+        name = str(self.folder / "tokenizer.json") if self.train_bpe else self.tokenizer
+        return Work(name, self.special_tokens, self.kind)
 
     @property
     def unit(self) -> int:
@@ -303,8 +298,7 @@ def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shar
 
 def chosen_tokenizer(args: Options) -> tokenizer.Tokenizer:
     """Load the trained tokenizer, or else the given one."""
-    name = str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
-    return load_tokenizer(name, args.special_tokens)
+    return load_tokenizer(args.work.tokenizer, args.special_tokens)
 
 
 def skip_documents(
@@ -329,7 +323,6 @@ def write_shards(
     """Write the shards after those of `index`, and the index after each; nothing before the first is complete."""
     pending: list[Tokenized] = []
     size = 0
-    rate = TokenRate(progress)
     writer = shards.IndexWriter(args.folder, index)
 
     def finish_shard() -> None:
@@ -341,19 +334,20 @@ def write_shards(
             copy_tokenizer(args)
             shard = shards.write_shard(args.folder, number, tokens, *joined, answers)
             writer.add(shard)
-        rate.tell(shards.shard_name(number), int(shard["tokens"]))
+        words = f"{shards.shard_name(number)}: {int(shard['tokens']):,} tokens"
+        progress.console.print(words, soft_wrap=True, highlight=False)
 
-    for group in tokenize(args, documents):
-        while group[1].size:
-            ends = np.cumsum(group[1])
+    for group in tokenize(args.work, documents, args.workers):
+        while group.lengths.size:
+            ends = np.cumsum(group.lengths)
             fit = int(np.searchsorted(ends, args.shard_tokens - size, side="right"))
             fit -= fit % args.unit
             fit = max(fit, 0 if pending else args.unit)  # of one that is longer than a shard
             if fit:
-                pending.append(documents_of(group, 0, fit))
+                pending.append(group.part(0, fit))
                 size += int(ends[fit - 1])
-            group = documents_of(group, fit, ends.size)
-            if group[1].size:
+            group = group.part(fit, ends.size)
+            if group.lengths.size:
                 finish_shard()
                 pending, size = [], 0
     if pending:
@@ -362,14 +356,6 @@ def write_shards(
     with writing(args):
         writer.save(complete=True)
     return shards.load_index(args.folder)
-
-
-def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
-    """The documents `first` to `last` (exclusive) of a group."""
-    tokens, lengths, hashes, counted = group
-    begin, end = int(lengths[:first].sum()), int(lengths[:last].sum())
-    counted = None if counted is None else counted[begin:end]
-    return tokens[begin:end], lengths[first:last], hashes[first:last], counted
 
 
 def tell_quoted(args: Options, progress: Progress) -> None:
@@ -392,71 +378,6 @@ def copy_tokenizer(args: Options) -> None:
     for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE)):
         if other.exists():
             shards.write_atomic(args.folder / other.name, other.read_bytes())
-
-
-class TokenRate:
-    """Says after each shard how fast tokens are made, and when the input will be done."""
-
-    def __init__(self, progress: Progress):
-        self._progress, self._begun, self._tokens = progress, time.monotonic(), 0
-
-    def tell(self, name: str, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / (time.monotonic() - self._begun)
-        task = self._progress.tasks[-1]
-        words = [f"{name}: {tokens:,} tokens", f"{rate:,.0f} tokens/s"]
-        if task.total:
-            words.append(f"{task.percentage:.0f}% of the input")
-        if task.time_remaining:
-            words.append(f"{timedelta(seconds=round(task.time_remaining))} left")
-        self._progress.console.print(", ".join(words), soft_wrap=True, highlight=False)
-
-
-def tokenize(args: Options, documents: Iterator[str]) -> Iterator[Tokenized]:
-    """The documents tokenized by several processes, in the order of the documents."""
-    waiting: deque[Future[Tokenized]] = deque()
-    with ProcessPoolExecutor(
-        args.workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=use_one_thread,
-    ) as pool:
-        for texts in groups(documents):
-            waiting.append(pool.submit(tokenize_group, args, texts))
-            if len(waiting) > 2 * args.workers:  # bounds the text that is held
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def use_one_thread() -> None:
-    """The processes are the parallelism: the tokenizer of each must not start threads as well."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def tokenize_group(args: Options, texts: list[str]) -> Tokenized:
-    """Work of one process: a group of documents, or of rendered chat or pairs."""
-    own, kind = chosen_tokenizer(args), args.kind
-    hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
-    if kind == "preferences":
-        hashes = np.repeat(hashes, 2)
-        texts = [part for text in texts for part in text.split(preferences.NEXT)]
-    if kind != "text":
-        tokens, lengths, answers = chat.encode_conversations(own, texts)
-        return tokens, lengths, hashes, answers
-    return *tokenizer.encode_documents(own, texts), hashes, None
-
-
-def groups(documents: Iterator[str]) -> Iterator[list[str]]:
-    """Documents in lists of about `GROUP_BYTES` characters."""
-    group, size = [], 0
-    for text in documents:
-        group.append(text)
-        size += len(text)
-        if size >= GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def read_documents(
