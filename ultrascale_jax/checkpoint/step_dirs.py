@@ -1,5 +1,6 @@
 """List a run's checkpoints on disk, read their metadata, and put damaged ones aside."""
 
+import errno
 import glob
 import hashlib
 import json
@@ -54,7 +55,7 @@ def files(place: Path) -> dict[str, int]:
     """Return the files of the checkpoint at `place`, as `a/b`, and their sizes in bytes, in order.
 
     Raises `Damaged` for a link or anything else that is neither file nor folder, and where a file is missing without
-    which no reader can find the arrays.
+    which no reader can find the arrays; and `PermissionError` for a file that this user may not read.
     """
     sizes: dict[str, int] = {}
     folders = [place]
@@ -64,6 +65,8 @@ def files(place: Path) -> dict[str, int]:
             if stat.S_ISDIR(status.st_mode):
                 folders.append(path)
             elif stat.S_ISREG(status.st_mode):
+                if not os.access(path, os.R_OK, effective_ids=True):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
                 sizes[name] = status.st_size
             else:
                 raise Damaged(
