@@ -189,7 +189,7 @@ COMMANDS = [
     ),
     (
         "train debug --train.init-from hf:hf --log.run-dir u --data.tokenizer bpe/tokenizer.json",
-        "is another tokenizer than hf/tokenizer.json, .*; leave it out",
+        "is another tokenizer than .*hf/tokenizer.json, .*; leave it out",
         "train debug --train.init-from hf:hf --log.run-dir u --print-config",
     ),
     (

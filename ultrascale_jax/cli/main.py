@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 
 import ultrascale_jax
-from ultrascale_jax.cli.command_line import user_errors
+from ultrascale_jax.cli.errors import user_errors
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
