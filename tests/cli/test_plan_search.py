@@ -106,7 +106,6 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
         (["--fixed", "tensor=2"], "fixed='tensor=2'"),
         (["--fixed", "tp=3"], "fixed='tp=3': nothing is legal on 8 GPUs"),
         (["--fixed", ""], "fixed=''"),
-        (["--mesh", "fsdp=8"], "mesh='fsdp=8': the search chooses it"),
         (["--fixed", "schedule=gpipe"], "fixed='schedule=gpipe': schedule is one of afab"),
         (["--top", "0"], "top=0"),
         (["--compile", "-1"], "compile=-1"),

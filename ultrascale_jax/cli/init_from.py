@@ -23,7 +23,7 @@ def bring_back(cfg: Config) -> bool:
 
     def bring() -> bool:
         copies = Copies(cfg.checkpoint.store)
-        found = bool(copies.steps()[0])
+        found = bool(copies.steps())
         if found:
             copies.fetch_beside(Path(cfg.log.run_dir))
         return found
