@@ -14,6 +14,7 @@ from ultrascale_jax.figures.figure import (
     grid,
     legend,
     number,
+    resize,
     rows_of,
 )
 from ultrascale_jax.figures.palette import (
@@ -134,6 +135,9 @@ class Areas(Figure):
             if len(row) != len(self.starts):
                 raise ValueError(f"{len(row)} sizes of {len(self.starts)} points")
 
+    height = 4.2
+    """Height of the picture in inches."""
+
     @property
     def peak(self) -> int:
         """The column with the highest stack."""
@@ -152,7 +156,7 @@ class Areas(Figure):
 
     def paint(self, canvas: Any) -> None:
         (ax,) = grid(canvas, 1, 3.6, 1)
-        canvas.set_size_inches(10.5, 4.2)
+        resize(canvas, 10.5, self.height)
         highest = max(map(max, self.parts.values()), default=0.0)
         look = colours([part for part, row in self.parts.items() if max(row) > INVISIBLE * highest])
         at = [*self.starts, self.end]

@@ -92,13 +92,19 @@ def grid(
     """Make `count` axes in rows of `columns`; `share` as matplotlib's sharey, `widths` relative, of a single row."""
     columns = min(columns, count)
     rows = -(-count // columns)
-    canvas.set_size_inches(10.5 if count > 1 else 8, 0.6 + height * rows)
+    resize(canvas, 10.5 if count > 1 else 8, 0.6 + height * rows)
     axes = canvas.subplots(
         rows, columns, sharey=share, squeeze=False, width_ratios=widths if rows == 1 else None
     ).ravel()
     for spare in axes[count:]:
         spare.remove()
     return list(axes[:count])
+
+
+def resize(canvas: Any, width: float, height: float) -> None:
+    """Give `canvas` so many inches, unless it is a part of a larger one."""
+    if canvas is canvas.get_figure(root=True):
+        canvas.set_size_inches(width, height)
 
 
 def rows_of(ax: Any, names: Sequence[str], xlabel: str, *, lines: bool = True) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, Table, check_numbers, legend, rows_of
+from ultrascale_jax.figures.figure import Figure, Table, check_numbers, legend, resize, rows_of
 from ultrascale_jax.figures.palette import LOOP, kind_colours
 
 FINEST = 50_000
@@ -51,6 +51,11 @@ class Streams(Figure):
         return chosen if loops and chosen[1] > chosen[0] else None
 
     @property
+    def height(self) -> float:
+        """Height of the picture in inches."""
+        return 0.6 + (1 + bool(self.detail)) * (0.7 + 0.42 * len(self.streams))
+
+    @property
     def colours(self) -> dict[str, str]:
         every = (e.kind for events in self.streams.values() for e in events)
         return kind_colours(list(dict.fromkeys(every)))
@@ -72,7 +77,7 @@ class Streams(Figure):
     def paint(self, canvas: Any) -> None:
         """Draw the whole step, and below it the part that is shown operation by operation."""
         windows = [(0.0, self.step_s)] + ([self.detail] if self.detail else [])
-        canvas.set_size_inches(10.5, 0.6 + len(windows) * (0.7 + 0.42 * len(self.streams)))
+        resize(canvas, 10.5, self.height)
         axes = canvas.subplots(len(windows), 1, squeeze=False).ravel()
         look = self.colours
         for ax, window in zip(axes, windows, strict=True):

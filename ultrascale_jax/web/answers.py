@@ -9,9 +9,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ultrascale_jax.cli.plan_commands import memory, search
-from ultrascale_jax.cli.plan_commands.common import planned
-from ultrascale_jax.cli.plan_commands.words import machine_words, words
+from ultrascale_jax.cli.plan_commands.memory import find_hint
+from ultrascale_jax.cli.plan_commands.words import machine_words, train_command, words
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.figures.palette import OWN, colours
 from ultrascale_jax.plan.auto import choose_auto
@@ -19,6 +18,7 @@ from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.placement import place
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import GPUS, Cluster
+from ultrascale_jax.plan.report.memory import MemoryReport
 from ultrascale_jax.plan.search.search_space import divisors
 from ultrascale_jax.plan.workload import Run, group
 from ultrascale_jax.web.fields import FIELDS, Asked, Bases, State, rest_of
@@ -77,14 +77,15 @@ class Answers:
         with self._lock, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cfg, why = choose_auto(asked.cfg, cluster, must_fit=False)
-            run = planned(cfg, asked.options)
-            summary = memory.summarize(cfg, asked.options, cluster, meshes=False)
-        step = estimate(run, cluster, peak_bytes=summary["peak_bytes"])
+            run = Run.of(cfg, asked.options.gpus)
+            hint, hint_bytes = find_hint(cfg, asked.options, cluster, meshes=False)
+            held = MemoryReport.of(run, cluster, hint=hint, hint_bytes=hint_bytes)
+        step = estimate(run, cluster, peak_bytes=held.peak_bytes)
         return {
             "state": asked.state,
-            "memory": summary,
+            "memory": held.asdict(),
             "step": step.summary() | {"tokens": run.step_tokens, "sequences": run.sequences},
-            "colours": colours_of(summary["parts"]) | colours_of(step.parts),
+            "colours": colours_of(held.parts) | colours_of(step.parts),
             "parameters": run.shape.num_params,
             "experts": run.shape.experts is not None,
             "chosen": {"train.remat": run.remat, "train.microbatches": str(run.microbatches)},
@@ -111,7 +112,7 @@ class Answers:
         with self._lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cfg, _ = choose_auto(asked.cfg, asked.cluster, must_fit=False)
-            run = planned(cfg, asked.options)
+            run = Run.of(cfg, asked.options.gpus)
         return {"parts": breakdown(run).parts} | estimate(run, asked.cluster).summary()
 
 
@@ -186,7 +187,7 @@ def commands(asked: Asked, cfg: Config) -> dict[str, str]:
         return shlex.join(["ultrascale", "plan", verb, *words(asked.recipe, of), *machine])
 
     return {
-        "train": search.train(asked.recipe, cfg),
+        "train": train_command(asked.recipe, cfg),
         "memory": plan("memory", cfg),
         "compile": plan("compile", cfg),
         "serve": plan("serve", asked.cfg),

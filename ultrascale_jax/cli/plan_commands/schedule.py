@@ -21,6 +21,7 @@ from ultrascale_jax.parallel.pipeline.from_costs import from_costs
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
 from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.report.layout import table
 
 WHEN = {
     "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
@@ -242,15 +243,15 @@ def _every_schedule(
 def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> Table:
     """Return the table of all schedules; one that does not exist for the numbers has an empty row."""
     numbers = ("v", "ticks", "formula", "lock step", "dependencies", "in flight", "W queue")
-    table = output.table(["schedule"], numbers)
-    table.title = title
+    made = table(["schedule"], numbers)
+    made.title = title
     for name, row in found:
         if isinstance(row, str):
-            table.add_row(name)
+            made.add_row(name)
             continue
         bubble = row["bubble"]
         percents = [f"{bubble[n]:.1%}" for n in ("lockstep", "dependencies")]
         formula = "" if bubble["formula"] is None else f"{bubble['formula']:.1%}"
         held = (f"{max(row[n]) / row['virtual']:g}" for n in ("in_flight", "w_queue"))
-        table.add_row(name, str(row["virtual"]), str(row["ticks"]), formula, *percents, *held)
-    return table
+        made.add_row(name, str(row["virtual"]), str(row["ticks"]), formula, *percents, *held)
+    return made

@@ -161,9 +161,10 @@ const SPEED = [
   ["MFU", ({ mfu }) => percent(mfu)],
 ];
 
-function verdict({ fits, usable_bytes, peak_bytes }) {
+function verdict({ verdict, usable_bytes, peak_bytes }) {
   const left = usable_bytes - peak_bytes;
-  return element("span", fits ? `fits, ${gib(left)} GiB left` : `does not fit, ${gib(-left)} GiB short`, fits ? "good" : "bad");
+  const space = left < 0 ? `${gib(-left)} GiB short` : `${gib(left)} GiB left`;
+  return element("span", `${verdict}, ${space}`, verdict === "fits" ? "good" : "bad");
 }
 
 function showSummary() {
@@ -171,7 +172,7 @@ function showSummary() {
   fillTable(byId("summary"), ["", "parameters", "memory of one GPU", "", ...SPEED.map(([name]) => name), "waits for links"], answers.map(({ state, memory, step, parameters }, n) => [
     `${n ? "kept: " : ""}${state.recipe} on ${whole(step.gpus)} x ${step.gpu}`, `${number(parameters / 1e9)} B`, `${gib(memory.peak_bytes)} GiB`, verdict(memory), ...SPEED.map(([, say]) => say(step)), waits(step),
   ]));
-  const { fits, hint, hint_bytes, peak_bytes } = answers[0].memory, words = hint.split(/\s+/);
+  const { verdict: fit, hint, hint_bytes, peak_bytes } = answers[0].memory, words = hint.split(/\s+/), fits = fit === "fits";
   byId("hint").replaceChildren();
   if (!hint) byId("hint").textContent = fits ? "" : "On this mesh nothing is enough; let the search find another.";
   else if (!fits || hint_bytes > peak_bytes) {
@@ -246,7 +247,7 @@ function showSweep(plan, { over, points, colours, error }) {
     const name = button(point.value, () => take(point.change));
     name.classList.toggle("current", point.value === current);
     if (point.error) return [name, "", "", ...SPEED.map(() => ""), point.error.text];
-    return [name, bar(point.parts, colours, most, gib, point.usable_bytes), gib(point.peak_bytes), ...SPEED.map(([, say]) => say(point)), element("span", `${point.label}${point.fits ? "" : ": does not fit"}`, ...(point.fits ? [] : ["bad"]))];
+    return [name, bar(point.parts, colours, most, gib, point.usable_bytes), gib(point.peak_bytes), ...SPEED.map(([, say]) => say(point)), element("span", `${point.label}: ${point.verdict}`, ...(point.verdict === "fits" ? [] : ["bad"]))];
   }), ["memory", "configuration"]);
 }
 
@@ -272,10 +273,10 @@ async function suggest() {
   try {
     const found = await ask("suggest", { ...changes, keep: byId("pinned").value });
     if (found.error) throw new Error(found.error.text);
-    const rows = found.rows.filter((row) => row.section === found.rows[0].section), best = rows.find((row) => row.verdict === "best");
+    const rows = found.rows.filter((row) => row.section === found.rows[0].section), best = rows.find((row) => row.why.startsWith("best"));
     byId("progress").textContent = `${found.answer} (${Object.entries(found.counts).map(([name, n]) => `${whole(n)} ${name}`).join(", ")})`;
     fillTable(byId("found"), ["configuration", "GiB", ...SPEED.map(([name]) => name), "", "verdict"], rows.map((row) => [
-      row.label, row.peak_gib.toFixed(1), ...SPEED.map(([, say]) => say(row)), button("Show", () => take(row.state)), row.verdict,
+      row.label, gib(row.peak_bytes), ...SPEED.map(([, say]) => say(row)), button("Show", () => take(row.state)), row.why,
     ]), ["verdict"]);
     if (best) take(best.state);
   } catch (error) {
