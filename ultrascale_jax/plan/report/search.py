@@ -143,8 +143,9 @@ class SearchReport:
         columns = ("mbs", "micro", "zero", "remat", "schedule", "GiB", "step s", "tok/s/GPU", "MFU")
         shown = ("mesh", *columns, "source") if wide else ("configuration", "GiB", "tok/s/GPU")
         made = Table(*shown, "verdict")
-        made.columns[0].overflow = "fold"  # a policy by name is one long word
         for column in made.columns:
+            if column.header in ("configuration", "remat", "mesh"):
+                column.overflow = "fold"  # a policy by name is one long word
             if column.header in columns[5:]:
                 column.justify, column.no_wrap = "right", True
         section = self.rows[0].section
