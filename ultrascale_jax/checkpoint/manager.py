@@ -53,7 +53,7 @@ MOST_FAILURES = 3
 """Saves in a row that may fail before a run ends."""
 
 type Accept = Callable[[dict, object], list[str]]
-"""Takes the metadata of a checkpoint and its place; returns lines for the user. Raises `UserError` for another run's."""
+"""Takes the metadata of a checkpoint and its place; returns lines for the user, raises `UserError` for another run."""
 
 
 class SaveFailed(UserError):
