@@ -38,7 +38,6 @@ from ultrascale_jax.kernels.document_classes import max_documents
 from ultrascale_jax.launch.sigterm import SigtermListener
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.describe import parallelism
-from ultrascale_jax.training.flops import flops_per_token
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
 from ultrascale_jax.training.setup import fit_documents, fit_loaders

@@ -104,12 +104,14 @@ class Options:
     """Options of a command that runs a recipe, beside the configuration."""
 
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
-    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: the fastest by formula
-    of all meshes that fit."""
+    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: what
+    `plan search` recommends by formula, with ZeRO stage, schedule, micro-batches and recomputation unless named."""
     fake_devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
     """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
+    named: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """The options that the command line has: what they set is not chosen."""
 
     def __post_init__(self):
         inside = self.fake_devices is None or 1 <= self.fake_devices <= MOST_FAKE_DEVICES
@@ -169,9 +171,9 @@ def parse[O: Options](
         return read(form, arguments, prog=prog_of, description=description, default=values)
 
     with user_errors(patience_s=PATIENCE_S):
-        named = bool(argv) and not argv[0].startswith("-")
-        arguments = _with_auto(argv[1:] if named else argv)
-        recipe = load_recipe(argv[0] if named else DEFAULT_RECIPE)
+        has_recipe = bool(argv) and not argv[0].startswith("-")
+        arguments = _with_auto(argv[1:] if has_recipe else argv)
+        recipe = load_recipe(argv[0] if has_recipe else DEFAULT_RECIPE)
         if (mesh := _mesh_argument(arguments)) not in (None, "auto"):
             recipe = dataclasses.replace(recipe, mesh=MeshConfig.parse(mesh))
         command = read_over(recipe)
@@ -185,6 +187,7 @@ def parse[O: Options](
             cfg, chosen = command.config, command.options
             train = dataclasses.replace(cfg.train, init_from=source.train.init_from)
             cfg = dataclasses.replace(cfg, train=train)
+        chosen = dataclasses.replace(chosen, named=named(arguments))
         free = chosen.mesh != "auto" or cfg.mesh == recipe.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
@@ -213,6 +216,13 @@ def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
             # Unchecked, as a part may need other fields that `arguments` set: what tyro makes of all is checked.
             object.__setattr__(model, name, part())
     return dataclasses.replace(cfg, model=model)
+
+
+def named(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the options in `arguments`, as errors spell them; a mesh that is to be chosen is none."""
+    options = [a.partition("=")[0].removeprefix("--") for a in arguments if a.startswith("--")]
+    names = dict.fromkeys(option.replace("-", "_") for option in options)
+    return tuple(name for name in names if name != "mesh" or _mesh_argument(arguments) != "auto")
 
 
 def _mesh_argument(arguments: Sequence[str]) -> str | None:
