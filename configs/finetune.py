@@ -1,4 +1,4 @@
-"""Fine-tuning of a model that exists: `--train.init-from` or `ultrascale convert-hf import` replace the model here.
+"""Fine-tuning of a model that exists: `--train.init-from` replaces the model here.
 
 A low rate, as for a model that has learned already, with checkpoints and evaluations every 100 steps.
 """

@@ -2,7 +2,7 @@
 
 A batch of 32 sequences (4 M tokens), in as few micro-batches as fit: GPUs of 80 GB take one sequence a node at a time.
 The GPUs of a node exchange heads for sequence.
-It is the stage that stretches 8,192 tokens to 131,072, from a checkpoint of `ultrascale convert-hf import`. Attention
+It is the stage that stretches 8,192 tokens to 131,072, by `--train.init-from`. Attention
 crosses documents, as in arXiv 2504.06214: it is then plain causal, without a mask, and every sequence shows the model
 all distances; positions that restart show only those inside a document.
 """

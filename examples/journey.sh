@@ -103,7 +103,7 @@ title "5. Resume on another mesh"
 ultrascale "${TRAIN[@]}" --mesh fsdp=4,tp=2
 
 title "6. Adapters on conversations, on a third mesh"
-ultrascale convert-hf export out/base hf/base --dtype float32
+ultrascale convert-hf out/base hf/base --dtype float32
 cp tokenizer/chat_template.jinja hf/base/
 ultrascale train finetune --train.init-from hf:hf/base --fake-devices 8 --mesh fsdp=2,sp=2,cp=2 --log.run-dir out/tuned \
     --train.lora rank=16 --optim.lr 1e-2 --data.source tokens:shards/talks --data.seq-len 64 --train.steps "$TUNE_STEPS" \
@@ -115,8 +115,8 @@ for model in hf/base out/tuned; do
 done
 
 title "8. Export: merged, and as adapters for PEFT"
-ultrascale convert-hf export out/tuned hf/tuned --dtype float32
-ultrascale convert-hf export out/tuned hf/peft --dtype float32 --adapters
+ultrascale convert-hf out/tuned hf/tuned --dtype float32
+ultrascale convert-hf out/tuned hf/peft --dtype float32 --adapters
 
 title "9. Load it in transformers"
 "$PYTHON" - <<'EOF'

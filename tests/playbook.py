@@ -193,9 +193,9 @@ def bubble(schedule: str, p: int, m: int, v: int = 1) -> float:
     return (p - 1) / rounds[schedule]
 
 
-def block_params(h: int, *, gated: bool = True) -> int:
-    """Parameters of a layer with h_ff = 4 h: 16 h^2 gated, 12 h^2 without; appendix A2."""
-    return (16 if gated else 12) * h * h
+def block_params(h: int) -> int:
+    """Parameters of a layer with h_ff = 4 h and a gate: 16 h^2; appendix A2."""
+    return 16 * h * h
 
 
 def flops(params: float, layers: int, h: int, s: int) -> float:

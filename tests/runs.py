@@ -10,10 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tests.faults.inject import Fault, FaultPlan, injected
+from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
 from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import NO_DATA, config_text, describe
 from ultrascale_jax.config import Config
+from ultrascale_jax.data.tokenizer import load_tokenizer
+from ultrascale_jax.huggingface import checkpoint
+from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import TrainState, abstract_state
+from ultrascale_jax.train_step.state import TrainState, abstract_state, fresh_state
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
 
@@ -28,6 +33,28 @@ def change(cfg: Config, **sections: dict[str, Any]) -> Config:
 
 def in_folder(cfg: Config, folder: Path) -> Config:
     return change(cfg, log={"run_dir": str(folder)})
+
+
+def with_model(cfg: Config, hf_dir: Path) -> Config:
+    """`cfg` with the model of a Hugging Face folder, and its tokenizer if it brings one."""
+    cfg = dataclasses.replace(cfg, model=read_config(hf_dir))
+    if (hf_dir / "tokenizer.json").is_file():
+        cfg = change(cfg, data={"tokenizer": f"{cfg.log.run_dir}/tokenizer.json"})
+    return cfg
+
+
+def imported(cfg: Config, hf_dir: Path, mesh: Mesh) -> None:
+    """Make `cfg.log.run_dir` a run at step 0 with the parameters of `hf_dir`, whose model `cfg` has."""
+    with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
+        params = checkpoint.load(hf_dir, abstract_state(cfg, mesh).params)
+        state = jax.jit(fresh_state, static_argnums=0)(cfg, params)
+        tokenizer = ""
+        if (hf_dir / "tokenizer.json").is_file():
+            path = str(hf_dir / "tokenizer.json")
+            tokenizer = load_tokenizer(path, cfg.data.special_tokens).fingerprint
+        bring_files(Path(cfg.log.run_dir), files(Source(hf_dir, True)))
+        (Path(cfg.log.run_dir) / "config.json").write_text(config_text(cfg))
+        checkpoints.save(state, describe(cfg, 0, NO_DATA + tokenizer), wait=True)
 
 
 def mesh_of(cfg: Config) -> Mesh:

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
     from ultrascale_jax.plan.hardware import find_cluster
+    from ultrascale_jax.plan.model_shape import ModelShape as Shape
     from ultrascale_jax.plan.workload import Run
     from ultrascale_jax.sharding.manual import smap
     from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
     from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import train
-    from ultrascale_jax.training.model_shape import ModelShape as Shape
     from ultrascale_jax.training.setup import make_loader
 
 __version__ = "0.1.0"
@@ -125,7 +125,7 @@ _HOME = {
     "train_step.state": "TrainState abstract_state init_state",
     "train_step.step": "make_train_step",
     "training.loop": "train",
-    "training.model_shape": "Shape",
+    "plan.model_shape": "Shape",
     "training.setup": "make_loader",
 }
 """Public names by the module that has them."""

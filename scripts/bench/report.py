@@ -20,7 +20,7 @@ from ultrascale_jax import __version__
 from ultrascale_jax.cli import output
 from ultrascale_jax.config import Config
 from ultrascale_jax.launch.run_files import write_atomic
-from ultrascale_jax.training.flops import flops_per_token, mfu
+from ultrascale_jax.plan.flops import flops_per_token, mfu
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 

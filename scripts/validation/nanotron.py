@@ -19,9 +19,9 @@ from ultrascale_jax.plan.formulas.layer_time import LayerTime
 from ultrascale_jax.plan.formulas.memory import Breakdown
 from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Group, Run
-from ultrascale_jax.training.model_shape import ModelShape
 
 SEQ_LEN = 4096
 """Of every run of the benchmark, in tokens."""
@@ -169,7 +169,7 @@ def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) ->
     activations = {
         "activations: norms": a_layer * 4 * shape.d_model,
         "activations: attention": a_layer * heads,
-        "activations: mlp": a_layer * (4 if shape.gated else 2) * shape.d_ff,
+        "activations: mlp": 4 * a_layer * shape.d_ff,
     }
     in_flight = min(run.microbatches, mesh.pp - rank)
     one = sum(activations.values())

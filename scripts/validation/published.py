@@ -31,8 +31,8 @@ from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run, group
-from ultrascale_jax.training.model_shape import ModelShape
 from ultrascale_jax.units import GIB
 
 PRECISIONS = ("bf16", "fp32", "fp8")
@@ -127,7 +127,10 @@ def _shape(line: dict[str, str]) -> ModelShape:
         require(isinstance(model, ModelConfig), "shape", name, fix)
         return ModelShape.of(model)
     sizes: dict[str, Any] = {name: count(name, line[name]) for name in SIZES}
-    return ModelShape(**sizes, gated=count("gated", line["gated"], 0, 1) == 1)
+    if not count("gated", line["gated"], 0, 1):
+        # The planner counts three matrices of a feed-forward layer: as many parameters as two that are 3/2 as wide.
+        sizes["d_ff"] = 64 * round(sizes["d_ff"] * 2 / 3 / 64)
+    return ModelShape(**sizes)
 
 
 def predict(row: Row) -> Prediction:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.step_dirs import (
     METADATA,
+    Damaged,
     check_path,
     metadata,
     quarantine,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,22 +14,15 @@ import tokenizers
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from tests import runs
 from tests.tokenizers import write_tokenizer
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import metadata
-from ultrascale_jax.cli import command_line, train
-from ultrascale_jax.cli.convert_hf import (
-    Export,
-    export_checkpoint,
-    import_checkpoint,
-    main,
-    notes,
-    tokenizer_files,
-    train_command,
-    with_model,
-)
+from ultrascale_jax.cli import train
+from ultrascale_jax.cli.convert_hf import Options, export_checkpoint, main, tokenizer_files
+from ultrascale_jax.cli.init_from import notes
 from ultrascale_jax.cli.models import load_huggingface
 from ultrascale_jax.config import (
     CheckpointConfig,
@@ -38,7 +30,6 @@ from ultrascale_jax.config import (
     DataConfig,
     LogConfig,
     MeshConfig,
-    RopeScaling,
     TrainConfig,
     UserError,
 )
@@ -70,8 +61,8 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
         train=TrainConfig(precision=precision),
         log=LogConfig(run_dir=str(run_dir)),
     )
-    cfg = with_model(cfg, hf_dir).check(num_devices)
-    import_checkpoint(hf_dir, cfg, mesh)
+    cfg = runs.with_model(cfg, Path(hf_dir)).check(num_devices)
+    runs.imported(cfg, Path(hf_dir), mesh)
     return cfg, mesh
 
 
@@ -86,11 +77,11 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
         pytest.param("deepseek_v3", {"fsdp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.wide),
     ],
 )
-def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
+def test_a_run_gives_the_checkpoint_back_that_it_began_with(tmp_path, family, sizes):
     folder, run_dir, out = FIXTURES / family, tmp_path / "run", tmp_path / "out"
     imported(folder, run_dir, **sizes)
     export_checkpoint(
-        Export(run_dir=str(run_dir), hf_dir=str(out), dtype="float32"), mesh_of(fsdp=2)[0]
+        Options(run_dir=str(run_dir), hf_dir=str(out), dtype="float32"), mesh_of(fsdp=2)[0]
     )
     assert read_config(out) == read_config(folder)
     original = {}
@@ -106,7 +97,7 @@ def test_import_and_export_give_the_checkpoint_back(tmp_path, family, sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.wide), "fp16"])
-def test_an_imported_run_stands_at_step_0_with_fresh_moments(tmp_path, precision):
+def test_a_run_of_a_checkpoint_stands_at_step_0_with_fresh_moments(tmp_path, precision):
     cfg, mesh = imported(FIXTURES / "llama3", tmp_path / "run", precision, fsdp=2)
     with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
         assert checkpoints.latest == 0
@@ -149,17 +140,10 @@ def with_tokenizer(folder, files=FILES):
 
 
 @pytest.mark.slow
-def test_tokenizer_and_token_ids_travel_along_and_the_printed_command_fine_tunes(
-    tmp_path, monkeypatch, capsys
-):
+def test_tokenizer_and_token_ids_are_those_of_the_checkpoint(tmp_path, monkeypatch):
     folder = with_tokenizer(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
-    main(["import", "hf", "run", "--data.seq-len", "1024"])
-    *notes, told, command = capsys.readouterr().out.splitlines()
-    assert "knows 512 positions" in notes[0] and "pad_token_id=3" in notes[1]
-    assert told.startswith("run is a run at step 0")
-    cfg, _ = command_line.parse(shlex.split(command)[2:], prog="test", options=train.Options)
-    assert cfg.data.tokenizer == "run/tokenizer.json" and cfg.optim.lr <= 1e-4
+    imported("hf", "run", fsdp=2)
     Path("own.json").write_text(word_tokenizer("a", "b", "</s>"))
     meta = metadata(tmp_path / "run" / "checkpoints" / "0")
     saved = config_from_dict(meta["config"])
@@ -172,7 +156,7 @@ def test_tokenizer_and_token_ids_travel_along_and_the_printed_command_fine_tunes
     allow = CheckpointConfig(allow_change=("data.tokenizer",))
     free = dataclasses.replace(free, checkpoint=allow)
     assert len(check_same_run(meta, free, "data", "run/0", tokenizer=other)) == 1
-    export_checkpoint(Export(run_dir="run", hf_dir="out"), mesh_of(fsdp=2)[0])
+    export_checkpoint(Options(run_dir="run", hf_dir="out"), mesh_of(fsdp=2)[0])
     for place in (tmp_path / "run", tmp_path / "out"):
         assert {name: (place / name).read_text() for name in FILES} == FILES
         assert not (place / "modeling_evil.py").exists()
@@ -240,50 +224,8 @@ def test_servers_are_told_every_token_that_ends_an_answer(tmp_path):
         assert generation() == own | {"eos_token_id": expected}
 
 
-@pytest.mark.slow
-def test_a_run_that_has_begun_is_not_imported_over(tmp_path):
-    imported(FIXTURES / "llama3", tmp_path / "run", fsdp=2)
-    with pytest.raises(ValueError, match=r"run_dir=.*has checkpoints already"):
-        imported(FIXTURES / "qwen3", tmp_path / "run", fsdp=2)
-
-
-@pytest.mark.slow
-def test_the_printed_command_names_every_field_that_the_recipe_lacks(capsys):
-    for family in ("qwen3", "qwen2", "olmo2", "deepseek_v3"):
-        cfg = with_model(demo, FIXTURES / family)
-        command = shlex.split(train_command(demo, cfg, ["demo", "--log.run-dir", "a b"]))
-        assert command[:5] == ["ultrascale", "train", "demo", "--log.run-dir", "a b"]
-        words = [*command[2:], "--print-config"]
-        with pytest.raises(SystemExit, match="0"):
-            command_line.parse(words, prog="test", options=train.Options)
-        printed = json.loads(capsys.readouterr().out)
-        assert printed["model"] == json.loads(json.dumps(dataclasses.asdict(cfg.model)))
-    alone = subprocess.run(
-        [sys.executable, "-m", "ultrascale_jax", "train", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(alone.stdout) == printed
-
-
-def test_a_part_of_the_model_is_changed_or_added_by_flags_but_removed_by_another_recipe():
-    cfg = with_model(demo, FIXTURES / "llama3")
-    scaled = dataclasses.replace(demo.model, rope_scaling=RopeScaling(factor=32.0))
-    recipe = dataclasses.replace(demo, model=scaled)
-    command = train_command(recipe, cfg, [])
-    assert "--model.rope-scaling.factor 8.0" in command and "#" not in command
-    words = shlex.split(train_command(demo, cfg, ["demo"]))[3:]
-    assert command_line.parse(words, prog="test")[0].model == cfg.model
-    assert "# with a recipe whose model.rope_scaling is None" in train_command(recipe, demo, [])
-    deepseek = with_model(demo, FIXTURES / "deepseek_v3")
-    lost = "model.rope_scaling is None and model.experts is None and model.latent is None"
-    assert f"# with a recipe whose {lost}" in train_command(deepseek, demo, [])
-
-
 @pytest.mark.wide
-def test_the_commands_import_go_on_training_and_export(tmp_path):
+def test_the_commands_begin_with_a_checkpoint_train_and_write_one(tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
 
     def command(*words):
@@ -295,16 +237,15 @@ def test_the_commands_import_go_on_training_and_export(tmp_path):
             check=True,
         ).stdout
 
-    printed = command(
-        *("convert-hf", "import", str(FIXTURES / "qwen3"), str(run_dir), "demo"),
-        *("--fake-devices", "2", "--train.global-batch", "2", "--data.seq-len", "64"),
+    command(
+        *("train", "demo", "--train.init-from", f"hf:{FIXTURES / 'qwen3'}"),
+        *("--log.run-dir", str(run_dir), "--data.seq-len", "64", "--train.steps", "2"),
+        *("--fake-devices", "2", "--train.global-batch", "2", "--train.eval-batches", "1"),
         *("--optim.warmup-steps", "0"),
     )
-    words = shlex.split(printed.splitlines()[-1])[2:]
-    command("train", *words, "--train.steps", "2", "--train.eval-batches", "1")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "lr" in row] == [1, 2]
-    command("convert-hf", "export", str(run_dir), str(out), "--fake-devices", "2")
+    command("convert-hf", str(run_dir), str(out), "--fake-devices", "2")
     before = load_file(FIXTURES / "qwen3" / "model.safetensors")
     after = load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
@@ -315,10 +256,9 @@ def test_the_commands_import_go_on_training_and_export(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["import"], "write ultrascale convert-hf import HF_DIR RUN_DIR"),
-        (["import", "only-one"], "write ultrascale convert-hf import HF_DIR RUN_DIR"),
-        (["import", "absent", "run"], "no such file"),
-        (["export", "absent", "out"], "holds no config.json"),
+        (["only-one"], "HF_DIR"),
+        (["absent", "out"], "holds no config.json"),
+        ([str(FIXTURES / "llama3"), "out"], "ultrascale train finetune --train.init-from hf:"),
     ],
 )
 def test_what_cannot_be_done_ends_with_one_line_and_code_2(
@@ -332,13 +272,15 @@ def test_what_cannot_be_done_ends_with_one_line_and_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_oddities_of_a_folder_are_told_by_the_import_and_where_a_model_is_read(tmp_path, capsys):
+def test_oddities_of_a_folder_are_told_where_a_run_begins_and_where_a_model_is_read(
+    tmp_path, capsys
+):
     folder = tmp_path / "hf"
     shutil.copytree(FIXTURES / "llama3", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"ep_size": 1}))
     note = "note: config.json has ['ep_size'], which mean nothing to llama"
-    assert note in notes(with_model(demo, folder), folder)
+    assert note in notes(runs.with_model(demo, folder), folder)
     mesh, num_devices = mesh_of(dp=1)
     cfg = Config(model=read_config(folder), mesh=MeshConfig.of(dp=1)).check(num_devices)
     load_huggingface(folder, cfg, mesh)
@@ -346,7 +288,7 @@ def test_oddities_of_a_folder_are_told_by_the_import_and_where_a_model_is_read(t
 
 
 def broken(folder, damage):
-    """A Hugging Face folder that cannot be imported into `demo`, whose text is bytes."""
+    """A Hugging Face folder with which `demo`, whose text is bytes, cannot begin."""
     shutil.copytree(FIXTURES / "llama3", folder)
     config = json.loads((folder / "config.json").read_text())
     if damage == "layers":
@@ -384,44 +326,15 @@ def broken(folder, damage):
         ("tokenizer link", "link out of the checkpoint's folder"),
     ],
 )
-def test_an_import_that_is_refused_says_so_in_one_line_and_leaves_nothing(
+def test_a_checkpoint_that_a_run_cannot_begin_with_is_refused_in_one_line(
     tmp_path, capsys, damage, said
 ):
     """Row 23."""
     broken(tmp_path / "hf", damage)
+    words = ["--train.init-from", f"hf:{tmp_path / 'hf'}", "--log.run-dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit, match="2"):
-        main(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "demo", "--mesh", "fsdp=8"])
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and said in errors and errors.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_an_import_into_a_path_that_orbax_cannot_read_is_refused_and_leaves_nothing(
-    tmp_path, capsys
-):
-    with pytest.raises(SystemExit, match="2"):
-        main(
-            [
-                "import",
-                str(FIXTURES / "llama3"),
-                str(tmp_path / "a[1]"),
-                "demo",
-                "--fake-devices",
-                "8",
-            ]
-        )
-    assert capsys.readouterr().err.startswith("error: log.run_dir=")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_command_the_usage_is_shown(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "convert-hf import HF_DIR RUN_DIR" in capsys.readouterr().out
-
-
-def test_the_help_of_import_lists_the_options_of_a_run(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["import", "--help"])
-    said = capsys.readouterr().out
-    assert "import HF_DIR RUN_DIR [RECIPE]" in said and "--data.source" in said
+        train.main(["demo", *words, "--mesh", "fsdp=8"])
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith("error: ") and said in errors[-1], errors
+    assert not any("Traceback" in line for line in errors)
+    assert not (tmp_path / "run/checkpoints/0").exists()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tests import runs
 from tests.faults.tiny import config as tiny
 from tests.runs import change, run
 from tests.tokenizers import write_tokenizer
-from ultrascale_jax.cli import convert_hf
 from ultrascale_jax.cli.evaluate import main, read_questions
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, UserError
+from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, TrainConfig, UserError
 from ultrascale_jax.data.held_out import ALL
 from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.sources import open_sources
@@ -48,8 +48,14 @@ def folder(tmp_path_factory):
         for i, text in enumerate(texts):
             (folder / name / f"{i}.txt").write_text(text)
     (folder / "q.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
-    words = [str(HF), str(folder / "run"), "--data.tokenizer", "bytes", "--train.precision", "fp32"]
-    convert_hf.main(["import", *words, "--data.seq-len", str(T)])
+    cfg = Config(
+        mesh=MeshConfig(fsdp=8),
+        data=DataConfig(source="synthetic", seq_len=T),
+        train=TrainConfig(precision="fp32"),
+        log=LogConfig(run_dir=str(folder / "run")),
+    )
+    cfg = runs.with_model(cfg, HF).check(8)
+    runs.imported(cfg, HF, make_mesh(cfg.mesh))
     return folder
 
 

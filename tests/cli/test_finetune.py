@@ -79,8 +79,8 @@ def test_adapters_resume_exactly_on_the_base_where_they_began(run_dir):
 def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path, capsys):
     run, *_ = run_dir
     full, peft = tmp_path / "full", tmp_path / "peft"
-    convert_hf.main(["export", str(run), str(full), "--dtype", "float32"])
-    convert_hf.main(["export", str(run), str(peft), "--dtype", "float32", "--adapters"])
+    convert_hf.main([str(run), str(full), "--dtype", "float32"])
+    convert_hf.main([str(run), str(peft), "--dtype", "float32", "--adapters"])
     config = json.loads((peft / "adapter_config.json").read_text())
     expected = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "use_rslora": True}
     assert expected.items() <= config.items()
@@ -96,7 +96,7 @@ def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path,
         np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     assert not adapters
     with pytest.raises(SystemExit, match="2"):
-        convert_hf.main(["export", str(run), str(peft), "--adapters"])
+        convert_hf.main([str(run), str(peft), "--adapters"])
     assert "already holds something" in capsys.readouterr().err
 
 
@@ -179,7 +179,7 @@ def learn_preferences(facts):
     metrics = {f"eval_{name}" for name in ("loss", "pairs", "reward_margin", *SUMS)}
     assert [set(row) for row in evaluations] == [metrics | {"step"}] * 2
     assert evaluations[-1]["eval_reward_accuracy"] > 0.9 and evaluations[-1]["eval_pairs"] >= 8
-    ultrascale("convert-hf", "export", "preferred", "preferred_hf")
+    ultrascale("convert-hf", "preferred", "preferred_hf")
 
 
 @pytest.mark.wide
@@ -196,7 +196,7 @@ def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, caps
     text = ("--data.source", "text:text.txt", "--train.steps", "2")
     train_words = ("train", "debug", *SMALL, *model, "tokenizer.json", *text)
     ultrascale(*train_words, "--log.run-dir", "base", "--mesh", "fsdp=4,tp=2")
-    ultrascale("convert-hf", "export", "base", "hf", "--dtype", "float32")
+    ultrascale("convert-hf", "base", "hf", "--dtype", "float32")
     Path("hf/chat_template.jinja").write_text(CHATML)
     talks = [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
@@ -222,8 +222,8 @@ def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, caps
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     learn_preferences(facts)
-    ultrascale("convert-hf", "export", "tuned", "full", "--dtype", "float32")
-    ultrascale("convert-hf", "export", "tuned", "peft", "--adapters", "--dtype", "float32")
+    ultrascale("convert-hf", "tuned", "full", "--dtype", "float32")
+    ultrascale("convert-hf", "tuned", "peft", "--adapters", "--dtype", "float32")
     assert Path("full/chat_template.jinja").read_text() == CHATML
     told = []
     for place in ("tuned", "full"):

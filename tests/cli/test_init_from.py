@@ -136,8 +136,7 @@ def test_no_command_writes_over_the_hugging_face_folder_that_it_reads(
     begin = ["debug", "--train.init-from", "hf:hf", "--log.run-dir", run_dir]
     for words in (["train", *begin], ["launch", "--", *begin]):
         assert "init_from='hf:" in refused(capsys, *words)
-    assert "log.run_dir=" in refused(capsys, "convert-hf", "import", "hf", run_dir, "debug")
-    assert "already holds" in refused(capsys, "convert-hf", "export", "run", run_dir)
+    assert "already holds" in refused(capsys, "convert-hf", "run", run_dir)
     assert contents(tmp_path) == before
 
 
@@ -157,7 +156,6 @@ def test_no_command_writes_into_a_folder_with_a_config_of_somebody_else(
         ["train", "debug", "--log.run-dir", "theirs"],
         ["train", "debug", "--log.run-dir", "theirs", "--train.init-from", "hf:hf"],
         ["launch", "--", "debug", "--log.run-dir", "theirs"],
-        ["convert-hf", "import", "hf", "theirs", "debug"],
     ):
         said = refused(capsys, *words)
         assert "theirs" in said and "config.json" in said

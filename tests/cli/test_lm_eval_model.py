@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
 
+from tests import runs
 from ultrascale_jax import LMEvalModel
-from ultrascale_jax.cli import convert_hf, evaluate
+from ultrascale_jax.cli import evaluate
 from ultrascale_jax.cli.lm_eval_model import Sampling
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, TrainConfig, UserError
+from ultrascale_jax.sharding.mesh import make_mesh
 
 DATA = Path(__file__).parents[1] / "data"
 TASKS = ["ultrascale_choice", "ultrascale_text", "ultrascale_answer"]
@@ -79,8 +81,14 @@ def test_every_answer_is_that_of_the_harness_own_model(model, folder, name):
 @pytest.mark.wide
 def test_a_run_over_split_sequences_gives_the_same_likelihoods(folder):
     run = str(folder / "run")
-    words = ["--train.precision", "fp32", "--data.seq-len", "512"]
-    convert_hf.main(["import", str(folder / "model"), run, *words])
+    cfg = Config(
+        mesh=MeshConfig(fsdp=8),
+        data=DataConfig(source="synthetic", seq_len=512),
+        train=TrainConfig(precision="fp32"),
+        log=LogConfig(run_dir=run),
+    )
+    cfg = runs.with_model(cfg, folder / "model").check(8)
+    runs.imported(cfg, folder / "model", make_mesh(cfg.mesh))
     _, answers = harness(LMEvalModel(run, mesh="cp=2,sp=2,tp=2"), folder, TASKS[:2])
     for task in TASKS[:2]:
         compare(answers[task], EXPECTED["plain"]["samples"][task])

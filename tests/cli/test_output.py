@@ -63,8 +63,6 @@ GUESSES = "smollm2_135m --gpus 2 --json"
 VERBS = {
     "memory": f"{GUESSES} --mesh auto",
     "guide": f"{GUESSES}",
-    "mesh": f"{GUESSES} --mesh auto",
-    "roofline": f"{GUESSES} --mesh auto",
     "search": f"{GUESSES} --compile 0",
     "schedule": "--ranks 8 --microbatches 64 --json",
 }

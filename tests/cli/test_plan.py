@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,8 +14,9 @@ from ultrascale_jax import hlo
 from ultrascale_jax.cli import plan
 from ultrascale_jax.cli.plan_commands import compile as verb
 from ultrascale_jax.config import UserError
+from ultrascale_jax.configs import debug
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.report.compiled import CompiledReport
 
 RUN = [
     "compile",
@@ -37,16 +39,16 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert 0 < summary["argument_bytes"] < summary["peak_bytes"]
     by_kind = {(row["kind"], row["axes"]): row for row in summary["collectives"]}
-    assert by_kind["all-gather", "fsdp"]["bytes"] > 0
-    assert by_kind["reduce-scatter", "fsdp"]["bytes"] > 0
+    assert by_kind["all-gather", "fsdp"]["sent_bytes"] > 0
+    assert by_kind["reduce-scatter", "fsdp"]["sent_bytes"] > 0
     assert summary["synchronous"] + summary["asynchronous"] > 0
 
-    exposed = sum(row["exposed_s"] for row in summary["collectives"])
+    exposed = sum(row["exposed_seconds"] for row in summary["collectives"])
     assert 0 < exposed <= sum(row["seconds"] for row in summary["collectives"])
     assert exposed == pytest.approx(sum(summary["exposed_s"].values()))
     assert summary["idle_s"] + sum(summary["busy_s"].values()) == pytest.approx(summary["step_s"])
     assert sum(summary["time_s"].values()) == pytest.approx(summary["step_s"])
-    assert (summary["schema"], summary["source"], summary["fits"]) == (1, "compiled", True)
+    assert (summary["schema"], summary["source"], summary["verdict"]) == (1, "compiled", "fits")
     tokens = 16 * 256 / 2  # global_batch and seq_len of the recipe
     assert summary["tokens_per_s_gpu"] == pytest.approx(tokens / summary["step_s"])
 
@@ -63,8 +65,9 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     assert len(shown) == sum(map(len, summary["timeline"]["streams"].values()))
     assert {"fusion", "all-gather-start"} <= {event["name"].split(".")[0] for event in shown}
 
-    verb.show(summary, find_cluster(None, "h100", 2), Console(width=120))
+    plan.main([*RUN, "--figure", str(folder / "step.png")])
     text = capsys.readouterr().out
+    assert (folder / "step.png").read_bytes()[:4] == b"\x89PNG"
     assert f"{summary['step_s'] * 1e3:.1f}" in text and "reduce-scatter" in text and "fits" in text
 
 
@@ -88,13 +91,15 @@ def test_compile_executes_a_tiny_program():
 def test_a_program_larger_than_this_machine_is_not_executed():
     step = SimpleNamespace(axes={"dp": 2, "fsdp": 8}, peak_bytes=2**30 + 1)
     with pytest.raises(UserError, match=r"^execute=True: 16 GPUs take 16.0 GiB; give a recipe of"):
-        verb.executed(None, step)
+        verb.executed(debug.config, step)
 
 
 def test_no_wait_for_copies_is_zero_and_not_less(capsys):
     times = dict.fromkeys(("step_s", "one_stream_s", "side_by_side_s", "contended_s"), 0.3)
-    step = {"exposed_s": {"fsdp": 0.1, "sp": 0.2}, "idle_s": 0.3, "busy_s": {}, "comm_streams": 1}
-    Console().print(verb._time(step | times | {"tokens_per_s_gpu": 1.0, "mfu": 0.4}))
+    step = SimpleNamespace(**times, tokens_per_s_gpu=1.0, mfu=0.4)
+    busy = SimpleNamespace(exposed_s={"fsdp": 0.1, "sp": 0.2}, idle_s=0.3, busy_s={})
+    report: Any = SimpleNamespace(prediction=step, timeline=busy, comm_streams=1)
+    Console().print(CompiledReport._time(report))
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "waiting for copies" in x]
     assert line.split()[-2] == "0.0"  # 0.3 - (0.1 + 0.2) is below 0
 

@@ -1,4 +1,4 @@
-"""`ultrascale plan mesh`: what each axis splits, between which GPUs, over which link."""
+"""`ultrascale plan memory --explain mesh`: what each axis splits, between which GPUs, over which link."""
 
 import dataclasses
 import json
@@ -12,16 +12,16 @@ from ultrascale_jax.config import AXES, MeshConfig
 from ultrascale_jax.configs import debug, llama3_70b
 from ultrascale_jax.configs.shapes import MIXTRAL_8X7B
 from ultrascale_jax.plan.hardware import find_gpu
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.training.model_shape import ModelShape
 
 BIG = ["llama3_70b", "--gpus", "64", "--mesh", "pp=2,fsdp=2,cp=2,sp=8", "--train.microbatches", "8"]
 BIG += ["--train.remat", "full"]
 
 
 def answer(capsys, *arguments: str) -> dict:
-    plan.main(["mesh", *arguments, "--json"])
-    return json.loads(capsys.readouterr().out)
+    plan.main(["memory", *arguments, "--explain", "mesh", "--json"])
+    return json.loads(capsys.readouterr().out)["mesh"]
 
 
 def test_an_axis_joins_the_devices_that_the_trainer_puts_along_it(capsys):
@@ -39,8 +39,8 @@ def test_an_axis_joins_the_devices_that_the_trainer_puts_along_it(capsys):
 def test_links_are_those_of_the_groups(capsys):
     found = answer(capsys, *BIG)
     rows = {row["axis"]: row for row in found["axes"]}
-    assert (found["nodes"], found["gpus_per_node"], found["schema"]) == (8, 8, 1)
-    assert {axis: (row["nodes"], row["gbs"]) for axis, row in rows.items()} == {
+    assert (found["nodes"], found["gpus_per_node"]) == (8, 8)
+    assert {axis: (row["nodes"], row["gb_per_second"]) for axis, row in rows.items()} == {
         **{"pp": (2, 50.0), "fsdp": (4, 50.0), "cp": (2, 50.0)},
         "sp": (1, 450.0),
     }
@@ -51,7 +51,7 @@ def test_links_are_those_of_the_groups(capsys):
     # Hidden states of a layer, of the half of the sequence that cp leaves: four collectives in each pass, and three
     # again where `full` repeats the forward pass.
     tokens, layers, microbatches = 32 * 8192 // 2, 80 // 2, 8
-    assert rows["sp"]["bytes"] == (8 + 3) * 2 * tokens * 8192 * 7 / 8 * layers * microbatches
+    assert rows["sp"]["sent_bytes"] == (8 + 3) * 2 * tokens * 8192 * 7 / 8 * layers * microbatches
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_sp_gathers_a_layers_inputs_again_where_its_backward_pass_needs_them(
     (sp,) = answer(capsys, *run)["axes"]
     # 4 layers of it, compiled: gathers and scatters of 1.06 + 1.06, 1.56 + 1.06, 1.56 + 1.31 GiB with none, selective
     # and full, among them 0.25 of the embedding and the head.
-    assert sp["bytes"] == (8 + repeated) * 2 * 8192 * 4096 * 7 / 8 * 32
+    assert sp["sent_bytes"] == (8 + repeated) * 2 * 8192 * 4096 * 7 / 8 * 32
 
 
 def test_zero_leaves_dp_its_shards_and_gathers_experts_over_fsdp_and_cp_alone(capsys):
@@ -75,9 +75,9 @@ def test_zero_leaves_dp_its_shards_and_gathers_experts_over_fsdp_and_cp_alone(ca
     shape = ModelShape.of(dataclasses.replace(MIXTRAL_8X7B, num_layers=2))
     routed, dense = shape.routed_params, shape.num_params - shape.routed_params
     # A ring of two sends each float32 of a shard once to sum and once to gather: half of it each time.
-    assert rows["dp"]["bytes"] == pytest.approx(4 * (routed + dense) / 16)
+    assert rows["dp"]["sent_bytes"] == pytest.approx(4 * (routed + dense) / 16)
     # Two gathers and a scatter of bfloat16; ep splits the experts already, which leaves 4 GPUs of 16.
-    assert rows["fsdp"]["bytes"] == pytest.approx(6 * (routed / 4 * 3 / 4 + dense * 15 / 16))
+    assert rows["fsdp"]["sent_bytes"] == pytest.approx(6 * (routed / 4 * 3 / 4 + dense * 15 / 16))
     assert rows["fsdp"]["splits"] == "batch, state by ZeRO-3 over fsdp*ep*cp"
     assert len(rows["fsdp"]["group"]) == 16 and len(rows["dp"]["group"]) == 2
 
@@ -94,8 +94,8 @@ def test_a_sum_over_replicas_of_many_shards_hides(capsys):
 def test_without_zero_the_gradients_are_summed_over_all_axes_that_split_tokens(capsys):
     run = ["--gpus", "8", "--mesh", "dp=2,fsdp=2,cp=2", "--train.zero", "0"]
     rows = {row["axis"]: row for row in answer(capsys, "debug", *run)["axes"]}
-    assert len(rows["dp"]["group"]) == 8 and rows["fsdp"]["bytes"] is None
-    assert rows["dp"]["bytes"] == pytest.approx(
+    assert len(rows["dp"]["group"]) == 8 and rows["fsdp"]["sent_bytes"] is None
+    assert rows["dp"]["sent_bytes"] == pytest.approx(
         8 * ModelShape.of(debug.config.model).num_params * 7 / 8
     )
 
@@ -106,29 +106,29 @@ def test_zero_over_cp_or_ep_alone_is_a_row_of_fsdp(capsys):
         ("fsdp", "state by ZeRO-3 over cp"),
         ("cp", "sequence"),
     ]
-    assert rows[0]["group"] == [0, 1] and rows[0]["bytes"] > 0
+    assert rows[0]["group"] == [0, 1] and rows[0]["sent_bytes"] > 0
 
 
 def test_experts_over_nodes_have_one_network_card_a_gpu_and_a_dense_ep_splits_as_fsdp(capsys):
     run = ["--train.remat", "full", "--train.microbatches", "1", "--train.global-batch", "64"]
     found = answer(capsys, "deepseek_v3", "--gpus", "64", "--mesh", "ep=64", *run)
     # ZeRO gathers what all tokens meet on a ring with eight cards a node.
-    rows = {row["axis"]: (row["nodes"], row["gbs"]) for row in found["axes"]}
+    rows = {row["axis"]: (row["nodes"], row["gb_per_second"]) for row in found["axes"]}
     assert rows == {"fsdp": (8, 400.0), "ep": (8, 50.0)}
     state, dense = answer(capsys, "llama3_8b", "--mesh", "ep=8", *run)["axes"]
     assert (state["axis"], state["splits"]) == ("fsdp", "state by ZeRO-3 over ep")
-    assert (dense["axis"], dense["splits"], dense["gbs"]) == ("ep", "batch", 450)
-    assert state["bytes"] > 0 and dense["bytes"] is None
+    assert (dense["axis"], dense["splits"], dense["gb_per_second"]) == ("ep", "batch", 450)
+    assert state["sent_bytes"] > 0 and dense["sent_bytes"] is None
 
 
 def test_the_table_and_the_picture(capsys, tmp_path):
     path = tmp_path / "mesh.png"
-    plan.main(["mesh", *BIG, "--figure", str(path)])
+    plan.main(["memory", *BIG, "--explain", "mesh", "--figure", str(path)])
     shown = capsys.readouterr().out
     assert "0, 1, ..., 7" in shown and "0, 32" in shown and "over 2 nodes" in shown
     assert shown.endswith(f"wrote {path}\n") and path.read_bytes()[:4] == b"\x89PNG"
-    plan.main(["mesh", "debug", "--gpus", "1", "--mesh", "fsdp=1"])
-    assert capsys.readouterr().out.endswith("x1 none\n")
+    plan.main(["memory", "debug", "--gpus", "1", "--mesh", "fsdp=1", "--explain", "mesh"])
+    assert capsys.readouterr().out.endswith("mesh dp=1 on 1 node of 8\n")
 
 
 @pytest.mark.parametrize(
@@ -140,5 +140,5 @@ def test_the_table_and_the_picture(capsys, tmp_path):
 )
 def test_a_picture_that_cannot_be_drawn_says_why(capsys, arguments, message):
     with pytest.raises(SystemExit):
-        plan.main(["mesh", *arguments])
+        plan.main(["memory", *arguments, "--explain", "mesh"])
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`ultrascale plan roofline`: the arithmetic and the bytes of a layer's operations, and what limits each."""
+"""`ultrascale plan memory --explain roofline`: arithmetic and bytes of a layer's operations, and what limits each."""
 
 import json
 
@@ -7,16 +7,15 @@ import pytest
 from ultrascale_jax.cli import plan
 from ultrascale_jax.configs.shapes import LLAMA3_8B
 from ultrascale_jax.plan.hardware import find_gpu
-from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.plan.model_shape import ModelShape
 
 RUN = ["llama3_8b", "--gpus", "8", "--train.remat", "full", "--train.microbatches", "64"]
 TOKENS = 8192
 
 
 def answer(capsys, *arguments: str) -> dict[str, dict]:
-    plan.main(["roofline", *RUN, *arguments, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["verb"] == "roofline"
+    plan.main(["memory", *RUN, *arguments, "--explain", "roofline", "--json"])
+    found = json.loads(capsys.readouterr().out)["roofline"]
     return {row["name"]: row for row in found["operations"]}
 
 
@@ -26,8 +25,8 @@ def test_products_do_two_flops_a_parameter_and_token(capsys):
     assert flops == 2 * TOKENS * (shape.attention_params + shape.mlp_params)
     down = rows["product: down"]
     d, f = shape.d_model, shape.d_ff
-    assert down["bytes"] == 2 * (TOKENS * f + f * d + TOKENS * d)
-    assert down["intensity"] == down["flops"] / down["bytes"]
+    assert down["moved_bytes"] == 2 * (TOKENS * f + f * d + TOKENS * d)
+    assert down["intensity"] == down["flops"] / down["moved_bytes"]
 
 
 def test_products_and_flash_attention_are_limited_by_arithmetic_and_all_else_by_memory(capsys):
@@ -36,19 +35,24 @@ def test_products_and_flash_attention_are_limited_by_arithmetic_and_all_else_by_
     assert fast == {"flash attention"} | {n for n in rows if n.startswith("product: ")}
     gpu = find_gpu("h100")
     for row in rows.values():
-        moved, done = row["bytes"] / (1e9 * gpu.hbm_gbs), row["flops"] / gpu.peak_flops("bf16")
-        assert row["bound_s"] == pytest.approx(max(moved, done))
-        assert row["bound_s"] < row["seconds"]
+        moved, done = (
+            row["moved_bytes"] / (1e9 * gpu.hbm_gbs),
+            row["flops"] / gpu.peak_flops("bf16"),
+        )
+        assert row["bound_seconds"] == pytest.approx(max(moved, done))
+        assert row["bound_seconds"] < row["seconds"]
 
 
 def test_flash_attention_moves_what_grows_with_the_tokens_and_the_plain_one_their_square(capsys):
     flash, plain = "flash attention", "attention, scores in memory"
     once = answer(capsys, "--data.seq-len", str(TOKENS // 2), "--train.microbatches", "32")
     twice = answer(capsys)  # as many tokens in half as many sequences
-    assert once[flash]["bytes"] == twice[flash]["bytes"]
+    assert once[flash]["moved_bytes"] == twice[flash]["moved_bytes"]
     heads, scores = 32, 2 * 4 * 32 * TOKENS * TOKENS // 2
-    assert twice[plain]["bytes"] - once[plain]["bytes"] == scores
-    assert twice[flash]["bytes"] == 2 * TOKENS * 128 * (2 * heads + 2 * 8) + 4 * TOKENS * heads
+    assert twice[plain]["moved_bytes"] - once[plain]["moved_bytes"] == scores
+    assert (
+        twice[flash]["moved_bytes"] == 2 * TOKENS * 128 * (2 * heads + 2 * 8) + 4 * TOKENS * heads
+    )
     assert twice[plain]["flops"] == 2 * twice[flash]["flops"]  # the other half is masked
 
 
@@ -59,13 +63,13 @@ def test_a_tensor_group_shares_the_arithmetic_and_fp8_halves_the_bytes_of_operan
     name = "product: gate and up"
     fp8 = answer(capsys, "--train.precision", "fp8")[name]
     d, f = 4096, 2 * 14336
-    assert fp8["bytes"] == TOKENS * d + d * f + 2 * TOKENS * f
-    assert fp8["bound_s"] == pytest.approx(whole[name]["bound_s"] / 2, rel=1e-3)
+    assert fp8["moved_bytes"] == TOKENS * d + d * f + 2 * TOKENS * f
+    assert fp8["bound_seconds"] == pytest.approx(whole[name]["bound_seconds"] / 2, rel=1e-3)
 
 
 def test_the_table_and_the_picture(capsys, tmp_path):
     path = tmp_path / "roof.png"
-    plan.main(["roofline", *RUN, "--figure", str(path)])
+    plan.main(["memory", *RUN, "--explain", "roofline", "--figure", str(path)])
     shown = capsys.readouterr().out
     assert "295 FLOP/byte" in shown and "flash attention" in shown
     assert shown.endswith(f"wrote {path}\n") and path.read_bytes()[:4] == b"\x89PNG"

@@ -11,12 +11,13 @@ from ultrascale_jax.cli import command_line, plan
 from ultrascale_jax.cli.plan_commands import search
 from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.report.search import SearchReport
 from ultrascale_jax.plan.search.ranking import Search
 
 ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
 ROW = {
-    *("label", "mesh", "sequences", "microbatches", "zero", "remat", "schedule", "peak_gib"),
-    *("step_s", "tokens_per_s_gpu", "mfu", "source", "verdict", "command"),
+    *("label", "mesh", "sequences", "microbatches", "zero", "remat", "schedule", "peak_bytes"),
+    *("step_s", "tokens_per_s_gpu", "mfu", "source", "verdict", "why", "command"),
 }
 
 
@@ -40,7 +41,7 @@ def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
     assert result["counts"]["candidates"] > 1000
     assert all(set(row) >= ROW and row["source"] == "formula" for row in result["rows"])
     best = result["rows"][0]
-    assert best["verdict"] == "best" and best["command"] == result["command"]
+    assert best["why"] == "best" and best["command"] == result["command"]
     cfg = trained(result["command"]).check(8)
     sizes = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
     assert sizes == best["mesh"]
@@ -69,8 +70,17 @@ def test_fixed_fields_stay(capsys):
     assert result["schema"] == 1
     for row in result["rows"]:
         assert sum(row["time_s"].values()) == pytest.approx(row["step_s"])
-        assert row["peak_bytes"] / 2**30 == row["peak_gib"] and row["gpus"] == 8
+        assert row["verdict"] in ("fits", "unsure", "does not fit") and row["gpus"] == 8
     assert {(row["zero"], row["remat"]) for row in result["rows"]} == {(3, "full")}
+
+
+def test_what_the_command_line_sets_stays(capsys):
+    words = ["--mesh", "fsdp=4,sp=2", "--train.zero", "2", "--train.remat", "full"]
+    rows = answer(capsys, *ARGUMENTS, *words)["rows"]
+    assert rows and {row["remat"] for row in rows} == {"full"}
+    assert all(row["mesh"] == {"fsdp": 4, "sp": 2} and row["zero"] == 2 for row in rows)
+    one_axis = answer(capsys, *ARGUMENTS, "--mesh.tp", "8", "--train.zero", "0")["rows"]
+    assert {row["mesh"]["tp"] for row in one_axis} == {8}
 
 
 @pytest.mark.slow
@@ -96,10 +106,6 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
         (["--fixed", "tensor=2"], "fixed='tensor=2'"),
         (["--fixed", "tp=3"], "fixed='tp=3': nothing is legal on 8 GPUs"),
         (["--fixed", ""], "fixed=''"),
-        (["--mesh", "fsdp=8"], "mesh='fsdp=8': the search chooses it"),
-        (["--mesh.tp", "2"], "mesh='fsdp=-1,tp=2': the search chooses it"),
-        (["--train.zero", "1"], "train.zero=1: the search chooses it"),
-        (["--pp.schedule", "afab"], "pp.schedule='afab': the search chooses it"),
         (["--fixed", "schedule=gpipe"], "fixed='schedule=gpipe': schedule is one of afab"),
         (["--top", "0"], "top=0"),
         (["--compile", "-1"], "compile=-1"),
@@ -119,7 +125,8 @@ def test_a_narrow_terminal_gets_whole_words(capsys):
     found = Search(cfg, cluster, parse_choices("fixed", "fsdp=8"))
     found.predict()
     for width in (80, 200):
-        search.show(search.summarize(found, "llama3_8b", options), Console(width=width))
+        report = SearchReport.of(found, "llama3_8b", str, top=options.top)
+        Console(width=width).print(report, crop=False)
         lines = capsys.readouterr().out.splitlines()
         row = next(line for line in lines if " best " in line)
         best = found.rows(1)["the best of each mesh"][0][0]
@@ -175,7 +182,7 @@ def test_the_best_are_compiled(capsys):
     arguments = ["search", "debug", "--gpus", "2", "--compile", "1", "--fixed", "pp=1"]
     result = answer(capsys, *arguments)
     compiled = [row for row in result["rows"] if row["source"] == "compiled"]
-    assert compiled[0]["verdict"] == "best" and compiled[0]["peak_gib"] > 0
+    assert compiled[0]["why"] == "best" and compiled[0]["peak_bytes"] > 0
 
 
 @pytest.mark.parametrize(

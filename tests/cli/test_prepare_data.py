@@ -141,7 +141,7 @@ def test_an_array_record_without_text_is_refused(tmp_path, record, message):
 
 def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     pattern = write_inputs(tmp_path / "in")
-    monkeypatch.setattr("ultrascale_jax.cli.prepare_data.GROUP_BYTES", 100)
+    monkeypatch.setattr("ultrascale_jax.data.tokenizing.GROUP_BYTES", 100)
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
         prepare(Options(input=pattern, out=out, train_bpe=300, workers=workers, shard_tokens=200))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, processors
 
 from tests.faults.tiny import MODEL
 from tests.runs import mesh_of, run, step_rows
-from ultrascale_jax.cli.prepare_data import Args, main, prepare
+from ultrascale_jax.cli.prepare_data import Options, main, prepare
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
 from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate, encode_conversations
 from ultrascale_jax.data.corpus import open_shards
@@ -240,7 +240,7 @@ def talks(bpe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("talks")
     path = make_folder(bpe, folder / "hf", CHAT)
     write_talks(folder)
-    args = Args(
+    args = Options(
         input=f"{folder}/a.jsonl",
         out=folder / "out",
         tokenizer=str(path.parent),
@@ -361,7 +361,9 @@ def test_a_conversation_that_cannot_be_is_refused_by_line(bpe, tmp_path, templat
     path = make_folder(bpe, tmp_path / "hf", template)
     rows = [{"messages": turns("a", "b")}, row]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = Args(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", tokenizer=str(path), workers=1)
+    args = Options(
+        input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", tokenizer=str(path), workers=1
+    )
     with pytest.raises(ValueError, match=message):
         prepare(args)
     assert not args.out.exists()
@@ -371,7 +373,7 @@ def test_what_chat_data_need_is_said(bpe, tmp_path, monkeypatch):
     path = make_folder(bpe, tmp_path / "hf", CHATML)
     write_talks(tmp_path)
     (tmp_path / "b.txt").write_text("text")
-    args = Args(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1)
+    args = Options(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1)
     with pytest.raises(ValueError, match=r"'bytes': has no chat template, .*; give --tokenizer"):
         prepare(args)
     with pytest.raises(ValueError, match=r"b\.txt': is no file of JSON lines or Parquet"):

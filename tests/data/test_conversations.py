@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.test_prepare_data import contents
 from tests.data.test_chat import CHATML, TALK, bpe, make_folder, marked, turns  # noqa: F401
-from ultrascale_jax.cli.prepare_data import Args, main, prepare
+from ultrascale_jax.cli.prepare_data import Options, main, prepare
 from ultrascale_jax.config import UserError
 from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate
 from ultrascale_jax.data.conversations import kind_of_row
@@ -437,7 +437,7 @@ def test_rows_of_parquet_make_the_shards_of_the_same_json_lines(
     made = {}
     for name in ("lines/a.jsonl", "parquet/a.parquet"):
         out = tmp_path / str(len(made))
-        args = Args(input=f"{tmp_path}/{name}", out=out, tokenizer=str(path), workers=1)
+        args = Options(input=f"{tmp_path}/{name}", out=out, tokenizer=str(path), workers=1)
         index = prepare(args)
         assert index.shards["documents"].sum() == len(rows) * (1 + (rows is PAIRS))
         made[name] = contents(out)
@@ -448,7 +448,7 @@ def test_a_parquet_row_that_is_no_conversation_is_refused_by_its_number(bpe, tmp
     path = make_folder(bpe, tmp_path / "hf", HERMES)
     write_rows(tmp_path, [ROWS[0], {"messages": turns("a", None)}])
     text = f"{tmp_path}/parquet/a.parquet"
-    args = Args(input=text, out=tmp_path / "out", tokenizer=str(path), workers=1)
+    args = Options(input=text, out=tmp_path / "out", tokenizer=str(path), workers=1)
     with pytest.raises(UserError, match=r"row 2 has message 2 with content=None, which is no"):
         prepare(args)
 
@@ -482,7 +482,7 @@ def test_a_conversation_among_texts_is_called_by_its_name(tmp_path, row, said):
     lines = [json.dumps({"text": "a"}), json.dumps(row)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=said):
-        prepare(Args(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1))
+        prepare(Options(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1))
 
 
 def test_a_date_is_of_the_settings_that_a_restart_must_share(bpe, tmp_path):  # noqa: F811
@@ -490,10 +490,10 @@ def test_a_date_is_of_the_settings_that_a_restart_must_share(bpe, tmp_path):  # 
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}))
     given = {"input": f"{tmp_path}/a.jsonl", "out": tmp_path / "out", "tokenizer": str(path)}
     with pytest.raises(UserError, match=r"line 1 is refused by .* give --date YYYY-MM-DD"):
-        prepare(Args(**given, workers=1))
-    index = prepare(Args(**given, workers=1, date="2025-01-31"))
+        prepare(Options(**given, workers=1))
+    index = prepare(Options(**given, workers=1, date="2025-01-31"))
     assert index.settings["date"] == "2025-01-31"
-    again = prepare(Args(**given, workers=1, date="2025-01-31"))
+    again = prepare(Options(**given, workers=1, date="2025-01-31"))
     assert again.table_sha256 == index.table_sha256
     with pytest.raises(UserError, match="has shards made with other settings"):
-        prepare(Args(**given, workers=1, date="2025-02-01"))
+        prepare(Options(**given, workers=1, date="2025-02-01"))

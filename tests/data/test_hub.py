@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.test_prepare_data import TEXTS, contents
 from tests.hub import serving
-from ultrascale_jax.cli.prepare_data import Args, prepare
+from ultrascale_jax.cli.prepare_data import Options, prepare
 from ultrascale_jax.config import UserError
 from ultrascale_jax.storage.remote import matching
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def shards_of(text: str, out: Path) -> dict:
-    prepare(Args(input=text, out=out, workers=1, shard_tokens=900))
+    prepare(Options(input=text, out=out, workers=1, shard_tokens=900))
     return contents(out)
 
 

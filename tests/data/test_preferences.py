@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.pairs import write_pairs
-from ultrascale_jax.cli.prepare_data import Args, main, prepare
+from ultrascale_jax.cli.prepare_data import Options, main, prepare
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.config.dpo import most_pairs
 from ultrascale_jax.data.chat import BEGIN, END, ChatTemplate, encode_conversations
@@ -98,7 +98,7 @@ def test_shards_hold_whole_pairs_and_go_on_where_they_were_left(tmp_path, capsys
     told = capsys.readouterr().out
     assert "has preference pairs (chosen, rejected): --preferences" in told
     assert "tokens of 40 pairs in" in told
-    args = Args(input=str(file), out=out, workers=1, shard_tokens=100, preferences=True)
+    args = Options(input=str(file), out=out, workers=1, shard_tokens=100, preferences=True)
     index = load_index(out)
     assert index.shards.size > 5 and (index.shards["documents"] % 2 == 0).all()
     assert index.shards["tokens"].max() <= 100

@@ -6,7 +6,7 @@ import sys
 
 from orbax.checkpoint import v1 as ocp
 
-from ultrascale_jax.checkpoint import manager, manifest
+from ultrascale_jax.checkpoint import manager, restoring
 from ultrascale_jax.cli.train import main
 
 
@@ -17,19 +17,16 @@ def stale():
 
 
 def unreadable():
-    """The first file that is read gives an error."""
-    real, first = manifest._digest, [True]
+    """The disk answers with an error."""
 
-    def digest(path, **words):
-        if first.pop() if first else False:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return real(path, **words)
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    manifest._digest = digest
+    restoring._await = fail
 
 
 def full():
-    """There is no memory for what is loaded first."""
+    """There is no memory for any checkpoint."""
     real = ocp.load_checkpointables
 
     def load(*words):

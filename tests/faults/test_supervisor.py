@@ -150,7 +150,7 @@ def test_a_killed_supervisor_leaves_no_orphans(launch):
 def test_a_soak_of_three_minutes_loses_no_bit_and_no_second(tmp_path):
     words = ["--minutes", "3", "--every", "15", "--recipe", RECIPE, "--inside-every", "40"]
     words += ["--save-every", "5"]
-    places = ["--log.run-dir", str(tmp_path / "soak"), "--out", str(tmp_path / "soak.md")]
+    places = ["--run-dir", str(tmp_path / "soak"), "--out", str(tmp_path / "soak.md")]
     soak = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.soak", *words, *places],
         env=environment(2),

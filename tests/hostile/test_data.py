@@ -14,8 +14,8 @@ from rich.progress import Progress
 
 from tests.corpora import save_index
 from tests.hostile.bent import BOUNDED, bent_bytes, bent_text, harmless
-from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
+from ultrascale_jax.data import reading
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.shards import write_shard
 from ultrascale_jax.data.sources import open_sources
@@ -174,7 +174,7 @@ def test_documents_that_were_bent_are_refused_by_their_file_or_read(tmp_path, da
     path.write_bytes(data.draw(bent_bytes(path.read_bytes())))
     with harmless(tmp_path), Progress(disable=True) as progress:
         try:
-            texts = list(prepare_data.read_documents([path], "text", progress, ""))
+            texts = list(reading.read_documents([path], "text", progress, ""))
         except ValueError as error:
             assert type(error) is UserError and str(path) in str(error)
         else:

@@ -289,7 +289,7 @@ def test_scripts_refuse_a_run_whose_config_was_bent_in_one_line(
             if script == "generate":
                 generate.main([str(folder), "--prompt", "a", "--num-tokens", "1"])
             else:
-                convert_hf.main(["export", str(folder), str(tmp_path / "out")])
+                convert_hf.main([str(folder), str(tmp_path / "out")])
     except SystemExit as stop:
         code = stop.code
     said = capsys.readouterr().err

@@ -17,8 +17,8 @@ from ultrascale_jax.plan.formulas.activations import (
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Group, Run
-from ultrascale_jax.training.model_shape import ModelShape
 
 LLAMA3_8B = ModelShape.of(shapes.LLAMA3_8B)
 

@@ -7,8 +7,8 @@ from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.experts.capacity import hit_fraction
 from ultrascale_jax.plan.formulas import costs, experts
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Group, Run
-from ultrascale_jax.training.model_shape import ModelShape
 
 WAY = ("dispatch", "a2a_groups", "overlap")
 

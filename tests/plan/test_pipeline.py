@@ -10,8 +10,8 @@ from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.pipeline import Key
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 
 CASES = [(name, virtual) for name in SCHEDULES for virtual in (0, 3)] + [("interleaved", 4)]
 CASES = [case for case in CASES if not case[1] or case[0] in ("interleaved", "zb_uniform")]

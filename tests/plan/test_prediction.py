@@ -10,8 +10,8 @@ from ultrascale_jax.configs.shapes import LLAMA3_8B
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 
 RUN = Run(
     shape=ModelShape.of(LLAMA3_8B),
@@ -25,11 +25,21 @@ STEP = estimate(RUN, find_cluster(None, "h100", 8))
 
 def test_an_estimate_has_the_memory_of_the_breakdown():
     assert STEP.peak_bytes == breakdown(RUN).peak_bytes
-    assert STEP.fits == (STEP.peak_bytes <= STEP.gpu.usable_bytes)
-    assert not estimate(RUN, find_cluster(None, "h100", 8), peak_bytes=2**40).fits
-    rest = STEP.gpu.usable_bytes - STEP.peak_bytes
-    fits = [dataclasses.replace(STEP, workspace_bytes=rest + more).fits for more in (0, 1)]
-    assert fits == [True, False]
+    assert STEP.verdict == "fits"
+    assert not estimate(RUN, find_cluster(None, "h100", 8), peak_bytes=2**40).may_fit
+
+
+def test_a_program_fits_or_not_and_a_formula_may_be_unsure():
+    usable = STEP.gpu.usable_bytes
+    judged = [
+        dataclasses.replace(STEP, peak_bytes=int(usable * x)) for x in (0.9, 0.92, 1.05, 1.07)
+    ]
+    assert [s.verdict for s in judged] == ["fits", "unsure", "unsure", "does not fit"]
+    program = dataclasses.replace(STEP, source="compiled", peak_bytes=usable - 10)
+    found = [dataclasses.replace(program, workspace_bytes=n).verdict for n in (10, 11)]
+    assert found == ["fits", "does not fit"]
+    host = dataclasses.replace(STEP, host_bytes=STEP.gpu.usable_host_bytes + 1)
+    assert host.verdict == "does not fit"
 
 
 def test_speed_follows_from_the_step():

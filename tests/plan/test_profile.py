@@ -27,8 +27,7 @@ from ultrascale_jax.plan.profile.report import (
     read_report,
     streams_of,
 )
-from ultrascale_jax.plan.profile.trace import read_trace
-from ultrascale_jax.training.profiler import CONTEXT, FOLDER, PROGRAM
+from ultrascale_jax.plan.profile.trace import CONTEXT, FOLDER, PROGRAM, read_trace
 
 EIGHT = dict.fromkeys(AXES, 1) | {"fsdp": 8}
 MLP = 'metadata={op_name="jit(step)/jvp(layers)/while/body/mlp/dot_general"}'

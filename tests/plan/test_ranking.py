@@ -16,7 +16,7 @@ from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import (
-    MARGIN,
+    EQUAL,
     PROMISING,
     NotCompiled,
     Search,
@@ -31,6 +31,7 @@ from ultrascale_jax.plan.search.search_space import (
     drawback,
     enumerate_runs,
 )
+from ultrascale_jax.plan.verdict import FITS, SURE
 from ultrascale_jax.plan.workload import Run
 
 GIB = 2**30
@@ -71,18 +72,16 @@ def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs(predicted
     cluster = find_cluster(None, "h100", 8)
     choices = {"cp": (1, 2), "dp": (1,), "tp": (1,)}
     runs = enumerate_runs(llama3_8b, cluster, choices, ("pp", "fsdp", "sp")).runs
-    fitting = [run for run in runs if breakdown(run).peak_bytes <= cluster.gpu.usable_bytes]
+    fitting = [run for run in runs if breakdown(run).peak_bytes <= SURE * cluster.gpu.usable_bytes]
     times = [estimate(run, cluster).step_s for run in fitting if not drawback(run)]
     # What recomputes without need is slower than what does not, so leaving it out changes nothing.
-    assert search.winner.formula.step_s == pytest.approx(min(times))
-    assert search.winner.best.peak_bytes <= cluster.gpu.usable_bytes
+    assert min(times) <= search.winner.formula.step_s <= EQUAL * min(times)
+    assert search.winner.verdict == FITS
     counts = search.counts
     assert counts["candidates"] == len(runs)
     assert counts["fits"] + counts["recomputes without need"] >= len(fitting)
-    assert (
-        counts["fits"] + counts["does not fit"] + counts["recomputes without need"]
-        == counts["candidates"]
-    )
+    parts = ("fits", "unsure", "does not fit", "recomputes without need")
+    assert sum(counts[name] for name in parts) == counts["candidates"]
     assert counts["does not fit"] > 0
 
 
@@ -106,7 +105,7 @@ def test_recomputation_is_left_out_where_less_fits_with_room():
     for same in by_work.values():
         most = max(POLICIES.index(c.run.remat) for c in same)
         less = [c for c in same if POLICIES.index(c.run.remat) < most and not c.best.host_bytes]
-        assert all(c.best.peak_bytes > MARGIN * tight.usable_bytes for c in less)
+        assert all(c.best.peak_bytes > SURE * tight.usable_bytes for c in less)
 
 
 def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
@@ -131,7 +130,7 @@ def test_every_verdict_has_its_reason(predicted):
     best = search.winner
     assert {c.run.mesh for c, _ in sections["one change to the best"]} == {best.run.mesh}
     for candidate, verdict in (row for section in sections.values() for row in section):
-        if not candidate.best.fits:
+        if not candidate.best.may_fit:
             need = f"{candidate.best.peak_bytes / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB"
             assert verdict == f"does not fit: it needs {need}"
         elif candidate is not best:
@@ -145,7 +144,7 @@ def test_the_reason_is_the_part_that_costs_the_most(predicted):
     search = predicted
     best = search.winner
     for candidate, verdict in search.rows(5)["one change to the best"]:
-        if not candidate.best.fits or "slower: " not in verdict:
+        if not candidate.best.may_fit or "slower: " not in verdict:
             continue
         costs = {
             name: cost - best.formula.parts.get(name, 0.0)

@@ -5,16 +5,16 @@ import pytest
 from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
+from ultrascale_jax.plan.flops import flops_per_token
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.formulas.layer_time import LayerTime
 from ultrascale_jax.plan.formulas.memory import host_bytes
 from ultrascale_jax.plan.formulas.step_time import Step, estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.flops import flops_per_token
-from ultrascale_jax.training.model_shape import ModelShape
 
 LLAMA3_8B = ModelShape.of(shapes.LLAMA3_8B)
 LLAMA2_7B = ModelShape.of(LLAMA3_8B, vocab_size=32000, d_ff=11008, num_kv_heads=32)

@@ -21,10 +21,10 @@ from scripts.bench.report import Report, figures
 from tests.states import some_state
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.plan.compiled.compile import target_devices
+from ultrascale_jax.plan.flops import flops_per_token
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import step as train_step
-from ultrascale_jax.training.flops import flops_per_token
 
 ENVIRON = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 

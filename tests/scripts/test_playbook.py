@@ -4,11 +4,11 @@ import pytest
 
 from tests import playbook
 from ultrascale_jax.config import Experts, MeshConfig, UserError
+from ultrascale_jax.plan.flops import flops_per_token
 from ultrascale_jax.plan.formulas.cheatsheet import cheat_sheet
 from ultrascale_jax.plan.hardware import Cluster, find_gpu
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.flops import flops_per_token
-from ultrascale_jax.training.model_shape import ModelShape
 
 GIB = 2**30
 MODELS = {  # layers, h, heads, as in the figures of chapter First Steps
@@ -202,10 +202,8 @@ SQUARE = ModelShape(  # a layer of 16 h^2 parameters, as appendix A2 has it
 
 
 def test_flops_and_parameters_of_appendix_a2_are_the_planners():
-    for gated in (True, False):
-        shape = ModelShape.of(SQUARE, gated=gated)
-        params = shape.attention_params + shape.mlp_params
-        assert playbook.block_params(4096, gated=gated) == params
+    shape = ModelShape.of(SQUARE)
+    assert playbook.block_params(4096) == shape.attention_params + shape.mlp_params
     # Where attention is causal, a token of twice the length sees as many keys on average.
     found = playbook.flops(SQUARE.active_params, 32, 4096, 1024)
     assert found == 1024 * flops_per_token(SQUARE, 2 * 1024)

@@ -4,22 +4,23 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.test_restoring import BASE, bits, mesh, state_of
 from ultrascale_jax.checkpoint import copies as copies_module
-from ultrascale_jax.checkpoint import uploads as uploads_module
 from ultrascale_jax.checkpoint.copies import Copies, run_on_disk
 from ultrascale_jax.checkpoint.init_from import Source
 from ultrascale_jax.checkpoint.load_params import load_params
-from ultrascale_jax.checkpoint.manager import Checkpoints, NothingLeft, SaveFailed
-from ultrascale_jax.checkpoint.manifest import Unreadable
+from ultrascale_jax.checkpoint.manager import Checkpoints, NothingRestores, SaveFailed
+from ultrascale_jax.checkpoint.restoring import Unreadable
 from ultrascale_jax.checkpoint.run_metadata import describe, saved_config
-from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.checkpoint.step_dirs import METADATA, steps
 from ultrascale_jax.cli import inspect
 from ultrascale_jax.config import CheckpointConfig, LogConfig, UserError
 from ultrascale_jax.launch.events import Events, read_events
@@ -27,10 +28,7 @@ from ultrascale_jax.storage.lock import StoreLock
 from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused
 from ultrascale_jax.train_step.state import abstract_state
 
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(uploads_module, "PAUSES_S", (0.0, 0.0))
+WIDE = pytest.mark.wide
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def largest(cfg, step):
 def test_a_new_disk_goes_on_from_the_newest_copy(tmp_path, url, states):
     cfg = config(tmp_path / "a", url)
     save(cfg, states, 1, 2, 3)
-    assert copied(cfg) == ([2, 3], [])  # as many as on the disk
+    assert copied(cfg) == [2, 3]  # as many as on the disk
     [*_, event] = events(cfg, "copied")
     assert event["step"] == 3 and event["bytes"] > 1000 and event["copy_s"] > 0
     shutil.rmtree(tmp_path / "a")
@@ -97,15 +95,17 @@ def test_a_new_disk_goes_on_from_the_newest_copy(tmp_path, url, states):
     assert not (tmp_path / "b/checkpoints/fetching/3").exists()
 
 
+# Orbax drops the reads that it has not begun when one fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        pytest.param(lambda content: content[:-1], "bytes long, and was", marks=pytest.mark.wide),
-        (lambda content: bytes([content[0] ^ 1]) + content[1:], "has other bytes than were saved"),
-        pytest.param(None, "is missing", marks=pytest.mark.wide),
+        pytest.param(lambda content: content[:-1], "not those that were copied", marks=WIDE),
+        (lambda content: bytes([content[0] ^ 1]) + content[1:], "cannot be read|fingerprint"),
+        pytest.param(None, "not those that were copied", marks=WIDE),
     ],
 )
-def test_a_damaged_copy_is_put_aside_and_the_one_before_is_used(
+def test_a_damaged_copy_is_skipped_and_the_one_before_is_used(
     tmp_path, url, states, capsys, damage, words
 ):
     cfg = config(tmp_path / "a", url)
@@ -117,26 +117,30 @@ def test_a_damaged_copy_is_put_aside_and_the_one_before_is_used(
         remote.write(name, damage(content))
     other = config(tmp_path / "b", url)
     assert resume(other) == (1, bits(states[1]))
-    assert copied(cfg) == ([1], ["2.corrupt"])
-    out = capsys.readouterr().out
-    assert f"in {url}/2; put aside as 2.corrupt" in out and words in out
+    assert copied(cfg) == [1]
+    [line] = [row for row in capsys.readouterr().out.splitlines() if "SKIPPED" in row]
+    assert "CHECKPOINT of step 2" in line and re.search(words, line)
     [event] = events(other, "quarantined")
-    assert (event["step"], event["name"]) == (2, "2.corrupt")
+    assert event["step"] == 2 and re.search(words, event["why"])
     # The step is saved and copied again when the run comes to it.
     save(other, states, 2)
-    assert copied(cfg) == ([1, 2], ["2.corrupt"])
+    assert copied(cfg) == [1, 2]
+    assert resume(config(tmp_path / "c", url)) == (2, bits(states[2]))
 
 
 @pytest.mark.wide
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_where_all_copies_are_damaged_nothing_starts_anew_by_itself(tmp_path, url, states):
     cfg = config(tmp_path / "a", url)
     save(cfg, states, 1)
     remote, name = largest(cfg, 1)
     remote.write(name, b"")
-    with pytest.raises(NothingLeft, match=f"damaged .{url}/1.corrupt"):
+    with pytest.raises(NothingRestores, match="of step 1: "):
         resume(config(tmp_path / "b", url))
+    assert copied(cfg) == [1]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_that_is_damaged_on_the_disk_comes_back_from_its_copy(tmp_path, url, states):
     cfg = config(tmp_path / "a", url)
     save(cfg, states, 1, 2)
@@ -144,10 +148,10 @@ def test_a_checkpoint_that_is_damaged_on_the_disk_comes_back_from_its_copy(tmp_p
     path = max(filter(Path.is_file, place.rglob("*")), key=lambda path: path.stat().st_size)
     path.write_bytes(bytes(path.stat().st_size))
     assert resume(cfg) == (2, bits(states[2]))
-    assert (tmp_path / "a/checkpoints/2.corrupt").is_dir() and copied(cfg) == ([1, 2], [])
+    assert (tmp_path / "a/checkpoints/2.corrupt").is_dir() and copied(cfg) == [1, 2]
 
 
-def test_an_upload_that_was_ended_is_no_copy_and_goes_on_at_the_next_start(
+def test_an_upload_that_was_ended_is_no_copy_and_is_made_at_the_next_start(
     tmp_path, url, states, monkeypatch
 ):
     cfg = config(tmp_path / "a", url)
@@ -165,15 +169,11 @@ def test_an_upload_that_was_ended_is_no_copy_and_goes_on_at_the_next_start(
         patch.setattr(copies_module, "WORKERS", 1)
         with pytest.raises(SaveFailed, match="the last copy failed: gone"):
             save(cfg, states, 2)
-    assert copied(cfg) == ([1], []) and len(Remote(url).files("2")) == 6
-    monkeypatch.setattr(
-        Remote, "upload", lambda self, *args: (uploaded.append(args[1]), upload(self, *args))
-    )
+    assert copied(cfg) == [1] and len(Remote(url).files("2")) == 5
+    assert resume(config(tmp_path / "b", url)) == (1, bits(states[1]))
     assert resume(cfg)[0] == 2
-    assert copied(cfg) == ([1, 2], [])
-    assert len(uploaded) == len(set(uploaded)), "nothing twice"
-    assert not any("uploading" in name for name in Remote(url).files())
-    assert resume(config(tmp_path / "b", url)) == (2, bits(states[2]))
+    assert copied(cfg) == [1, 2]
+    assert resume(config(tmp_path / "c", url)) == (2, bits(states[2]))
 
 
 @pytest.mark.wide
@@ -181,8 +181,8 @@ def test_what_an_ended_upload_left_is_removed_and_what_is_somebody_elses_stays(
     tmp_path, url, states
 ):
     cfg, remote = config(tmp_path / "a", url), Remote(url)
-    ended = ("1/params/x", "1/uploading.json", "2/params/x", "2/uploading.json")
-    others = ("own.txt", "2024/a.txt", "5/a.txt")
+    ended = ("1/params/x", f"1/{METADATA}", f"2/{METADATA}", "2/params/x")
+    others = ("own.txt", "2024/a.txt", "5/a.txt", f"x/{METADATA}")
     for name in (*ended, *others):
         remote.write(name, b"left")
     save(cfg, states, 2, 3)
@@ -194,9 +194,8 @@ def test_what_an_ended_upload_left_is_removed_and_what_is_somebody_elses_stays(
     with pytest.raises(SaveFailed, match=f"{url}/5: holds something else"):
         save(cfg, states, 5)
     assert remote.read("5/a.txt") == b"left"
-    remote.write("3/uploading.json", b"")  # of a copy that was to be removed, or just made
     save(cfg, states, 6)
-    assert copied(cfg) == ([3, 6], [])
+    assert copied(cfg) == [3, 6]
     remote.remove(remote.files("6"))
     assert resume(config(tmp_path / "b", url)) == (3, bits(states[3]))
 
@@ -206,46 +205,32 @@ def test_skipped_steps_push_no_copy_out(tmp_path, url, states):
     cfg = config(tmp_path / "a", url)
     save(cfg, states, 1, 2)
     save(cfg, states, 3, rotate=False)
-    assert copied(cfg) == ([1, 2, 3], [])
+    assert copied(cfg) == [1, 2, 3]
 
 
-def failing(times):
-    """An upload that fails so many times, and the number of times that it was called."""
-    calls, upload = [], Remote.upload
-
-    def fail(self, path, name):
-        calls.append(name)
-        if len(calls) <= times:
-            raise RemoteError("the network is gone")
-        upload(self, path, name)
-
-    return fail, calls
-
-
-def test_a_failed_upload_is_tried_again_and_ends_the_run_after_three_in_a_row(
+def test_failed_uploads_are_told_and_end_the_run_after_three_in_a_row(
     tmp_path, url, states, monkeypatch, capsys
 ):
+    def fail(self, path, name):
+        raise RemoteError("the network is gone")
+
     cfg = config(tmp_path / "a", url, keep=9)
-    monkeypatch.setattr(Remote, "upload", failing(1)[0])
     save(cfg, states, 1)
-    assert copied(cfg) == ([1], []) and not events(cfg, "copy_failed")
-    monkeypatch.setattr(Remote, "upload", failing(10**9)[0])
+    monkeypatch.setattr(Remote, "upload", fail)
     with Checkpoints(cfg, Events(tmp_path / "a", 0)) as checkpoints:
-        for step in (2, 3, 4, 5):
-            if step == 5:
-                with pytest.raises(
-                    SaveFailed, match=r"copies .3 in a row. failed: the network is gone"
-                ) as caught:
-                    checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
-                continue
+        for step in (2, 3, 4):
             checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
             while not checkpoints._uploads.wait(1.0):
                 pass
+        with pytest.raises(
+            SaveFailed, match=r"copies .3 in a row. failed: the network is gone"
+        ) as caught:
+            checkpoints.save(states[5], describe(cfg, 5, "data-1"), wait=True)
     assert caught.value.exit_code == 70
     assert [row["in_a_row"] for row in events(cfg, "copy_failed")] == [1, 2, 3]
     assert "copy of step 2 failed (1 in a row): the network is gone" in capsys.readouterr().out
     monkeypatch.undo()
-    assert resume(cfg)[0] == 4 and copied(cfg) == ([1, 4], [])
+    assert resume(cfg)[0] == 4 and copied(cfg) == [1, 4]
 
 
 def test_an_old_copy_that_cannot_be_removed_fails_no_new_one(
@@ -255,9 +240,10 @@ def test_an_old_copy_that_cannot_be_removed_fails_no_new_one(
         raise RemoteError("not allowed")
 
     cfg = config(tmp_path / "a", url, keep=1)
-    monkeypatch.setattr(Copies, "remove", fail)
-    save(cfg, states, 1, 2)
-    assert copied(cfg) == ([1, 2], []) and not events(cfg, "copy_failed")
+    save(cfg, states, 1)
+    monkeypatch.setattr(Copies, "remove_old", lambda self, newest, keep: fail(self, newest))
+    save(cfg, states, 2)
+    assert copied(cfg) == [1, 2] and not events(cfg, "copy_failed")
     assert f"old copies in {url} cannot be removed: not allowed" in capsys.readouterr().out
 
 
@@ -281,7 +267,7 @@ def test_the_disk_keeps_what_is_being_uploaded_and_the_newest_goes_next(
         assert (folder / "1").is_dir() and (folder / "3").is_dir()
         assert "step 2 gets no copy: uploads are slower" in capsys.readouterr().out
         go.set()
-    assert copied(cfg) == ([3], [])
+    assert copied(cfg) == [3]
     assert resume(config(tmp_path / "b", url)) == (3, bits(states[3]))
 
 
@@ -327,7 +313,7 @@ def test_a_network_that_is_gone_is_no_damage(tmp_path, url, states, monkeypatch)
 
 
 def listed(*words):
-    """Return what `inspect` prints of these words, and its exit code."""
+    """Return what inspect prints of these words, and its exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             inspect.main(list(words))
@@ -336,23 +322,20 @@ def listed(*words):
     return out.getvalue(), 0
 
 
-def test_copies_are_listed_verified_and_fetched_as_a_run(tmp_path, url, states):
+def test_copies_are_listed_and_fetched_as_a_run(tmp_path, url, states):
     save(config(tmp_path / "a", url), states, 1, 2)
     out, code = listed(url)
     assert code == 0 and out.count("complete") == 2 and "0.0 h ago" in out
-    out, code = listed(url, "--verify")
-    assert code == 0 and out.count("verified") == 2
-    remote, name = largest(config(tmp_path, url), 2)
-    content = remote.read(name)
-    remote.write(name, bytes(len(content)))
-    out, code = listed(url, "--checkpoint", "2")
-    assert code == 1 and "DAMAGED" in out and "has other bytes" in out
     out, code = listed(url, "--fetch", f"{tmp_path}/one")
-    assert code == 0 and f"{url}/2 is damaged" in out and "1" in out
-    assert steps(tmp_path / "one/checkpoints") == [1]
+    assert code == 0 and "verified" in out
+    assert steps(tmp_path / "one/checkpoints") == [2]
     cfg = saved_config(tmp_path / "one")
     _, params = load_params(tmp_path / "one", mesh())
-    assert bits(params) == bits(states[1].params) and cfg.model == BASE.model
+    assert bits(params) == bits(states[2].params) and cfg.model == BASE.model
+    remote, name = largest(config(tmp_path, url), 2)
+    remote.write(name, b"")
+    out, code = listed(url)
+    assert code == 1 and "DAMAGED" in out
     assert listed(f"{url}/none") == ("", 2)
     with pytest.raises(UserError, match=r"--fetch DIR, then --train\.init-from DIR"):
         Source.parse(f"{url}@2")
@@ -365,42 +348,48 @@ def test_a_command_that_reads_a_model_takes_the_url(tmp_path, url, states, cache
     first = run_on_disk(url, 1)
     assert Path(first).is_relative_to(cache) and steps(Path(first) / "checkpoints") == [1]
     assert bits(load_params(first, mesh())[1]) == bits(states[1].params)
-    remote = Remote(url)
-    remote.remove([f"1/{name}" for name in remote.files("1") if name.endswith("METADATA")])
+    place = Path(first) / "checkpoints/1"
+    before = place.stat().st_ino
+    assert run_on_disk(url, 1) == first and place.stat().st_ino == before, "fetched once"
     assert run_on_disk(url) == first and steps(Path(first) / "checkpoints") == [2]
     with pytest.raises(UserError, match=r"step=7: .* holds the steps \[1, 2\]"):
         run_on_disk(url, 7)
-    with pytest.raises(UserError, match="none: holds no copy of a checkpoint"):
+    with pytest.raises(UserError, match="none': holds no copy of a checkpoint"):
         run_on_disk(f"{url}/none")
     assert run_on_disk("out/x") == "out/x"
 
 
-def test_another_process_of_the_same_number_does_not_hold_a_place(url):
+def test_one_job_at_a_time_has_a_place(url, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
     remote = Remote(url)
-    with StoreLock(url):
-        holder, _, _ = remote.read("lock").decode().partition("\n")
-        remote.write("lock", f"{json.dumps(json.loads(holder) | {'birth': 1})}\n0\n".encode())
-        with StoreLock(url, stale_s=1e9, settle_s=0.0) as lock:
-            assert lock.held and "its process is gone" in lock.note
-
-
-def test_one_job_at_a_time_has_a_place(url):
-    with StoreLock(url, beat_s=0.05, stale_s=2.0) as lock:
+    with StoreLock(url, tmp_path / "a", beat_s=0.05) as lock:
+        assert lock.held and lock.note is None
+        with pytest.raises(UserError, match=f"{url} is in use by pid .*/a.*checkpoint.store"):
+            StoreLock(url, tmp_path / "b", stale_s=30.0).__enter__()
         assert lock.held
-        with pytest.raises(UserError, match=f"{url} is in use by pid .*checkpoint.store"):
-            StoreLock(url).__enter__()
-        # As a job of another machine sees it: it beats.
-        remote = Remote(url)
-        holder, _, _ = remote.read("lock").decode().partition("\n")
-        far = json.loads(holder) | {"machine": "another", "host": "far"}
-        lock._own = json.dumps(far)
-        remote.write("lock", f"{lock._own}\n0\n".encode())
-        with pytest.raises(UserError, match=r"in use by .* on far"):
-            StoreLock(url, stale_s=30.0).__enter__()
     assert remote.read("lock") is None
-    remote.write("lock", f"{json.dumps(far)}\n0\n".encode())
-    with StoreLock(url, stale_s=0.2, settle_s=0.0) as lock:
-        assert "no sign of life" in lock.note
-        remote.write("lock", f"{json.dumps(far)}\n1\n".encode())
+
+
+def test_the_lock_of_a_dead_job_is_taken_over(url, tmp_path):
+    """At once in the same run directory, whose own lock proves the death; elsewhere when no beat has come."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    dead = StoreLock(url, tmp_path / "a")
+    dead._create()
+    with StoreLock(url, tmp_path / "a", stale_s=1e9) as lock:
+        assert "took over" in lock.note and not dead.held
+    dead._create()
+    with StoreLock(url, tmp_path / "b", stale_s=0.2) as lock:
+        assert "took over" in lock.note and lock.held and not dead.held
+        dead._write()  # it was not dead after all: the one that took over ends at its next save
         assert not lock.held
-    assert remote.read("lock") is not None, "it is another's"
+    assert dead.held
+
+
+def test_a_damaged_lock_is_written_anew(url, tmp_path):
+    with StoreLock(url, tmp_path, beat_s=0.05) as lock:
+        lock._remote.write("lock", b"\xff")
+        while lock._remote.read("lock") == b"\xff":
+            time.sleep(0.05)
+        assert lock.held

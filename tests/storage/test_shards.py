@@ -12,7 +12,7 @@ from tests.s3 import client
 from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data import corpus as corpora
-from ultrascale_jax.data import remote_shards
+from ultrascale_jax.data import remote_shards, tokenizing
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.remote_shards import open_remote
 from ultrascale_jax.data.sources import open_sources
@@ -43,9 +43,8 @@ def shards(url, monkeypatch):
     return f"{url}/tokens"
 
 
-def in_this_process(args, documents):
-    for group in prepare_data.groups(documents):
-        yield prepare_data.tokenize_group(args, group)
+def in_this_process(work, documents, processes):
+    return map(work.tokenized, tokenizing.groups(documents))
 
 
 def corpus(source, tokenizer="bytes"):
@@ -139,7 +138,7 @@ def test_processes_of_one_host_fetch_each_file_once(shards, monkeypatch):
 
 def test_batches_of_a_bucket_are_those_of_a_folder_in_blocks_too(shards, monkeypatch):
     monkeypatch.setattr(corpora, "BLOCK_SHARDS", 2)
-    folder = prepare_data.Args(input="", out=shards).folder
+    folder = prepare_data.Options(input="", out=shards).folder
 
     def loader(place):
         data = DataConfig(source=f"tokens:{place}", seq_len=16, eval_fraction=0.1)
@@ -206,7 +205,7 @@ def test_a_bucket_that_cannot_be_written_is_refused_before_work(url, monkeypatch
 
     monkeypatch.setattr(Remote, "write", refuse)
     with pytest.raises(RemoteRefused, match="access denied"):
-        prepare_data.prepare(prepare_data.Args(input=f"{url}/in/*", out=f"{url}/tokens"))
+        prepare_data.prepare(prepare_data.Options(input=f"{url}/in/*", out=f"{url}/tokens"))
 
 
 def test_an_array_record_is_read_from_a_disk_only(s3_server, tmp_path):

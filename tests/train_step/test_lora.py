@@ -23,13 +23,13 @@ from ultrascale_jax.config.lora import TARGETS, Lora
 from ultrascale_jax.models.lora import WEIGHTS, merged
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.parameters import weights_of
+from ultrascale_jax.plan.model_shape import adapter_params
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import step
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import train_step
-from ultrascale_jax.training.model_shape import adapter_params
 from ultrascale_jax.training.setup import make_loader
 
 CFG = Config(

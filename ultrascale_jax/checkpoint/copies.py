@@ -1,25 +1,27 @@
-"""Read the copies of a run's checkpoints in object storage: `checkpoint.store`.
+"""Copy a run's checkpoints to object storage, and fetch them where the disk has none: `checkpoint.store`.
 
-The copy of step n is the folder n with the checkpoint's files. Its manifest is written last: without it a folder is no
-copy. Beside the steps lie the small files of the run directory, so that a copy is enough to go on with. A run whose
-disk does not have the newest step fetches it, and then loads and checks it like any other. `uploads.py` makes copies.
+A run saves to its own disk, where one rename completes a checkpoint; process 0 then uploads it in a thread. The copy of
+step n is the folder n with the checkpoint's files. `COMPLETE` in it, with their names and sizes, is written last:
+without it a folder is no copy. The URL also holds the small files of the run directory, so that a run can resume from a
+copy alone. A fetched checkpoint is verified by the fingerprints of its arrays, like any other.
 """
 
 import contextlib
+import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ultrascale_jax.checkpoint import manifest
-from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
-from ultrascale_jax.checkpoint.step_dirs import CORRUPT, METADATA, steps
-from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.checkpoint.step_dirs import METADATA, Damaged, files, is_step, quarantine
+from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.foreign import parse_json
-from ultrascale_jax.huggingface.files import ORIGINAL, TRAVELLING
-from ultrascale_jax.launch.events import say
+from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, TRAVELLING
+from ultrascale_jax.launch.events import Events, printable, say
 from ultrascale_jax.launch.run_files import (
     CHECKPOINTS,
     METRICS,
@@ -28,7 +30,7 @@ from ultrascale_jax.launch.run_files import (
     write_atomic,
 )
 from ultrascale_jax.storage.cache import cache_folder, exclusive, name_of, require_room
-from ultrascale_jax.storage.remote import WORKERS, Remote, is_url
+from ultrascale_jax.storage.remote import WORKERS, Remote, RemoteRefused, is_url
 from ultrascale_jax.units import size
 
 CONFIG = "config.json"
@@ -36,17 +38,13 @@ CONFIG = "config.json"
 BESIDE = (CONFIG, METRICS, ORIGINAL, *TRAVELLING)
 """Files of the run directory that are copied with every checkpoint."""
 
-MOST_BESIDE_BYTES = 1 << 32
+MOST_BYTES = 1 << 32
 """Largest of these that is fetched; a row of metrics has about 500 bytes."""
 
-UPLOADING = "uploading.json"
-"""Object in the folder of a step that is not whole: the manifest of what is uploaded, or nothing while it is removed.
-
-Without it, or a manifest, a folder is somebody else's, and stays as it is.
-"""
+COMPLETE = "complete.json"
 
 FETCHING = "fetching"
-"""Folder beside the checkpoints for one that is being fetched."""
+"""Folder among the checkpoints for one that is being fetched."""
 
 
 class Copies:
@@ -57,39 +55,74 @@ class Copies:
         self.remote = Remote(url)
         self.url = self.remote.url
 
-    def steps(self) -> tuple[list[int], list[str]]:
-        """Return the steps that have a whole copy, oldest first, and the names of those that were put aside."""
-        files = self.remote.files()
-        folders = {name.split("/")[0] for name in files if "/" in name}
-        aside = sorted(name for name in folders if CORRUPT in name)
-        return steps_in(files), aside
+    def steps(self) -> list[int]:
+        """Return the steps that have a whole copy, oldest first."""
+        return _steps_with(COMPLETE, self.remote.files())
 
-    def manifest(self, step: int) -> tuple[bytes, dict[str, int]]:
-        """Return the manifest of a copy, and the sizes of its files by name.
+    def upload(self, place: Path, uploaded: Callable[[], None] = lambda: None) -> int:
+        """Make the copy of the checkpoint at `place`; return its size in bytes.
 
-        Raises `Damaged` where other files are there, or of another size.
+        `uploaded` is called before each file. Raises `RemoteRefused` where its folder is not a checkpoint's.
         """
-        content = self.remote.read(f"{step}/{manifest.NAME}", manifest.MOST_BYTES)
-        if content is None:
-            raise Damaged(f"{manifest.NAME} is missing")
-        found = self.files(step)
-        found = {name: found[name] for name in found if name not in (manifest.NAME, UPLOADING)}
-        manifest.compare(found, manifest.parse(content))
-        return content, found
+        step, sizes = int(place.name), files(place)
+        meta = read_regular(place / METADATA)
+        there = self._files(step)
+        if COMPLETE in there and self.remote.read(f"{step}/{METADATA}") == meta:
+            return sum(sizes.values())
+        if there and METADATA not in there:
+            raise RemoteRefused(
+                f"{self.url}/{step}: holds something else; choose another checkpoint.store"
+            )
+        self.remove(step)
 
-    def files(self, step: int | str) -> dict[str, int]:
-        """Return the names of the objects in the folder of `step`, and their sizes."""
-        prefix = f"{step}/"
-        found = self.remote.files(str(step))
-        return {name.removeprefix(prefix): size for name, size in found.items()}
+        def upload(name: str) -> None:
+            uploaded()
+            self.remote.upload(place / name, f"{step}/{name}")
+
+        upload(METADATA)  # first, so that the next start knows the folder as a checkpoint's
+        _on_threads(upload, (name for name in sizes if name != METADATA))
+        self.remote.write(f"{step}/{COMPLETE}", json.dumps(sizes).encode())
+        return sum(sizes.values())
+
+    def remove(self, step: int) -> None:
+        """Remove a copy, whole or not, so that it is none from the first moment on."""
+        self.forget(step)
+        names = [f"{step}/{name}" for name in self._files(step) if name != METADATA]
+        _on_threads(lambda name: self.remote.remove([name]), names)
+        self.remote.remove([f"{step}/{METADATA}"])
+
+    def forget(self, step: int) -> None:
+        """Make a folder no copy; its files go when the step is copied again, or with the old copies."""
+        self.remote.remove([f"{step}/{COMPLETE}"])
+
+    def remove_old(self, newest: int, keep: int | None) -> None:
+        """Remove what ended uploads have left, and all but the newest `keep` copies; `newest` was made last."""
+        names = self.remote.files()
+        whole = _steps_with(COMPLETE, names)
+        unfinished = set(_steps_with(METADATA, names)).difference(whole, [newest])
+        for step in [*(whole[:-keep] if keep else ()), *unfinished]:
+            self.remove(step)
+
+    def sizes(self, step: int) -> dict[str, int]:
+        """Return the files of a copy, and their sizes. Raises `Damaged` where other files are there."""
+        content = self.remote.read(f"{step}/{COMPLETE}") or b""
+        there = self._files(step)
+        there.pop(COMPLETE, None)
+        try:
+            listed = json.loads(content)
+        except ValueError:
+            listed = None
+        if listed != there:
+            raise Damaged("its files are not those that were copied, by names and sizes")
+        return there
 
     def fetch_metadata(self, step: int, folder: Path) -> Path:
-        """Begin to fetch a copy beside the checkpoints in `folder`: its metadata; return its place meanwhile.
+        """Fetch the metadata of a copy into `FETCHING` in `folder`, the checkpoints of a run; return its place there.
 
         Raises `Damaged` if it has none.
         """
         name, place = f"{step}/{METADATA}", folder / FETCHING / str(step)
-        content = self.remote.read(name, manifest.MOST_BYTES)
+        content = self.remote.read(name)
         if content is None:
             raise Damaged(f"{METADATA} is missing")
         shutil.rmtree(place, ignore_errors=True)
@@ -99,12 +132,6 @@ class Copies:
         os.utime(place / METADATA, (made, made))
         return place
 
-    def require_room(self, folder: Path, sizes: dict[str, int]) -> None:
-        """Raise `UserError` where the disk of `folder` has no room for a copy."""
-        require_room(
-            folder, sum(sizes.values()), f"fetching a checkpoint of {self.url}", "make room"
-        )
-
     def fetch(self, step: int, place: Path, names: Iterable[str]) -> None:
         """Fetch these files of a copy into `place`."""
 
@@ -113,37 +140,7 @@ class Copies:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.remote.download(f"{step}/{name}", path)
 
-        on_threads(download, names)
-
-    def complete(self, place: Path, content: bytes) -> None:
-        """Give a fetched copy its manifest and its place among the checkpoints, instead of one of that step."""
-        write_atomic(place / manifest.NAME, content)
-        target = place.parents[1] / place.name
-        if target.exists():
-            shutil.rmtree(target)
-        place.rename(target)
-        with contextlib.suppress(OSError):
-            place.parent.rmdir()
-
-    def put_aside(self, step: int) -> str:
-        """Move a damaged copy to a folder of another name, which it returns."""
-        taken = {name.split("/")[0] for name in self.remote.files()}
-        number, aside = 1, f"{step}{CORRUPT}"
-        while aside in taken:
-            number += 1
-            aside = f"{step}{CORRUPT}.{number}"
-        names = self.files(step)
-        on_threads(lambda name: self.remote.copy(f"{step}/{name}", f"{aside}/{name}"), names)
-        self.remove(step)
-        return aside
-
-    def remove(self, step: int) -> None:
-        """Remove a copy, whole or not, so that it is none from the first moment on."""
-        self.remote.write(f"{step}/{UPLOADING}", b"")
-        self.remote.remove([f"{step}/{manifest.NAME}"])
-        others = (name for name in self.files(step) if name != UPLOADING)
-        on_threads(lambda name: self.remote.remove([f"{step}/{name}"]), others)
-        self.remote.remove([f"{step}/{UPLOADING}"])
+        _on_threads(download, names)
 
     def saved_config(self) -> Config:
         """Return the configuration of the run whose copies these are. Raises `UserError` if it is missing."""
@@ -157,48 +154,155 @@ class Copies:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in BESIDE:
             if anew or not (run_dir / name).exists():
-                content = self.remote.read(name, MOST_BESIDE_BYTES)
+                content = self.remote.read(name, MOST_BYTES)
                 if content is not None:
                     write_atomic(run_dir / name, content)
 
+    def _files(self, step: int) -> dict[str, int]:
+        prefix = f"{step}/"
+        there = self.remote.files(str(step))
+        return {name.removeprefix(prefix): size for name, size in there.items()}
+
+
+class Uploads:
+    """The copies that one run makes of its checkpoints, in a thread of process 0."""
+
+    def __init__(self, copies: Copies, cfg: Config, events: Events | None = None):
+        self.failed_in_a_row = 0
+        self.problem: str | None = None
+        """Why the last upload failed; None if it did not."""
+        self._copies, self._cfg, self._events = copies, cfg, events
+        self._lock, self._closed, self._moved = threading.Lock(), False, time.monotonic()
+        self._now: tuple[Path, bool] | None = None
+        self._next: tuple[Path, bool] | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, place: Path, *, rotate: bool) -> None:
+        """Begin to upload the checkpoint at `place`; one that still waits for its turn gives way to it.
+
+        Afterwards the newest `checkpoint.keep` copies are left, or all if not `rotate`.
+        """
+        with self._lock:
+            if self._next is not None:
+                say(f"checkpoint of step {self._next[0].name} gets no copy: uploads are slower")
+            self._next = (place, rotate)
+            if self._thread is None:
+                self._moved = time.monotonic()
+                self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
+                self._thread.start()
+
+    @property
+    def pending(self) -> list[int]:
+        """Return the steps that are being uploaded or wait for it: the disk must keep them."""
+        with self._lock:
+            return [int(work[0].name) for work in (self._now, self._next) if work is not None]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing is pending, or for so many seconds; return whether nothing is."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout=seconds)
+        return not self.pending
+
+    def is_stuck(self, stall_s: float) -> bool:
+        """Return whether an upload is pending and made no progress for so many seconds."""
+        return bool(self.pending) and time.monotonic() - self._moved >= stall_s
+
+    def close(self) -> None:
+        """End the uploads soon; the next start makes those that are missing."""
+        self._closed = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._now, self._next = self._next, None
+                if self._now is None or self._closed:
+                    self._now = self._next = self._thread = None
+                    return
+            self._upload(*self._now)
+
+    def _upload(self, place: Path, rotate: bool) -> None:
+        """Upload one checkpoint, and note how it ended."""
+        step, begun = int(place.name), time.monotonic()
+        try:
+            self._write_beside()
+            size = self._copies.upload(place, self._progress)
+        except Exception as error:  # Whatever goes wrong must not end the run.
+            if self._closed:
+                return
+            self.failed_in_a_row += 1
+            self.problem = printable(error, 500) or type(error).__name__
+            words = {"problem": self.problem, "in_a_row": self.failed_in_a_row}
+            self._record("copy_failed", step=step, **words)
+            say(f"copy of step {step} failed ({self.failed_in_a_row} in a row): {self.problem}")
+            return
+        self.failed_in_a_row, self.problem = 0, None
+        self._record("copied", step=step, bytes=size, copy_s=time.monotonic() - begun)
+        try:
+            self._copies.remove_old(step, self._cfg.checkpoint.keep if rotate else None)
+        except Exception as error:  # as above
+            say(f"warning: old copies in {self._copies.url} cannot be removed: {printable(error)}")
+
+    def _record(self, kind: str, **details: object) -> None:
+        if self._events is not None:
+            self._events.record(kind, **details)
+
+    def _progress(self) -> None:
+        self._moved = time.monotonic()
+        if self._closed:
+            raise InterruptedError("the run ends")
+
+    def _write_beside(self) -> None:
+        """Write the small files of the run directory, with the tokenizer of the data."""
+        run_dir, tokenizer = Path(self._cfg.log.run_dir), Path(self._cfg.data.tokenizer)
+        paths = {name: run_dir / name for name in BESIDE if (run_dir / name).is_file()}
+        if TOKENIZER not in paths and tokenizer.is_file():
+            paths[TOKENIZER] = tokenizer
+        for name, path in paths.items():
+            content = path.read_bytes() if path is tokenizer else read_regular(path)
+            self._copies.remote.write(name, content)
+
 
 def fetch_run(url: str, run_dir: Path, step: int | None = None) -> None:
-    """Make `run_dir` a run with one checkpoint: the copy of `step`, or the newest that is whole, fetched and verified.
+    """Make `run_dir` a run with one checkpoint: the copy of `step`, or the newest, fetched anew unless it is there.
 
-    Raises `UserError` for a step without copy, `Damaged`, or `RemoteError`.
+    Raises `UserError` for a step without copy, `Damaged` where files are missing, or `RemoteError`.
     """
-    copies = Copies(url)
-    found = copies.steps()[0]
-    if not found:
-        raise UserError(
-            f"{copies.url}: holds no copy of a checkpoint; name a run's checkpoint.store"
-        )
-    require(step in (None, *found), "step", step, f"{copies.url} holds the steps {found}")
+    copies, folder = Copies(url), folder_of(run_dir, CHECKPOINTS)
+    there = copies.steps()
+    fix = "holds no copy of a checkpoint; name a run's checkpoint.store"
+    require(bool(there), "url", copies.url, fix)
+    require(step in (None, *there), "step", step, f"{copies.url} holds the steps {there}")
+    step = there[-1] if step is None else step
     copies.fetch_beside(run_dir, anew=True)
-    for one in reversed(found) if step is None else [step]:
-        try:
-            _fetch_step(copies, one, folder_of(run_dir, CHECKPOINTS))
-            return
-        except Damaged as error:
-            if step is not None or one == found[0]:
-                raise Damaged(f"{copies.url}/{one}: {error}") from None
-            say(f"warning: {copies.url}/{one} is damaged: {error}; using an older one")
-
-
-def _fetch_step(copies: Copies, step: int, folder: Path) -> None:
-    """Fetch a copy as the only checkpoint in `folder`, unless it is there."""
-    content, sizes = copies.manifest(step)
-    own = folder / str(step) / manifest.NAME
-    if not (own.is_file() and read_regular(own) == content):
-        for other in steps(folder):
-            shutil.rmtree(folder / str(other))
-        copies.require_room(folder, sizes)
-        say(f"fetching {copies.url}/{step} ({size(sum(sizes.values()))}) to {folder}")
-        place = copies.fetch_metadata(step, folder)
+    place, target = copies.fetch_metadata(step, folder), folder / str(step)
+    same = target.is_dir() and read_regular(target / METADATA) == read_regular(place / METADATA)
+    if not same:
+        sizes = copies.sizes(step)
+        for path in folder.iterdir():
+            if path.name != FETCHING:
+                shutil.rmtree(path)
+        announce_fetch(copies, folder, step, sizes)
         copies.fetch(step, place, sizes)
-        write_atomic(place / manifest.NAME, content)
-        manifest.check(place)
-        copies.complete(place, content)
+        complete(place)
+    shutil.rmtree(folder / FETCHING, ignore_errors=True)
+
+
+def announce_fetch(copies: Copies, folder: Path, step: int, sizes: dict[str, int]) -> None:
+    """Print a line about the copy that is fetched next. Raises `UserError` where `folder` has no room for it."""
+    num_bytes = sum(sizes.values())
+    require_room(folder, num_bytes, f"fetching a checkpoint of {copies.url}", "make room")
+    say(f"fetching the checkpoint of step {step} ({size(num_bytes)}) from {copies.url}")
+
+
+def complete(place: Path) -> None:
+    """Give a fetched checkpoint its place among the others; one of that step is put aside."""
+    target = place.parents[1] / place.name
+    if target.exists():
+        quarantine(target)
+    place.rename(target)
+    with contextlib.suppress(OSError):
+        place.parent.rmdir()
 
 
 def run_on_disk(run: str, step: int | None = None) -> str:
@@ -214,18 +318,13 @@ def run_on_disk(run: str, step: int | None = None) -> str:
     return str(folder)
 
 
-def is_step(name: str) -> bool:
-    """Return whether a folder's name is the number of a step."""
-    return name.isascii() and name.isdecimal() and name == str(int(name))
+def _steps_with(file: str, names: Iterable[str]) -> list[int]:
+    """Return the steps, oldest first, in whose folder this file is among the names of objects."""
+    folders = (name.removesuffix(f"/{file}") for name in names)
+    return sorted(int(folder) for folder in folders if is_step(folder))
 
 
-def steps_in(files: Iterable[str]) -> list[int]:
-    """Return the steps, oldest first, that have a manifest among the names of objects."""
-    folders = (name.removesuffix(f"/{manifest.NAME}") for name in files)
-    return sorted(int(name) for name in folders if is_step(name))
-
-
-def on_threads(do: Callable[[str], None], names: Iterable[str]) -> None:
+def _on_threads(do: Callable[[str], None], names: Iterable[str]) -> None:
     """Call `do` with each name, in threads; the first error ends those that have not begun, and is raised."""
     with ThreadPoolExecutor(WORKERS) as pool:
         waiting = [pool.submit(do, name) for name in names]

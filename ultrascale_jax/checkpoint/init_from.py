@@ -158,7 +158,7 @@ def _saved_here(run_dir: Path) -> Config | None:
 
 def _saved_copy(cfg: Config) -> Config | None:
     """Return the saved configuration of a run that has copies in `checkpoint.store`, with its tokenizer here."""
-    if not (cfg.checkpoint.store and Copies(cfg.checkpoint.store).steps()[0]):
+    if not (cfg.checkpoint.store and Copies(cfg.checkpoint.store).steps()):
         return None
     saved = Copies(cfg.checkpoint.store).saved_config()
     if saved.data.tokenizer != str(Path(saved.log.run_dir) / TOKENIZER):

@@ -10,10 +10,10 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
-from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict, saved_config
-from ultrascale_jax.checkpoint.step_dirs import steps
+from ultrascale_jax.checkpoint.step_dirs import Damaged, steps
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
+from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
 from ultrascale_jax.models.lora import merged
 from ultrascale_jax.models.transformer import Transformer
@@ -33,7 +33,7 @@ def load_params(
     like: Transformer | None = None,
     merge: bool = True,
 ) -> tuple[Config, Transformer]:
-    """Load config and model of a run's checkpoint (default: the newest good one) on `mesh`, without optimizer state.
+    """Load config and model of a run's checkpoint, by default the newest that restores, on `mesh`, without optimizer.
 
     The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers, unless `like` has the
     shapes, types and shardings that are wanted. Nothing is renamed: the run may be going on. `model` is the class that
@@ -41,37 +41,31 @@ def load_params(
 
     Adapters (`train.lora`) are merged into their base, or with `merge` false returned alone.
 
-    Raises `UserError` when there is no such checkpoint, and `Damaged` or `Unreadable`.
+    Raises `UserError` when there is no such checkpoint, `Damaged` when none restores, and `Unreadable`.
     """
     saved_config(Path(run_dir))  # refuses what is no run directory
     folder = folder_of(Path(run_dir).resolve(), CHECKPOINTS, make=False)
     available = restoring.found_by_process0(lambda: steps(folder))
     wanted = max(available, default=0) if step is None else step
     require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
-    faults: list[str] = []
+    kind = model if like is None else type(like)
+    problems: list[str] = []
 
-    def take(step: int) -> tuple[Config, Transformer]:
-        meta, note = restoring.opened(folder / str(step))
-        kind = model if like is None else type(like)
+    def restore(step: int) -> tuple[Config, Transformer]:
+        meta = restoring.read_metadata(folder / str(step))
         check_model(meta, kind, folder / str(step))
-        found = _params(folder, mesh, step, meta, kind, like, merge)
-        _warn(note)
-        return found
+        return _params(folder, mesh, step, meta, kind, like, merge)
 
-    def damaged(step: int, why: str) -> None:
-        faults.append(f"{folder / str(step)} is damaged: {why}")
+    def skipped(step: int, why: str) -> None:
+        problems.append(f"{folder / str(step)} does not restore as it was saved: {why}")
 
-    found = restoring.newest(available if step is None else [wanted], take, damaged)
-    if found is None:
-        raise Damaged(faults[-1])
-    for fault in faults:
-        _warn(f"{fault}; using step {found[0]}")
-    return found[1]
-
-
-def _warn(note: str | None) -> None:
-    if note is not None and jax.process_index() == 0:
-        print(f"warning: {note}", flush=True)
+    restored = restoring.newest(available if step is None else [wanted], restore, skipped)
+    if restored is None:
+        raise Damaged(problems[0])
+    if jax.process_index() == 0:
+        for problem in problems:
+            say(f"warning: {problem}; using step {restored[0]}")
+    return restored[1]
 
 
 def _params(
@@ -113,13 +107,13 @@ def _merged(
         return plain, merged(adapters, base)
 
 
-def check_arrays(place: Path, meta: dict) -> None:
-    """Compare the arrays of a checkpoint with their fingerprints, on one device, group by group. Raises `Damaged`."""
+def verify(place: Path) -> None:
+    """Restore the checkpoint at `place` on one device, group by group, and drop it. Raises `Damaged`."""
     sharding = SingleDeviceSharding(jax.devices()[0])
-    known = restoring.entries(meta)
+    meta = restoring.read_metadata(place)
     for group in (PARAMS, TRAIN):
         shapes: dict = {}
-        for name, (dtype, shape, _) in known.items():
+        for name, (dtype, shape, _) in restoring.entries(meta).items():
             *outer, last = name.split("/")
             if outer[:1] == [group]:
                 node = functools.reduce(lambda node, word: node.setdefault(word, {}), outer, shapes)

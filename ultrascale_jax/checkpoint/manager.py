@@ -2,19 +2,17 @@
 
 A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters). The JSON
 in `_CHECKPOINT_METADATA` has the run's config, its place in the data, the library versions, and the fingerprint of each
-array. Orbax writes the checkpoint in the background; one rename makes it visible when it is complete, and then process
-0 writes its manifest. Any mesh restores it straight into its shardings: layers lie as the model runs them, whatever the
-pipeline. Array names are attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
+array. Orbax writes the checkpoint in the background; one rename makes it visible when it is complete. Any mesh restores
+it straight into its shardings: layers are stored in the order of the model, whatever the pipeline. Array names are
+attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
 
-A checkpoint that has changed since it was saved is renamed `n.corrupt`, and the one before it is used. With
-`checkpoint.store` a copy of each goes to object storage, which is read where the disk has none (`copies.py`).
+A checkpoint that does not restore with its fingerprints is skipped, and renamed `n.corrupt` once an older one restores.
+With `checkpoint.store` a copy of each goes to object storage, which is read where the disk has none (`copies.py`).
 """
 
 import contextlib
 import dataclasses
-import functools
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +21,25 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
-from ultrascale_jax.checkpoint.copies import FETCHING, Copies
+from ultrascale_jax.checkpoint.copies import Copies, Uploads, announce_fetch, complete
 from ultrascale_jax.checkpoint.layout import Groups, join, split
-from ultrascale_jax.checkpoint.manifest import Damaged
 from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
+    Damaged,
     check_path,
     metadata,
     quarantine,
-    quarantined,
     remove,
     steps,
     with_digest,
 )
-from ultrascale_jax.checkpoint.uploads import Uploads
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.launch.events import Events, say
-from ultrascale_jax.launch.exit_codes import CRASHED, STOPPED
+from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
-from ultrascale_jax.storage.remote import RemoteError
 from ultrascale_jax.train_step.state import (
     TrainState,
     checkpoint_layout_shapes,
@@ -57,6 +52,9 @@ from ultrascale_jax.train_step.state import (
 MOST_FAILURES = 3
 """Saves in a row that may fail before a run ends."""
 
+type Accept = Callable[[dict, object], list[str]]
+"""Takes the metadata of a checkpoint and its place; returns lines for the user, raises `UserError` for another run."""
+
 
 class SaveFailed(UserError):
     """The last save of a run, or `MOST_FAILURES` in a row, failed; a restart may help."""
@@ -64,10 +62,10 @@ class SaveFailed(UserError):
     exit_code = CRASHED
 
 
-class NothingLeft(UserError):
-    """All checkpoints of the run are damaged."""
+class NothingRestores(UserError):
+    """The run has checkpoints, and none restores; a restart may help where a host was at fault."""
 
-    exit_code = STOPPED
+    exit_code = CRASHED
 
 
 class Checkpoints:
@@ -91,14 +89,12 @@ class Checkpoints:
         self._before_save = before_save
         self._copies = Copies(cfg.checkpoint.store) if cfg.checkpoint.store else None
         self._uploads = None if self._copies is None else Uploads(self._copies, cfg, events)
-        self._fetched: set[int] = set()
-        """Steps on the disk that came from their copies."""
         self._saving: saving.Writing | None = None
         self._begun: int | None = None
-        """Step of the save under way, which all processes know alike: one may be stuck while others are done."""
+        """Step of the save under way, equal on all processes: one may be stuck while others are done."""
         self._in_a_row = self.failures = 0
         self._probe = saving.Probe(self.folder)
-        copied, copies_aside = self._copied()
+        copied = self._copied()
         if cfg.checkpoint.resume == "never":
             fix = f"holds checkpoints {copied} of an earlier run; remove them, or choose another place"
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
@@ -107,12 +103,9 @@ class Checkpoints:
         # A private part of Orbax; where another version has none, saves cost memory and work all the same.
         with contextlib.suppress(ImportError, AttributeError):
             saving.spare_memory()
-        self._rotation: Any = _Rotation(cfg.checkpoint.keep)
+        there = bool(self._listed() or copied)  # refuses a link in the place of a step
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
-        found, aside = self._listed()
-        empty = not (found or aside or copied or copies_aside)
-        require(cfg.checkpoint.resume != "must" or not empty, "checkpoint.resume", "must", fix)
-        self._opened = None if found or copied else self._open()
+        require(cfg.checkpoint.resume != "must" or there, "checkpoint.resume", "must", fix)
 
     def _prepare(self) -> None:
         problem, lasting = None, False
@@ -137,51 +130,16 @@ class Checkpoints:
         if problem is not None:
             fix = "mount it, make room or make it writable; or choose another log.run_dir"
             raise refusal(
-                f"log.run_dir={self._cfg.log.run_dir!r}: {problem}; {fix}",
-                lasting=lasting,
+                f"log.run_dir={self._cfg.log.run_dir!r}: {problem}; {fix}", lasting=lasting
             )
-        self._listed()
 
-    def _listed(self) -> tuple[list[int], list[str]]:
-        """Return steps, and names put aside, as process 0 sees them: on NFS other hosts may see an old listing."""
-        found, aside = found_by_process0(lambda: (steps(self.folder), quarantined(self.folder)))
-        return found, aside
+    def _listed(self) -> list[int]:
+        """Return the steps on the disk as process 0 sees them: on NFS other hosts may see an old listing."""
+        return found_by_process0(lambda: steps(self.folder))
 
-    def _copied(self) -> tuple[list[int], list[str]]:
-        """Return the steps that have a copy, and names put aside there, as process 0 sees them."""
-        if self._copies is None:
-            return [], []
-        steps, aside = found_by_process0(self._copies.steps)
-        return steps, aside
-
-    def _open(self) -> ocp.training.Checkpointer:
-        """Open Orbax, on all processes together.
-
-        It reads the metadata of all steps, and raises for one that it cannot parse, so with steps in the folder it is
-        opened after `resume` has put damaged ones aside.
-        """
-        # The policies' type hints do not fit the class that takes them (Orbax 0.12).
-        policies: Any = ocp.training
-        opened: Any = ocp.training.Checkpointer(
-            str(self.folder),
-            context=_context(),
-            save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=self._rotation,
-            cleanup_tmp_directories=False,  # `saving.sweep` has removed them
-        )
-        # Only `StopRequest` asks JAX for a request to stop. Orbax asks as well, in a save and in the thread
-        # that ends one, with the number of its step; JAX takes the last number for how far the process is, and would
-        # choose a point to stop at that lies behind it.
-        opened._manager.reached_preemption = lambda step: False
-        # Orbax deletes before the new checkpoint is proven, and an old one that cannot be deleted fails the save.
-        opened._manager._checkpoint_deleter = self._rotation
-        return opened
-
-    @property
-    def _orbax(self) -> ocp.training.Checkpointer:
-        if self._opened is None:
-            self._opened = self._open()
-        return self._opened
+    def _copied(self) -> list[int]:
+        """Return the steps that have a copy, as process 0 sees them."""
+        return [] if self._copies is None else found_by_process0(self._copies.steps)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -196,21 +154,15 @@ class Checkpoints:
             self._in_a_row += 1
             self._tell(self._begun, problem)
         if self._uploads is not None:
-            waits = kind is None
-            while waits and not self._uploads.wait(saving.TOLD_S):
-                waits = not self._uploads.is_stuck(self._stall_s)
+            self._uploads.wait(self._stall_s if kind is None else 0.0)
             self._uploads.close()
         if self._saving is not None:
             saving.leave_in_time()
-        elif self._opened is not None:
-            self._opened.close()
 
     @property
     def latest(self) -> int | None:
-        """Return the newest complete step, or None."""
-        if self._opened is None:
-            return max(steps(self.folder), default=None)
-        return None if self._opened.latest is None else self._opened.latest.step
+        """Return the newest complete step that this process sees, or None."""
+        return max(steps(self.folder), default=None)
 
     def save(
         self, state: TrainState, meta: dict, *, wait: bool = False, rotate: bool = True
@@ -221,7 +173,7 @@ class Checkpoints:
         The next call reports a save that failed (a full disk, say); the run goes on until `MOST_FAILURES`
         in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
-        step, _ = meta["data"]["step"], self._orbax
+        step = meta["data"]["step"]
         self._before_save()
         self._check_copies()
         if self._settle():
@@ -229,44 +181,42 @@ class Checkpoints:
             if wait:
                 self._count(step, f"the one before it {saving.STALLED}", must=True)
             return
-        if found_by_process0(lambda: self.latest == step):
-            return
         problem = agree(self._probe())
         if problem is not None:
             self._count(step, problem, must=wait)
             return
-        self._rotation.on = rotate
-        if self._uploads is not None:
-            uploads = self._uploads
-            self._rotation.held = found_by_process0(lambda: uploads.pending)
-        self._begin(step, state, meta)
+        if step in self._listed():
+            return
+        self._begin(step, state, meta, rotate)
         if wait:
             self._settle(must=True)
 
-    def _begin(self, step: int, state: TrainState, meta: dict) -> None:
+    def _begin(self, step: int, state: TrainState, meta: dict, rotate: bool) -> None:
         state = dataclasses.replace(state, frozen=None)
         groups = split(to_checkpoint_layout(state, state.params.layer_order_of))
         model = type(state.params).__qualname__
         meta = with_digest(meta | {"arrays": restoring.record(groups), "model": model})
+        place = self.folder / str(step)
         try:
-            response = self._orbax.save_checkpointables_async(
-                step, groups, force=True, custom_metadata=meta
-            )
-            wait = response.result if response is not None else lambda: None
+            with _context():
+                response = ocp.save_checkpointables_async(str(place), groups, custom_metadata=meta)
+            wait = response.result
         except Exception as error:  # Orbax raises whatever the file system does.
             wait = _raising(error)
         self._begun = step
-        place, rotate = self.folder / str(step), self._rotation.on
         self._saving = saving.Writing(
-            place, wait, self._events, sealed=lambda place: self._sealed(place, rotate=rotate)
+            place, wait, self._events, lambda: self._completed(place, rotate)
         )
 
-    def _sealed(self, place: Path, *, rotate: bool) -> None:
-        if rotate:
-            self._rotation.delete_old(self.folder)
-        self._copy(place, rotate=rotate)
-
-    def _copy(self, place: Path, *, rotate: bool) -> None:
+    def _completed(self, place: Path, rotate: bool) -> None:
+        """Delete old checkpoints and begin the copy of the new one, on process 0; the save is over."""
+        pending = [] if self._uploads is None else self._uploads.pending
+        old = steps(self.folder)[: -self._cfg.checkpoint.keep] if rotate else []
+        for step in set(old).difference(pending):
+            try:
+                remove(self.folder / str(step))
+            except OSError as error:
+                say(f"warning: the old checkpoint {self.folder / str(step)} stays: {error}")
         if self._uploads is not None:
             self._uploads.add(place, rotate=rotate)
 
@@ -277,10 +227,9 @@ class Checkpoints:
         most = 1 if must else MOST_FAILURES
         problem = agree(self._uploads.problem if self._uploads.failed_in_a_row >= most else None)
         if problem is not None:
-            what = "the last copy" if must else f"copies ({MOST_FAILURES} in a row)"
-            where = self._cfg.checkpoint.store
-            fix = f"Mend {where}; the same command makes the copy that is missing"
-            raise SaveFailed(f"{what} failed: {problem}. {fix}")
+            which = "the last copy" if must else f"copies ({MOST_FAILURES} in a row)"
+            fix = f"Mend {self._cfg.checkpoint.store}; the same command makes the copy that is missing"
+            raise SaveFailed(f"{which} failed: {problem}. {fix}")
 
     def wait_for_copies(self, seconds: float = saving.TOLD_S) -> bool:
         """Wait at most so long until all copies are made; return whether they are.
@@ -297,7 +246,7 @@ class Checkpoints:
         return agree(None if done else "not yet") is None
 
     def _settle(self, *, must: bool = False) -> bool:
-        """Note, on all processes alike, how the save under way ended; return whether it is still under way."""
+        """Note, on all processes, how the save under way ended; return whether it is still under way."""
         if self._begun is None:
             return False
         step, problem = self._begun, agree(self._finish())
@@ -312,13 +261,8 @@ class Checkpoints:
         if self._saving is None:
             return None
         problem = self._saving.result(self._stall_s)
-        if self._saving.alive:
-            return problem
-        self._saving = None
-        if problem is not None:
-            # Orbax reports a failed save twice, and would refuse the next one for it.
-            with contextlib.suppress(Exception):
-                self._orbax.wait()
+        if not self._saving.alive:
+            self._saving = None
         return problem
 
     def _count(self, step: int, problem: str | None, *, must: bool) -> None:
@@ -346,128 +290,124 @@ class Checkpoints:
             say(f"checkpoint of step {step} failed {where}: {problem}")
 
     def resume(
-        self, abstract: TrainState, accept: Callable[[dict, object], list[str]]
+        self, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, int, list[str]] | None:
-        """The newest state that is what was saved, its step, and what to tell of it; none if nothing was ever saved.
+        """Return the newest state that restores, its step, and lines for the user; None if nothing was ever saved.
 
-        Where nothing was, `checkpoint.resume` may name another run's checkpoint, and its metrics come along. Damaged
-        checkpoints are put aside. `accept(metadata, place)` raises `UserError` for another run's checkpoint, and
-        returns what is worth a line. Raises `NothingLeft` if there are checkpoints and all are damaged, and
-        `Unreadable` if it cannot tell.
+        Where nothing was, `checkpoint.resume` may name another run's checkpoint, and its metrics come along. Newer
+        checkpoints that do not restore are put aside. Raises what `accept` raises, `NothingRestores` if there are
+        checkpoints and none restores, and `Unreadable`.
         """
+        local, copied = self._listed(), self._copied()
+        skipped: dict[int, str] = {}
 
-        def restore(place: Path) -> tuple[TrainState, list[str]]:
-            meta, note = restoring.opened(place)
-            notes = [f"resumed from {place}", *([] if note is None else [f"warning: {note}"])]
-            notes += [f"changed since: {change}" for change in accept(meta, place)]
-            return self._load(place, abstract, meta), notes
+        def restore(step: int) -> tuple[TrainState, list[str]]:
+            place = self.folder / str(step)
+            if step in local:
+                try:
+                    return self._restore(place, place, abstract, accept)
+                except Damaged as error:
+                    if step not in copied:
+                        raise
+                    self._say_skipped(step, f"{error}; its copy is next")
+            return self._fetched(step, abstract, accept)
 
-        copied = self._copied()[0]
-        both = sorted({*self._listed()[0], *copied})
-        take = functools.partial(self._restored, copied=copied, accept=accept, restore=restore)
-        found = restoring.newest(both, take, self._put_aside)
-        if found is not None:
-            step, (state, notes) = found
-            if step > max(copied, default=-1) and jax.process_index() == 0:
-                self._copy(self.folder / str(step), rotate=True)
-            for other in self._listed()[0]:
-                place = self.folder / str(other)
-                fault = agree(restoring.fault_of_older(place))
-                if fault is not None and agree(restoring.fault_of_older(place)) is not None:
-                    self._put_aside(other, fault)
-            return state, step, notes
-        aside = self._listed()[1] + [
-            f"{self._cfg.checkpoint.store}/{name}" for name in self._copied()[1]
-        ]
-        if aside:
-            raise NothingLeft(
-                f"all checkpoints in {self.folder} are damaged ({', '.join(aside)}): put a good one back under its "
-                "number, or start anew with checkpoint.resume=never"
+        def skip(step: int, why: str) -> None:
+            skipped[step] = why
+            self._say_skipped(step, why)
+
+        restored = restoring.newest(sorted({*local, *copied}), restore, skip)
+        if restored is None and skipped:
+            step, why = next(iter(skipped.items()))
+            raise NothingRestores(
+                f"no checkpoint in {self.folder} restores as it was saved; of step {step}: {why}. Nothing was renamed: "
+                "if another host says the same, put a good one back, or start anew with checkpoint.resume=never"
             )
-        return self._branch(restore)
+        if restored is None:
+            return self._branch(abstract, accept)
+        step, (state, notes) = restored
+        found_by_process0(lambda: self._put_aside(skipped))
+        if self._uploads is not None and step not in copied and jax.process_index() == 0:
+            self._uploads.add(self.folder / str(step), rotate=True)
+        return state, step, notes
 
-    def _restored(
-        self,
-        step: int,
-        *,
-        copied: Sequence[int],
-        accept: Callable[[dict, object], list[str]],
-        restore: Callable[[Path], tuple[TrainState, list[str]]],
+    def _restore(
+        self, place: Path, origin: object, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, list[str]]:
-        """Restore a step from the disk, or where that has none, or a damaged one, from its copy."""
-        place = self.folder / str(step)
-        if step in self._listed()[0]:
-            try:
-                return restore(place)
-            except Damaged as error:
-                if step not in copied:
-                    raise
-                self._put_aside(step, str(error))
-        self._fetch(step, accept)
-        with contextlib.suppress(Damaged):
-            return restore(place)
-        # The copy is damaged, or was on its way: once more from the beginning.
-        self._fetch(step, accept)
-        return restore(place)
+        """Restore the checkpoint at `place`, which came from `origin`, if `accept` takes its metadata."""
+        meta = restoring.read_metadata(place)
+        changes = [f"changed since: {change}" for change in accept(meta, origin)]
+        return self._load(place, abstract, meta), [f"resumed from {origin}", *changes]
+
+    def _fetched(
+        self, step: int, abstract: TrainState, accept: Accept
+    ) -> tuple[TrainState, list[str]]:
+        """Fetch the copy of `step`, all processes a part, unless `accept` refuses its metadata, and restore it."""
+        copies = self._copies
+        assert copies is not None
+        origin = f"{copies.url}/{step}"
+
+        def begin() -> tuple[str, dict]:
+            place = copies.fetch_metadata(step, self.folder)
+            return str(place), metadata(place)
+
+        name, meta = found_by_process0(begin)
+        place = Path(name)
+        accept(meta, origin)
+
+        def plan() -> dict[str, int]:
+            sizes = copies.sizes(step)
+            announce_fetch(copies, self.folder, step, sizes)
+            return sizes
+
+        sizes = found_by_process0(plan)
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+        part = names[jax.process_index() :: jax.process_count()]
+        on_all(lambda: copies.fetch(step, place, part))
+        restored = self._restore(place, origin, abstract, accept)
+        found_by_process0(lambda: complete(place))
+        return restored
+
+    def _say_skipped(self, step: int, why: str) -> None:
+        if jax.process_index() == 0:
+            say(f"SKIPPED CHECKPOINT of step {step}, which does not restore as it was saved: {why}")
+
+    def _put_aside(self, skipped: dict[int, str]) -> None:
+        """Free the steps that were skipped: the run comes to them again."""
+        for step, why in skipped.items():
+            place, name = self.folder / str(step), None
+            if place.exists():
+                name = quarantine(place).name
+            if self._copies is not None:
+                self._copies.forget(step)
+            if self._events is not None:
+                self._events.record("quarantined", step=step, why=why, name=name)
 
     def _branch(
-        self, restore: Callable[[Path], tuple[TrainState, list[str]]]
+        self, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, int, list[str]] | None:
         """Restore what `checkpoint.resume` names of another run, which is only read."""
         point = branch_point(self._cfg.checkpoint.resume)
         if point is None:
             return None
-
-        def damaged(step: int, why: str) -> None:
-            fix = f"step {step} is damaged ({why}); name another step"
-            require(False, "checkpoint.resume", self._cfg.checkpoint.resume, fix)
-
-        found = restoring.newest([int(point.name)], lambda _: restore(point), damaged)
-        assert found is not None
+        try:
+            state, notes = self._restore(point, point, abstract, accept)
+        except Damaged as error:
+            fix = f"step {point.name} does not restore as it was saved ({error}); name another step"
+            raise UserError(f"checkpoint.resume={self._cfg.checkpoint.resume!r}: {fix}") from None
         bring_metrics(point, Path(self._cfg.log.run_dir))
-        step, (state, notes) = found
-        return state, step, notes
-
-    def _fetch(self, step: int, accept: Callable[[dict, object], list[str]]) -> None:
-        """Fetch the copy of `step` to the disk, all processes a part, unless `accept` refuses its metadata.
-
-        Raises `Damaged` where it is not what its manifest says, by names and sizes; `opened` checks the contents.
-        """
-        copies, place = self._copies, self.folder / FETCHING / str(step)
-        assert copies is not None
-        accept(
-            found_by_process0(lambda: metadata(copies.fetch_metadata(step, self.folder))),
-            f"{copies.url}/{step}",
-        )
-
-        def plan() -> tuple[str, dict[str, int]]:
-            content, sizes = copies.manifest(step)
-            copies.require_room(self.folder, sizes)
-            total = sum(sizes.values()) / 1e9
-            say(f"fetching the checkpoint of step {step} ({total:.3f} GB) from {copies.url}")
-            return content.decode(), sizes
-
-        content, sizes = found_by_process0(plan)
-        names = sorted(sizes, key=lambda name: (-sizes[name], name))
-        own = names[jax.process_index() :: jax.process_count()]
-        on_all(lambda: copies.fetch(step, place, own))
-        found_by_process0(lambda: copies.complete(place, content.encode()))
-        self._fetched.add(step)
-
-    def meta(self, step: int) -> dict:
-        """Return the JSON part of a checkpoint: `config`, `data`, `versions`, and `arrays` unless it is old."""
-        return metadata(self.folder / str(step))
+        return state, int(point.name), notes
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """Restore the state of `step`, bit for bit, in the shapes, types and shardings of `abstract`; see `_load`."""
         place = self.folder / str(step)
-        return self._load(place, abstract, restoring.opened(place)[0])
+        return self._load(place, abstract, restoring.read_metadata(place))
 
     def _load(self, place: Path, abstract: TrainState, meta: dict) -> TrainState:
         """As `restore`.
 
-        What a run carries because of its config (the loss scale of float16, the window of spikes) begins anew where the
-        checkpoint holds none that fits, and is dropped where the run wants none. Raises `Damaged`.
+        State that depends on the config (the loss scale of float16, the window of spikes) is initialized where the
+        checkpoint holds none that fits, and dropped where the run has none. Raises `Damaged`.
         """
         check_model(meta, type(abstract.params), place)
         like, shapes = _shapes(abstract, meta)
@@ -475,68 +415,6 @@ class Checkpoints:
         order = abstract.params.layer_order_of
         state = restoring.cast(from_checkpoint_layout(join(groups, like), like, order), like)
         return reset_optional_state(state, abstract, self._cfg)
-
-    def _put_aside(self, step: int, why: str) -> None:
-        """Rename a damaged checkpoint: the one on the disk, or the copy if it came from there."""
-        if jax.process_index() == 0:
-            place, name = str(self.folder / str(step)), "nothing"
-            try:
-                if self._copies is not None and self._is_copy(step):
-                    shutil.rmtree(place, ignore_errors=True)
-                    place = f"{self._copies.url}/{step}"
-                    name = self._copies.put_aside(step)
-                else:
-                    name = quarantine(Path(place)).name
-            except RemoteError as error:
-                say(f"{place} cannot be put aside: {error}")
-            say(f"DAMAGED CHECKPOINT: {why}, in {place}; put aside as {name}")
-            if self._events is not None:
-                self._events.record("quarantined", step=step, why=why, name=name)
-        self._fetched.discard(step)
-        agree(None)  # nobody looks at the folder before it is renamed
-        if self._opened is not None:
-            self._opened.reload()
-
-    def _is_copy(self, step: int) -> bool:
-        """Return whether the checkpoint that was tried last came, or would have come, from object storage."""
-        return step in self._fetched or not (self.folder / str(step)).exists()
-
-
-class _Rotation:
-    """Tells Orbax after each save which checkpoints to preserve: the newest `keep`, or all while it is not `on`.
-
-    It also stands in the place of Orbax's deleter, and deletes when the new checkpoint has its manifest.
-    """
-
-    def __init__(self, keep: int):
-        self._keep, self.on = keep, True
-        self.held: Sequence[int] = ()
-        """Steps that are being copied, which stay too."""
-        self._old: list[int] = []
-
-    def delete_steps(self, steps: Sequence[int]) -> None:
-        """Note what Orbax wants to delete."""
-        self._old += steps
-
-    def close(self) -> None:
-        """Do nothing, as Orbax's deleter."""
-
-    def delete_old(self, folder: Path) -> None:
-        """Delete what was noted; what cannot be deleted is told, and the next start tries again."""
-        old, self._old = self._old, []
-        for step in old:
-            try:
-                remove(folder / str(step))
-            except OSError as error:
-                say(f"warning: the old checkpoint {folder / str(step)} cannot be deleted: {error}")
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        oldest = len(checkpoints) - self._keep if self.on else 0
-        return [
-            number >= oldest or checkpoint.step in self.held
-            for number, checkpoint in enumerate(checkpoints)
-        ]
 
 
 def fits(abstract: TrainState, meta: dict) -> bool:
@@ -560,10 +438,9 @@ def checkpoint_folder(cfg: Config) -> Path:
 
 
 def _context() -> Any:
-    context = ocp.Context()
     # Made in the background, a folder that cannot be made leaves Orbax's threads waiting for it for minutes.
-    context.async_options.create_directories_asynchronously = False
-    return context
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    return ocp.Context(async_options=options)
 
 
 def _raising(error: Exception) -> Callable[[], None]:

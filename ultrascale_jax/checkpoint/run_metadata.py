@@ -144,7 +144,7 @@ def saved_config(run_dir: Path) -> Config:
     fix = "holds no config.json; give the run directory of a training run"
     require(path.is_file(), "run_dir", str(run_dir), fix)
     values = read_json(path)
-    fix = f"is a Hugging Face checkpoint; make a run of it: ultrascale convert-hf import {run_dir} RUN_DIR"
+    fix = f"is a Hugging Face checkpoint; make a run of it: ultrascale train finetune --train.init-from hf:{run_dir}"
     require("model_type" not in values, "run_dir", str(run_dir), fix)
     return config_from_dict(values)
 

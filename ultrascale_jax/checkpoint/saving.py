@@ -1,7 +1,7 @@
 """Write a checkpoint while training continues, and survive a disk that is full, gone or does not answer.
 
-Orbax writes and commits in its own threads; a thread here waits for them and then hashes what was written. Whatever
-goes wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
+Orbax writes in its own threads, and one rename completes a checkpoint; a thread here waits for them. Whatever goes
+wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
 """
 
 import copy
@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 
-from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import FETCHING
 from ultrascale_jax.checkpoint.restoring import first_line
-from ultrascale_jax.checkpoint.step_dirs import DELETED, check_stores
+from ultrascale_jax.checkpoint.step_dirs import DELETED, PARTIAL, files
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.run_lock import LASTING
@@ -28,8 +27,7 @@ TOLD_S = 60.0
 """Seconds between two messages about a save that the process waits for."""
 
 STALL_S = 1200.0
-"""How long writing a save, or hashing one file of it, may take before training goes on without it; as long as Orbax
-waits for other processes."""
+"""Seconds that a save may take before training goes on without it; as long as Orbax waits for other processes."""
 
 PROBE_S = 30.0
 """Seconds that the disk may take to answer a probe before a save begins."""
@@ -44,21 +42,15 @@ STALLED = "is still being written"
 
 
 class Writing:
-    """One save under way: waits in a thread until it is complete and, on process 0, hashed."""
+    """One save under way: waits in a thread until it is complete."""
 
     def __init__(
-        self,
-        place: Path,
-        wait: Callable[[], Any],
-        events: Events | None,
-        sealed: Callable[[Path], None] = lambda place: None,
+        self, place: Path, wait: Callable[[], Any], events: Events | None, done: Callable[[], None]
     ):
-        """`sealed` is called, on process 0, with the place of the complete checkpoint."""
-        self.place, self._sealed = place, sealed
-        self.begun = self.moved = time.monotonic()
-        """Its start, and the last time that it made progress."""
-        self.problem: str | None = None
-        self._wait, self._events = wait, events
+        """`done` is called, on process 0, once the checkpoint at `place` is complete."""
+        self.place, self._wait, self._events, self._done = place, wait, events, done
+        self._begun = time.monotonic()
+        self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -68,41 +60,34 @@ class Writing:
         return self._thread.is_alive()
 
     def result(self, stall_s: float) -> str | None:
-        """Wait until the save is over, or made no progress for `stall_s` seconds; return its error, or None."""
-        told = self.begun + TOLD_S
+        """Wait until the save is over, or has taken `stall_s` seconds; return its error, or None."""
+        end, told = self._begun + stall_s, self._begun + TOLD_S
         while self.alive:
             now = time.monotonic()
-            if now - self.moved >= stall_s:
-                return f"{self.place} {STALLED} after {now - self.begun:.0f} s"
+            if now >= end:
+                return f"{self.place} {STALLED} after {now - self._begun:.0f} s"
             if now >= told:
                 told += TOLD_S
-                say(f"waiting for {self.place}: {now - self.begun:.0f} s so far")
-            self._thread.join(timeout=max(0.0, min(self.moved + stall_s, told) - now))
-        return self.problem
-
-    def _progress(self) -> None:
-        self.moved = time.monotonic()
+                say(f"waiting for {self.place}: {now - self._begun:.0f} s so far")
+            self._thread.join(timeout=max(0.0, min(end, told) - now))
+        return self._problem
 
     def _run(self) -> None:
         try:
             self._wait()
-            self._progress()
-            write_s = self.moved - self.begun
+            write_s = time.monotonic() - self._begun
             if jax.process_index() == 0:
-                check_stores(self.place)
-                size, hash_s = manifest.write(self.place, self._progress)
+                size = sum(files(self.place).values())
                 if self._events is not None:
                     step = int(self.place.name)
-                    self._events.record(
-                        "saved", step=step, bytes=size, write_s=write_s, hash_s=hash_s
-                    )
-                self._sealed(self.place)
+                    self._events.record("saved", step=step, bytes=size, write_s=write_s)
+                self._done()
         except Exception as error:  # Orbax raises whatever the file system does.
             if jax.process_index() == 0:
                 # Free its room: the next one may need it.
                 for partial in _partial_saves(self.place.parent, self.place.name):
                     shutil.rmtree(partial, ignore_errors=True)
-            self.problem = first_line(error) or type(error).__name__
+            self._problem = first_line(error) or type(error).__name__
 
 
 class TimedProbe:
@@ -169,11 +154,7 @@ def move_aside(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process killed during a save, a deletion or a `Probe` left in `folder`, where no other may write.
-
-    Orbax's own `cleanup_tmp_directories` works in a thread that outlives its `Checkpointer`; if another process takes
-    a file from under it, every later save fails with that error.
-    """
+    """Remove what a process killed during a save, a deletion, a fetch or a `Probe` left in `folder`."""
     for left in folder.glob(".probe-*"):
         left.unlink(missing_ok=True)
     for partial in _partial_saves(folder):
@@ -187,7 +168,7 @@ def sweep(folder: Path) -> None:
 
 def _partial_saves(folder: Path, step: str = "*") -> list[Path]:
     """Return the folders of saves that Orbax has not committed, without links, which lead elsewhere."""
-    found = folder.glob(f"{step}.orbax-checkpoint-tmp*")
+    found = folder.glob(f"{step}{PARTIAL}*")
     return [path for path in found if not path.is_symlink()]
 
 

@@ -1,14 +1,17 @@
 """List a run's checkpoints on disk, read their metadata, and put damaged ones aside."""
 
+import errno
 import glob
+import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
-from ultrascale_jax.checkpoint.manifest import Damaged, digest_of
-from ultrascale_jax.config import require
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.launch.exit_codes import STOPPED
 from ultrascale_jax.launch.run_files import NotRegular, read_regular
 
 METADATA = "_CHECKPOINT_METADATA"
@@ -18,8 +21,17 @@ CORRUPT = ".corrupt"
 
 DELETED = ".deleted"
 
+PARTIAL = ".orbax-checkpoint-tmp"
+"""End of the name of a save that Orbax has not completed."""
+
 STORES = ("params/manifest.ocdbt", "train/manifest.ocdbt")
 """The files by which a reader finds the arrays of each group; Orbax writes them last, from those of all processes."""
+
+
+class Damaged(UserError):
+    """A checkpoint cannot be restored as it was saved."""
+
+    exit_code = STOPPED
 
 
 def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
@@ -39,11 +51,31 @@ def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
     require(usable, option, str(value), f"{fix}; rename the folder, or choose another")
 
 
-def check_stores(place: Path) -> None:
-    """Raise `Damaged` unless a reader finds the arrays of the checkpoint at `place`."""
+def files(place: Path) -> dict[str, int]:
+    """Return the files of the checkpoint at `place`, as `a/b`, and their sizes in bytes, in order.
+
+    Raises `Damaged` for a link or anything else that is neither file nor folder, and where a file is missing without
+    which no reader can find the arrays; and `PermissionError` for a file that this user may not read.
+    """
+    sizes: dict[str, int] = {}
+    folders = [place]
+    while folders:
+        for path in folders.pop().iterdir():
+            name, status = path.relative_to(place).as_posix(), path.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(path)
+            elif stat.S_ISREG(status.st_mode):
+                if not os.access(path, os.R_OK, effective_ids=True):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                sizes[name] = status.st_size
+            else:
+                raise Damaged(
+                    f"{name} is {'a symbolic link' if path.is_symlink() else 'no ordinary file'}"
+                )
     for name in STORES:
-        if not (place / name).is_file():
+        if name not in sizes:
             raise Damaged(f"{name} is missing")
+    return dict(sorted(sizes.items()))
 
 
 def steps(folder: Path) -> list[int]:
@@ -56,9 +88,14 @@ def steps(folder: Path) -> list[int]:
         name = entry.name
         fix = "is a symbolic link, not a checkpoint; remove it"
         require(not (name[:1].isdecimal() and entry.is_symlink()), "checkpoint", str(entry), fix)
-        if name.isascii() and name.isdecimal() and name == str(int(name)) and entry.is_dir():
+        if is_step(name) and entry.is_dir():
             found.append(int(name))
     return sorted(found)
+
+
+def is_step(name: str) -> bool:
+    """Return whether the name of a folder is the number of a step."""
+    return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
 def split_step(name: str, value: str, place: str) -> tuple[str, int | None]:
@@ -100,8 +137,13 @@ def remove(place: Path) -> None:
 
 
 def with_digest(meta: dict) -> dict:
-    """Add the digest that lets `metadata` detect a changed name or value without a manifest."""
-    return meta | {"sha256": digest_of(meta)}
+    """Add the digest by which `metadata` detects a changed name or value."""
+    return meta | {"sha256": _digest(meta)}
+
+
+def _digest(value: object) -> str:
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def metadata(place: Path) -> dict:
@@ -112,11 +154,9 @@ def metadata(place: Path) -> dict:
     """
     try:
         meta = json.loads(read_regular(place / METADATA))["custom_metadata"]
-        whole = all(
-            isinstance(meta[name], dict) for name in ("config", "data", "versions", "arrays")
-        )
-        step = meta["data"]["step"]
         digest = meta.pop("sha256")
+        same = digest == _digest(meta)
+        step = meta["data"]["step"]
     except NotRegular as error:
         raise Damaged(f"{METADATA} {error.strerror}") from None
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -124,10 +164,11 @@ def metadata(place: Path) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = str(error).partition("; use sys.")[0]
         raise Damaged(f"{METADATA} cannot be read ({type(error).__name__}: {why})") from None
-    if digest != digest_of(meta):
+    if not same:
         raise Damaged(f"{METADATA} is not as it was saved (SHA-256)")
-    if not whole or not isinstance(meta["data"].get("fingerprint"), str):
-        raise Damaged(f"{METADATA} is not of this program")
     if str(step) != place.name:
         raise Damaged(f"{METADATA} is of step {step}")
+    parts = (isinstance(meta.get(name), dict) for name in ("config", "data", "versions", "arrays"))
+    if not all(parts) or not isinstance(meta["data"].get("fingerprint"), str):
+        raise Damaged(f"{METADATA} is not of this program")
     return meta

@@ -12,18 +12,16 @@ import io
 import itertools
 import os
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from ultrascale_jax.checkpoint.init_from import with_source
 from ultrascale_jax.checkpoint.run_metadata import config_text
 from ultrascale_jax.cli.devices import on_fake_devices, use_fake_devices
+from ultrascale_jax.cli.errors import PATIENCE_S, user_errors
 from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe, recipes
 from ultrascale_jax.cli.suggestions import expanded, meant, options_of, with_switches
 from ultrascale_jax.config import (
@@ -39,9 +37,7 @@ from ultrascale_jax.config import (
     put_home,
     require,
 )
-from ultrascale_jax.launch.cluster import Launch, detect
-from ultrascale_jax.launch.events import say
-from ultrascale_jax.launch.failures import denied
+from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.units import whole_number
 
 MOST_FAKE_DEVICES = 4096
@@ -49,9 +45,6 @@ MOST_FAKE_DEVICES = 4096
 
 TEXTS = ("prompt", "system")
 """Options whose values are texts for a model, in which a `~` stays."""
-
-PATIENCE_S = 10.0
-"""Seconds for which a process keeps an error to itself that process 0 must have had too."""
 
 PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
 """Optional parts of a model; naming a field of one on the command line turns it on."""
@@ -111,12 +104,14 @@ class Options:
     """Options of a command that runs a recipe, beside the configuration."""
 
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
-    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: the fastest by formula
-    of all meshes that fit."""
+    """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: what
+    `plan search` recommends by formula, with ZeRO stage, schedule, micro-batches and recomputation unless named."""
     fake_devices: Annotated[int | None, option("N", "the real ones")] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
     """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
+    named: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """The options that the command line has: what they set is not chosen."""
 
     def __post_init__(self):
         inside = self.fake_devices is None or 1 <= self.fake_devices <= MOST_FAKE_DEVICES
@@ -176,20 +171,23 @@ def parse[O: Options](
         return read(form, arguments, prog=prog_of, description=description, default=values)
 
     with user_errors(patience_s=PATIENCE_S):
-        named = bool(argv) and not argv[0].startswith("-")
-        arguments = _with_auto(argv[1:] if named else argv)
-        recipe = load_recipe(argv[0] if named else DEFAULT_RECIPE)
+        has_recipe = bool(argv) and not argv[0].startswith("-")
+        arguments = _with_auto(argv[1:] if has_recipe else argv)
+        recipe = load_recipe(argv[0] if has_recipe else DEFAULT_RECIPE)
         if (mesh := _mesh_argument(arguments)) not in (None, "auto"):
             recipe = dataclasses.replace(recipe, mesh=MeshConfig.parse(mesh))
         command = read_over(recipe)
         cfg, chosen = command.config, command.options
         if cfg.train.init_from:
+            from ultrascale_jax.checkpoint.init_from import with_source
+
             source = with_source(cfg)
             data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
             command = read_over(dataclasses.replace(recipe, model=source.model, data=data))
             cfg, chosen = command.config, command.options
             train = dataclasses.replace(cfg.train, init_from=source.train.init_from)
             cfg = dataclasses.replace(cfg, train=train)
+        chosen = dataclasses.replace(chosen, named=named(arguments))
         free = chosen.mesh != "auto" or cfg.mesh == recipe.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
@@ -220,39 +218,18 @@ def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
     return dataclasses.replace(cfg, model=model)
 
 
+def named(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the options in `arguments`, as errors spell them; a mesh that is to be chosen is none."""
+    options = [a.partition("=")[0].removeprefix("--") for a in arguments if a.startswith("--")]
+    names = dict.fromkeys(option.replace("-", "_") for option in options)
+    return tuple(name for name in names if name != "mesh" or _mesh_argument(arguments) != "auto")
+
+
 def _mesh_argument(arguments: Sequence[str]) -> str | None:
     """Return the value of `--mesh`, which unless `auto` replaces the recipe's mesh before `--mesh.AXIS` changes it."""
     values = [b for a, b in itertools.pairwise(arguments) if a == "--mesh"]
     values += [a.removeprefix("--mesh=") for a in arguments if a.startswith("--mesh=")]
     return values[-1] if values else None
-
-
-@contextlib.contextmanager
-def user_errors(patience_s: float = 0.0) -> Iterator[None]:
-    """Turn a `UserError` of the block, or a file that it may not use, into one line on stderr and its exit code.
-
-    Processes of a job that have not joined yet do not know of each other. A command line that is wrong for all should
-    be told once, so the others than process 0 wait for `patience_s`, in which its end makes the launcher end them.
-    """
-    try:
-        yield
-    except (UserError, OSError) as error:
-        refusal = error if isinstance(error, UserError) else denied(error)
-        if refusal is None:
-            raise
-        if patience_s and _is_follower():
-            time.sleep(patience_s)
-        say(f"error: {refusal}", sys.stderr)
-        raise SystemExit(refusal.exit_code) from None
-
-
-def _is_follower() -> bool:
-    """Return whether the environment says that this process is one of a job, and not its first."""
-    try:
-        launch = detect(os.environ)
-    except UserError:
-        return False
-    return launch is not None and bool(launch.process_id)
 
 
 def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> list[str]:

@@ -113,9 +113,11 @@ def checked(
     Raises `UserError` as `Config.check` and `choose_auto` do.
     """
     from ultrascale_jax.plan.auto import choose_auto
+    from ultrascale_jax.plan.search.search_space import named_choices
 
     choose_mesh = options.mesh == "auto"
-    cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=must_fit)
+    fixed = named_choices(cfg, options.named, cluster.num_gpus)
+    cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=must_fit)
     if why:
         tell(why)
     return cfg.check(cluster.num_gpus)

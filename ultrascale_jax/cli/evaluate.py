@@ -9,7 +9,6 @@ own in its format.
 
 import codecs
 import contextlib
-import json
 import math
 import re
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Group
+from rich.table import Table
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
@@ -189,8 +190,41 @@ def tasks_result(options: Options, manager: Any, opened: Opened) -> dict[str, di
     }
 
 
-def evaluate(options: Options) -> dict[str, Any]:
-    """Return the results of every source, of all together under `all` if they are several, of every file and task."""
+@dataclass(frozen=True)
+class Evaluation:
+    """Results by the names of sources, files of choices and tasks."""
+
+    model: str
+    sources: dict[str, dict[str, Any]]
+    """Loss, perplexity and bits per byte; of all together under `all`, if they are several."""
+    choices: dict[str, dict[str, Any]]
+    tasks: dict[str, dict[str, Any]]
+    """The harness's numbers by its own names."""
+
+    def __rich__(self) -> Group:
+        return Group(*self._tables())
+
+    def _tables(self) -> Iterator[Table]:
+        for kind, rows in (("sources", self.sources), ("choices", self.choices)):
+            if rows:
+                columns = [name for name in next(iter(rows.values())) if name != "log_likelihoods"]
+                table = output.table([kind], [name.replace("_", " ") for name in columns])
+                for name, values in rows.items():
+                    table.add_row(output.plain(name), *(shown(values[key]) for key in columns))
+                yield table
+        if self.tasks:
+            table = output.table(["task"], ["metric", "value", "standard error"])
+            for name, values in self.tasks.items():
+                for metric, value in values.items():
+                    key, _, chosen = metric.partition(",")
+                    if not key.endswith("_stderr"):
+                        error = values.get(f"{key}_stderr,{chosen}")
+                        table.add_row(output.plain(name), metric, shown(value), shown(error))
+            yield table
+
+
+def evaluate(options: Options) -> Evaluation:
+    """Return the results of every source, file of choices and task."""
     import jax
 
     from ultrascale_jax.data.tokenizer import run_tokenizer
@@ -228,29 +262,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     if manager is not None:
         opened = Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)
         tasks = tasks_result(options, manager, opened)
-    return {"model": named_model, "sources": held_out, "choices": choices, "tasks": tasks}
-
-
-def print_tables(results: dict[str, Any]) -> None:
-    """Print one table of the sources, one of the files of choices and one of the tasks."""
-    from ultrascale_jax.cli.output import console, table
-
-    for kind in ("sources", "choices"):
-        if rows := results[kind]:
-            columns = [name for name in next(iter(rows.values())) if name != "log_likelihoods"]
-            made = table([kind], [name.replace("_", " ") for name in columns])
-            for name, values in rows.items():
-                made.add_row(output.plain(name), *(shown(values[column]) for column in columns))
-            console(120).print(made)
-    if results["tasks"]:
-        made = table(["task"], ["metric", "value", "standard error"])
-        for name, values in results["tasks"].items():
-            for metric, value in values.items():
-                key, _, chosen = metric.partition(",")
-                if not key.endswith("_stderr"):
-                    error = values.get(f"{key}_stderr,{chosen}")
-                    made.add_row(output.plain(name), metric, shown(value), shown(error))
-        console(120).print(made)
+    return Evaluation(named_model, held_out, choices, tasks)
 
 
 def shown(value: float | None) -> str:
@@ -265,7 +277,4 @@ def main(argv: Sequence[str]) -> None:
         prog = "ultrascale evaluate"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         results = evaluate(options)
-    if options.json:
-        print(json.dumps(results))
-    else:
-        print_tables(results)
+    output.show("evaluate", results, as_json=options.json)

@@ -1,8 +1,8 @@
 """Inspect a run: its checkpoints, where its time went, and what traced steps did: `ultrascale inspect RUN`.
 
-RUN is a run directory, or the URL of its copies, which have checkpoints alone. Unless told to verify, it compares only
-names and sizes of a checkpoint's files with its manifest. Exit code 1: a checkpoint is damaged or cannot be read, or
-none is complete in a run that has written some.
+RUN is a run directory, or the URL of its copies, which have checkpoints alone. Unless told to verify, it reads only the
+metadata of a checkpoint. Exit code 1: a checkpoint is damaged or cannot be read, or none is complete in a run that has
+written some.
 """
 
 import contextlib
@@ -19,14 +19,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ultrascale_jax.checkpoint import manifest
 from ultrascale_jax.checkpoint.copies import Copies, fetch_run
-from ultrascale_jax.checkpoint.manifest import Damaged, Unreadable
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import (
     METADATA,
+    Damaged,
     check_path,
-    check_stores,
+    files,
     metadata,
     quarantined,
     steps,
@@ -37,8 +36,7 @@ from ultrascale_jax.launch import events
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.goodput import Ledger, read_ledger
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
-from ultrascale_jax.storage.cache import fetch
-from ultrascale_jax.storage.remote import RemoteError, is_url
+from ultrascale_jax.storage.remote import is_url
 from ultrascale_jax.units import size
 
 TRACES = "profile"
@@ -54,7 +52,7 @@ class Options:
     checkpoint: Annotated[int | None, command_line.option("STEP")] = None
     """Look at this checkpoint alone, and verify it."""
     verify: command_line.Flag = False
-    """Read every byte: by the manifest, or where there is none by the arrays' fingerprints, which takes a device."""
+    """Restore the arrays on one device, and compare their fingerprints; --fetch copies first."""
     arrays: command_line.Flag = False
     """List the arrays of the checkpoints with type, shape and fingerprint."""
     trace: command_line.Flag = False
@@ -65,7 +63,10 @@ class Options:
     """Print one JSON object instead of tables."""
 
     def __post_init__(self):
-        require(not self.fetch or is_url(self.run), "fetch", self.fetch, "needs the URL of copies")
+        remote = is_url(self.run)
+        require(not self.fetch or remote, "fetch", self.fetch, "needs the URL of copies")
+        fix = "reads a disk; give --fetch DIR, which verifies the checkpoint that it fetches"
+        require(not (self.verify and remote and not self.fetch), "verify", True, fix)
         both = self.trace and self.checkpoint is not None
         require(not both, "trace", True, "looks at no checkpoint; leave out one of them")
 
@@ -146,12 +147,11 @@ def inspect(options: Options) -> Inspection:
     """Read what the options ask for. Raises `UserError` where the run or a part that they name is not there."""
     if is_url(options.run):
         copies = Copies(options.run)
-        there, aside = copies.steps()
+        there = copies.steps()
         fix = "holds no copy of a checkpoint; name a run's checkpoint.store"
-        require(bool(there or aside), "run", copies.url, fix)
+        require(bool(there), "run", copies.url, fix)
         chosen = _chosen(options, there, copies.url)
-        found = [_copy(copies, step, options) for step in chosen]
-        return Inspection(options.run, found, () if options.checkpoint else aside)
+        return Inspection(options.run, [_copy(copies, step, options) for step in chosen])
     run_dir = Path(options.run)
     check_path("run", run_dir, writes=False)
     saved_config(run_dir)  # refuses what is no run directory
@@ -197,53 +197,34 @@ def _on_disk(place: Path, options: Options) -> Checkpoint:
         return _described(place, words, True, options)
     except Damaged as error:
         return _described(place, f"DAMAGED: {error}", False, options)
-    except (Unreadable, OSError) as error:
+    except (UserError, OSError) as error:
         return _described(place, f"CANNOT BE READ: {error}", False, options)
 
 
 def state(place: Path, *, verify: bool) -> str:
     """Describe the checkpoint at `place` in a few words. Raises `Damaged`."""
-    meta = metadata(place)
-    check_stores(place)
-    if manifest.check(place, contents=verify):
-        return "verified" if verify else "complete"
+    files(place)
+    metadata(place)
     if not verify:
-        return "no manifest"
-    from ultrascale_jax.checkpoint.load_params import check_arrays
+        return "complete"
+    from ultrascale_jax.checkpoint import load_params
     from ultrascale_jax.launch.distributed import find_devices
 
     find_devices()
-    check_arrays(place, meta)
-    return "arrays verified, no manifest"
+    load_params.verify(place)
+    return "verified"
 
 
 def _copy(copies: Copies, step: int, options: Options) -> Checkpoint:
-    """Look at a copy in object storage; to verify one reads it once through this host."""
+    """Look at a copy in object storage: its metadata, and the names and sizes of its files."""
     with tempfile.TemporaryDirectory() as folder:
         place, num_bytes = Path(folder) / str(step), None
         try:
             place = copies.fetch_metadata(step, Path(folder))
-            content, sizes = copies.manifest(step)
-            num_bytes, words, sound = sum(sizes.values()), "complete", True
-            if options.verify or options.checkpoint is not None:
-                _verify(copies, step, content, sizes, place / "file")
-                words = "verified"
-        except RemoteError:
-            raise
-        except UserError as error:
+            num_bytes, words, sound = sum(copies.sizes(step).values()), "complete", True
+        except Damaged as error:
             words, sound = f"DAMAGED: {error}", False
         return replace(_described(place, words, sound, options), size_bytes=num_bytes)
-
-
-def _verify(
-    copies: Copies, step: int, content: bytes, sizes: dict[str, int], scratch: Path
-) -> None:
-    """Read every file of a copy once, as the file `scratch`. Raises `UserError` where one is not in the manifest."""
-    with output.working(f"reading step {step}") as tell:
-        for name, (_, sha256) in manifest.parse(content).items():
-            tell(f"reading {step}/{name}")
-            fetch(copies.remote, f"{step}/{name}", scratch, size=sizes[name], sha256=sha256)
-            scratch.unlink()
 
 
 def _described(place: Path, words: str, sound: bool, options: Options) -> Checkpoint:
@@ -251,7 +232,7 @@ def _described(place: Path, words: str, sound: bool, options: Options) -> Checkp
     made = Checkpoint(int(place.name), words, sound)
     unreadable = (Damaged, OSError, AttributeError, TypeError)
     with contextlib.suppress(*unreadable):
-        made = replace(made, size_bytes=sum(manifest.files(place).values()))
+        made = replace(made, size_bytes=sum(files(place).values()))
     with contextlib.suppress(*unreadable):
         made = replace(made, saved=(place / METADATA).stat().st_mtime)
     with contextlib.suppress(*unreadable):

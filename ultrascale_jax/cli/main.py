@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 
 import ultrascale_jax
-from ultrascale_jax.cli.command_line import user_errors
+from ultrascale_jax.cli.errors import user_errors
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
@@ -28,7 +28,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model, or talk to it  MODEL --prompt TEXT|--chat",
     "evaluate": "held-out loss, perplexity and multiple choice       MODEL --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
-    "convert-hf": "Hugging Face checkpoints, in and out                 import|export FROM TO",
+    "convert-hf": "a run as a Hugging Face checkpoint                   RUN_DIR HF_DIR",
 }
 """Commands by name, with what they do and an example of their arguments."""
 

@@ -7,19 +7,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.prediction import SCHEMA
+from ultrascale_jax.plan.report.layout import table as table
 
 type Tell = Callable[[str], None]
 """Gets the progress of a command, in words."""
@@ -31,16 +31,6 @@ FIRST_S, EVERY_S = 0.5, 10.0
 def console(width: int) -> Console:
     """Return the console of stdout; where that is no terminal it has `width` columns, so that rows stay whole."""
     return Console() if sys.stdout.isatty() else Console(width=width)
-
-
-def table(words: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
-    """Return an empty table: columns of `words`, of `numbers`, which are aligned right, and of `more` words."""
-    made = Table(*words)
-    for name in numbers:
-        made.add_column(name, justify="right")
-    for name in more:
-        made.add_column(name)
-    return made
 
 
 @contextlib.contextmanager
@@ -98,6 +88,33 @@ def plain(text: str) -> Text:
 def verb_json(verb: str, values: dict[str, Any]) -> str:
     """Return the JSON object of a verb of the planner, with the version of its fields."""
     return json.dumps({"verb": verb, "schema": SCHEMA, **values})
+
+
+class Answer(Protocol):
+    """What a verb of the planner answers: rich prints it, and JSON and a figure show it."""
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the fields of the JSON object."""
+        ...
+
+    def figure(self) -> Figure:
+        """Draw it."""
+        ...
+
+
+def answer(verb: str, result: Answer, *, as_json: bool, figure: Path | None, width: int) -> None:
+    """Print `result`, in `width` columns where stdout is no terminal, or as JSON, and write the figure if there is one.
+
+    Raises `UserError` as `write_figure` does.
+    """
+    written = None if figure is None else write_figure(result.figure(), figure)
+    if as_json:
+        print(verb_json(verb, result.asdict()))
+        return
+    shown = console(width)
+    shown.print(result, crop=False)
+    if written is not None:
+        shown.print(written, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_figure(figure: Figure, path: Path) -> str:

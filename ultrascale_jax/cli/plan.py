@@ -1,14 +1,13 @@
 """Plan a run without its GPUs: `ultrascale plan VERB ...`; `VERB --help` says more.
 
 memory    predict the memory of one GPU, part by part, by formula  [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
-guide     explain the way to a configuration, days and cost        [RECIPE] --gpus 64 --tokens 1T
-mesh      show which GPUs share what, and over which link      [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
-roofline  show what limits each operation of a layer           [RECIPE] --gpus 8
-compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4Mi
-schedule  show pipeline schedules: tables, figures, animations     [NAME] --ranks 4 --microbatches 8
+schedule  show pipeline schedules: tables and figures              [NAME] --ranks 4 --microbatches 8
+guide     explain the way to a configuration, days and cost        [RECIPE] --gpus 64 --tokens 1T
+compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 serve     plan on a page of the browser, interactively             [RECIPE] --gpus 64
-report    draw figures of any of these, as PNG and one HTML file   FILE... or RECIPE --gpus 64
+
+All but `serve` have --json, one object with a schema number, and --figure FILE.
 """
 
 import importlib
@@ -19,10 +18,7 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import require
 
-VERBS = (
-    *("memory", "guide", "mesh", "roofline", "compile", "search", "schedule", "serve"),
-    "report",
-)
+VERBS = ("memory", "search", "schedule", "guide", "compile", "serve")
 
 
 def main(argv: Sequence[str]) -> None:

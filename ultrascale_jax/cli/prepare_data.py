@@ -25,18 +25,14 @@ lists of messages as above. Without `prompt` it is what both begin with. Each ma
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import shlex
 import sys
 import tempfile
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,32 +42,16 @@ from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import SpecialTokens, UserError, put_home, require
 from ultrascale_jax.data import chat, preferences, shards, tokenizer
-from ultrascale_jax.data.conversations import kind_of_row, without_nulls
 from ultrascale_jax.data.documents import (
-    JSON_LINES,
     File,
-    kind_of,
-    read_file,
-    read_parquet_rows,
-    read_rows,
-    whole_characters,
 )
 from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture, source_of
+from ultrascale_jax.data.reading import find_kind, read_documents
 from ultrascale_jax.data.remote_shards import upload_shards
+from ultrascale_jax.data.tokenizing import Tokenized, Work, load_tokenizer, tokenize
 from ultrascale_jax.storage.cache import cache_folder, name_of
-from ultrascale_jax.storage.remote import Remote, RemoteFile, asking, is_url, matching
-
-GROUP_BYTES = 1 << 20
-"""Text that a process tokenizes at once."""
-
-ROWS = {**dict.fromkeys(JSON_LINES, read_rows), ".parquet": read_parquet_rows}
-"""Reader of the rows of a file that may hold conversations and pairs."""
-
-Tokenized = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
-"""Tokens of a group of documents end to end, their lengths, their hashes, and of chat data which tokens are answers."""
-
-load_tokenizer = functools.cache(tokenizer.load_tokenizer)
+from ultrascale_jax.storage.remote import Remote, is_url, matching
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +104,12 @@ class Options:
     def kind(self) -> Literal["text", "chat", "preferences"]:
         """Return the kind of the input's rows."""
         return "preferences" if self.preferences else "chat" if self.chat else "text"
+
+    @property
+    def work(self) -> Work:
+        """Return how texts become tokens: by the trained tokenizer, or else the given one."""
+        name = str(self.folder / "tokenizer.json") if self.train_bpe else self.tokenizer
+        return Work(name, self.special_tokens, self.kind)
 
     @property
     def unit(self) -> int:
@@ -211,24 +197,6 @@ def inputs(args: Options) -> Sequence[File]:
     return [path for path in found if own not in path.resolve().parents]
 
 
-def find_kind(paths: Sequence[File], field: str) -> tuple[str, str]:
-    """The option for the input's first row, if that has no text, and words about it; empty for text."""
-    rows = ((path, first_row(path)) for path in paths)
-    path, row = next((pair for pair in rows if pair[1] is not None), (None, None))
-    is_text = isinstance(row, dict) and isinstance(row.get(field), str)
-    kind = None if is_text else kind_of_row(row)
-    if kind is None:
-        return "", ""
-    names = "conversations" if kind == "chat" else "preference pairs (chosen, rejected)"
-    return kind, f"{path} has {names}: --{kind}\n"
-
-
-def first_row(path: File) -> Any:
-    """The first row of an input that may hold conversations; None if there is none, or no such input."""
-    reader = ROWS.get(kind_of(path))
-    return next((row for _, row, _ in reader(path)), None) if reader else None
-
-
 def renderer(args: Options) -> Callable[[Any], str] | None:
     """The function that makes marked text of a row of conversations or preference pairs; none for text."""
     fix = "is for conversations, and preferences for pairs; give one of them"
@@ -303,8 +271,7 @@ def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shar
 
 def chosen_tokenizer(args: Options) -> tokenizer.Tokenizer:
     """Load the trained tokenizer, or else the given one."""
-    name = str(args.folder / "tokenizer.json") if args.train_bpe else args.tokenizer
-    return load_tokenizer(name, args.special_tokens)
+    return load_tokenizer(args.work.tokenizer, args.special_tokens)
 
 
 def skip_documents(
@@ -329,7 +296,6 @@ def write_shards(
     """Write the shards after those of `index`, and the index after each; nothing before the first is complete."""
     pending: list[Tokenized] = []
     size = 0
-    rate = TokenRate(progress)
     writer = shards.IndexWriter(args.folder, index)
 
     def finish_shard() -> None:
@@ -341,19 +307,20 @@ def write_shards(
             copy_tokenizer(args)
             shard = shards.write_shard(args.folder, number, tokens, *joined, answers)
             writer.add(shard)
-        rate.tell(shards.shard_name(number), int(shard["tokens"]))
+        words = f"{shards.shard_name(number)}: {int(shard['tokens']):,} tokens"
+        progress.console.print(words, soft_wrap=True, highlight=False)
 
-    for group in tokenize(args, documents):
-        while group[1].size:
-            ends = np.cumsum(group[1])
+    for group in tokenize(args.work, documents, args.workers):
+        while group.lengths.size:
+            ends = np.cumsum(group.lengths)
             fit = int(np.searchsorted(ends, args.shard_tokens - size, side="right"))
             fit -= fit % args.unit
             fit = max(fit, 0 if pending else args.unit)  # of one that is longer than a shard
             if fit:
-                pending.append(documents_of(group, 0, fit))
+                pending.append(group.part(0, fit))
                 size += int(ends[fit - 1])
-            group = documents_of(group, fit, ends.size)
-            if group[1].size:
+            group = group.part(fit, ends.size)
+            if group.lengths.size:
                 finish_shard()
                 pending, size = [], 0
     if pending:
@@ -362,14 +329,6 @@ def write_shards(
     with writing(args):
         writer.save(complete=True)
     return shards.load_index(args.folder)
-
-
-def documents_of(group: Tokenized, first: int, last: int) -> Tokenized:
-    """The documents `first` to `last` (exclusive) of a group."""
-    tokens, lengths, hashes, counted = group
-    begin, end = int(lengths[:first].sum()), int(lengths[:last].sum())
-    counted = None if counted is None else counted[begin:end]
-    return tokens[begin:end], lengths[first:last], hashes[first:last], counted
 
 
 def tell_quoted(args: Options, progress: Progress) -> None:
@@ -392,120 +351,6 @@ def copy_tokenizer(args: Options) -> None:
     for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE)):
         if other.exists():
             shards.write_atomic(args.folder / other.name, other.read_bytes())
-
-
-class TokenRate:
-    """Says after each shard how fast tokens are made, and when the input will be done."""
-
-    def __init__(self, progress: Progress):
-        self._progress, self._begun, self._tokens = progress, time.monotonic(), 0
-
-    def tell(self, name: str, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / (time.monotonic() - self._begun)
-        task = self._progress.tasks[-1]
-        words = [f"{name}: {tokens:,} tokens", f"{rate:,.0f} tokens/s"]
-        if task.total:
-            words.append(f"{task.percentage:.0f}% of the input")
-        if task.time_remaining:
-            words.append(f"{timedelta(seconds=round(task.time_remaining))} left")
-        self._progress.console.print(", ".join(words), soft_wrap=True, highlight=False)
-
-
-def tokenize(args: Options, documents: Iterator[str]) -> Iterator[Tokenized]:
-    """The documents tokenized by several processes, in the order of the documents."""
-    waiting: deque[Future[Tokenized]] = deque()
-    with ProcessPoolExecutor(
-        args.workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=use_one_thread,
-    ) as pool:
-        for texts in groups(documents):
-            waiting.append(pool.submit(tokenize_group, args, texts))
-            if len(waiting) > 2 * args.workers:  # bounds the text that is held
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
-def use_one_thread() -> None:
-    """The processes are the parallelism: the tokenizer of each must not start threads as well."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def tokenize_group(args: Options, texts: list[str]) -> Tokenized:
-    """Work of one process: a group of documents, or of rendered chat or pairs."""
-    own, kind = chosen_tokenizer(args), args.kind
-    hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
-    if kind == "preferences":
-        hashes = np.repeat(hashes, 2)
-        texts = [part for text in texts for part in text.split(preferences.NEXT)]
-    if kind != "text":
-        tokens, lengths, answers = chat.encode_conversations(own, texts)
-        return tokens, lengths, hashes, answers
-    return *tokenizer.encode_documents(own, texts), hashes, None
-
-
-def groups(documents: Iterator[str]) -> Iterator[list[str]]:
-    """Documents in lists of about `GROUP_BYTES` characters."""
-    group, size = [], 0
-    for text in documents:
-        group.append(text)
-        size += len(text)
-        if size >= GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def read_documents(
-    paths: Sequence[File],
-    field: str,
-    progress: Progress,
-    description: str,
-    render: Callable[[Any], str] | None = None,
-) -> Iterator[str]:
-    """The documents of all files that are not empty, in order; moves a progress bar by bytes.
-
-    With `render` they are what it makes of rows.
-    """
-    sizes = [path.stat().st_size for path in paths]
-    task = progress.add_task(description, total=sum(sizes) or None)
-    before = 0
-    for size, path in zip(sizes, paths, strict=True):
-        rows = read_rendered(path, render) if render else read_file(path, field)
-        for count, (text, done) in enumerate(_asked(path, rows)):
-            if text:
-                yield text
-            if count % 256 == 0:
-                progress.update(task, completed=before + done)
-        before += size
-        progress.update(task, completed=before)
-
-
-def _asked[Item](path: File, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield `items`; an error of object storage becomes a `RemoteError`."""
-    with asking(str(path)) if isinstance(path, RemoteFile) else contextlib.nullcontext():
-        yield from items
-
-
-def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
-    """The conversation or pair that `render` makes of a row; `UserError` that begins with `where`."""
-    try:
-        return whole_characters(render(row))
-    except UserError as error:
-        raise UserError(f"{where} {error}") from None
-
-
-def read_rendered(path: File, render: Callable[[Any], str]) -> Iterator[tuple[str, int]]:
-    """Every row's conversation or pair as `render` makes it, and the bytes read so far."""
-    fix = "is no file of JSON lines or Parquet, as conversations and pairs are; leave it out of the pattern"
-    require(kind_of(path) in ROWS, "input", str(path), fix)
-    unit = "line" if kind_of(path) in JSON_LINES else "row"
-    for number, row, done in ROWS[kind_of(path)](path):
-        row = row if unit == "line" else without_nulls(row)
-        yield rendered(render, row, f"input={str(path)!r}: {unit} {number}"), done
 
 
 def main(argv: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
-from ultrascale_jax.cli import command_line, convert_hf, devices, generate, output, trace_tables
+from ultrascale_jax.cli import command_line, devices, generate, init_from, output, trace_tables
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events, say
@@ -119,50 +119,6 @@ def look_back(run_dir: str) -> str:
     return "\n".join(["", "loss by step", line_chart(steps, losses), "", "next:", *lines])
 
 
-def _bring_back(cfg: Config) -> bool:
-    """Return whether there are copies of the run's checkpoints; write the small files beside them that are missing.
-
-    Every process calls it. Raises `UserError` where object storage refuses.
-    """
-    from ultrascale_jax.checkpoint.copies import Copies
-    from ultrascale_jax.checkpoint.restoring import found_by_process0
-
-    def bring() -> bool:
-        copies = Copies(cfg.checkpoint.store)
-        found = bool(copies.steps()[0])
-        if found:
-            copies.fetch_beside(Path(cfg.log.run_dir))
-        return found
-
-    wanted = cfg.checkpoint.store and cfg.checkpoint.resume != "never"
-    return bool(wanted) and found_by_process0(bring)
-
-
-def _bring_tokenizer(cfg: Config) -> None:
-    """Copy the files of `train.init_from` into the run directory of a run that has not begun, and print its notes.
-
-    Raises `UserError` if `data.tokenizer` is another than that of the parameters.
-    """
-    import jax
-    from jax.experimental import multihost_utils
-
-    from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
-    from ultrascale_jax.checkpoint.step_dirs import steps
-    from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
-
-    run_dir = Path(cfg.log.run_dir)
-    begun = steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False))
-    if jax.process_index() == 0 and (not begun or cfg.checkpoint.resume == "never"):
-        source = Source.parse(cfg.train.init_from)
-        convert_hf.check_tokenizer(cfg, source.folder)
-        told = list(convert_hf.notes(cfg, source.folder)) if source.huggingface else []
-        bring_files(run_dir, files(source))
-        for note in told:
-            say(note)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("tokenizer copied")
-
-
 def run(cfg: Config, options: Options) -> dict:
     """Join the other processes and train; see `training.loop.train`."""
     # JAX is imported only now: `--help` should be quick, and XLA reads its flags once.
@@ -185,7 +141,7 @@ def run(cfg: Config, options: Options) -> dict:
             say(job)
         distributed.check_devices(launch, options.dist)
         cfg = devices.on_devices(cfg, options, say)
-        if not _bring_back(cfg) and cfg.train.init_from:
-            _bring_tokenizer(cfg)
+        if not init_from.bring_back(cfg) and cfg.train.init_from:
+            init_from.bring_tokenizer(cfg)
         mesh = make_mesh(cfg.mesh)
         return train(cfg, mesh, profile=options.profile_steps)

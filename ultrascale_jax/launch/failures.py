@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NoReturn, Protocol
 
 from ultrascale_jax.config import UserError
@@ -104,12 +103,13 @@ class Failures:
 
     def start(self) -> None:
         """Catch uncaught exceptions, in any thread, and watch the other processes."""
-        sys.excepthook = self._uncaught
+        sys.excepthook = lambda kind, error, trace: self.fail(error)
         threading.excepthook = self._uncaught_in_thread
         self._thread.start()
 
     def stop(self) -> None:
         """Stop watching: this process ends in the ordinary way; JAX's client cannot be asked while it shuts down."""
+        sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         self._done.set()
         self._thread.join(timeout=10.0)
 
@@ -212,17 +212,9 @@ class Failures:
             summary, trace = cause.summary, cause.text
             self._record("failure", summary=summary, traceback=trace, code=cause.code, first=first)
 
-    def _uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if self._done.is_set():
-            sys.__excepthook__(kind, error, trace)
-        else:
-            self.fail(error)
-
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         error = args.exc_value
-        if error is None or isinstance(error, SystemExit) or self._done.is_set():
+        if error is None or isinstance(error, SystemExit):
             threading.__excepthook__(args)
         else:
             self.fail(error)

@@ -1,8 +1,8 @@
 """Choose what a configuration leaves open: `train.remat`, `train.microbatches`, and the mesh if asked.
 
-The planner's formulas rank every legal value on the GPUs at hand, as `ultrascale plan search` does, and the fastest
-that fits is taken. Nothing is measured here and JAX is not asked, so every process of a run, and a laptop that plans
-for the same machine, chooses the same in a moment.
+The planner's formulas rank every legal value on the GPUs at hand, and what `ultrascale plan search` would recommend is
+taken. Nothing is measured or compiled here and JAX is not asked, so every process of a run, and a laptop that plans for
+the same machine, chooses the same.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from ultrascale_jax.config import (
     AUTO,
     GPU_MEMORY_SHARE,
     HOST_MEMORY_SHARE,
+    SCHEDULES,
     Config,
     UserError,
     require_type,
@@ -23,24 +24,11 @@ from ultrascale_jax.config import (
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes
 from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
-from ultrascale_jax.plan.prediction import StepPrediction
-from ultrascale_jax.plan.search.ranking import Search
-from ultrascale_jax.plan.search.search_space import configured, pinned
+from ultrascale_jax.plan.search.ranking import EQUAL, Candidate, Search
+from ultrascale_jax.plan.search.search_space import UNEVEN, Choices, configured, pinned
+from ultrascale_jax.plan.verdict import FITS, SETTLES, UNSURE
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 from ultrascale_jax.units import GIB
-
-SAFE = 0.91
-"""Share of a GPU's usable memory that a choice may need by formula; more only where no other candidate fits.
-
-Of the programs of docs/planning/*.csv and docs/planning.md above 8 GiB, none needs more than 1.11 times the formula's
-bytes and few more than 1.04 (experts in a pipeline, of which only the recipe `deepseek_v3` was compared, 1.06), and the
-workspaces of cuDNN and cuBLAS, which XLA does not count, take up to 1.7 GiB, another 2.4% of an H100's 72.8.
-"""
-
-EQUAL = 1.02
-"""Times the step of the fastest that a mesh with fewer axes may take, or one that offloads nothing: the formulas' own
-error is larger."""
 
 FREE: dict[str, Any] = {"remat": "auto", "microbatches": AUTO}
 """Fields that can be left open, and how."""
@@ -91,8 +79,8 @@ def choose_auto(
     cluster: Cluster,
     *,
     choose_mesh: bool = False,
+    fixed: Choices | None = None,
     must_fit: bool = True,
-    shape: ModelShape | None = None,
 ) -> tuple[Config, str]:
     """Choose the fields of `cfg` that are `auto`: by formula the fastest that fits on `cluster`.
 
@@ -102,9 +90,9 @@ def choose_auto(
     Args:
       cfg: a run; what it leaves open is `cfg.train.auto`.
       cluster: the GPUs, as `find_cluster` or `cluster_of` describes them.
-      choose_mesh: choose the mesh too, whatever `cfg.mesh` is.
+      choose_mesh: choose the mesh too, and all that a search chooses with it, whatever `cfg` says.
+      fixed: of these what stays; by default nothing.
       must_fit: refuse where nothing fits; otherwise choose what needs the least memory.
-      shape: the model, where `cfg.model` cannot say it.
 
     Raises:
       UserError: nothing is legal on so many GPUs, or nothing fits.
@@ -112,106 +100,118 @@ def choose_auto(
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     if not cfg.train.auto and not choose_mesh:
         return cfg, ""
-    search = _search(cfg, cluster, shape, choose_mesh=choose_mesh)
+    choices = dict(fixed or {}) if choose_mesh else _choices(cfg, cluster)
+    search = _search(cfg, cluster, choices)
     if not search.counts["candidates"]:
-        raise _nothing_legal(cfg, cluster, shape, choose_mesh=choose_mesh)
-    fits = [candidate.formula for candidate in search.ranking]
-    if must_fit and not fits:
-        raise _nothing_fits(cfg, cluster, search, shape, choose_mesh=choose_mesh)
-    run, why = _best(search, fits)
+        raise _nothing_legal(cfg, cluster, choices, choose_mesh=choose_mesh)
+    # A schedule that the configuration names is taken, whatever its drawback.
+    best = search.recommend(search.ranking)
+    if best is None and must_fit:
+        raise _nothing_fits(cfg, cluster, search, choices, choose_mesh=choose_mesh)
+    if best is None:
+        assert search.closest is not None  # all candidates are misses
+        run = search.closest[1]
+    else:
+        run = best.run
     chosen = configured(cfg, run) if choose_mesh else cfg
     chosen = with_changes(chosen, mesh=chosen.mesh, remat=run.remat, microbatches=run.microbatches)
     words = [f"--mesh {run.mesh.text}"] if choose_mesh else []
-    words += [f"--train.{name} {getattr(run, name)}" for name in cfg.train.auto]
+    words += _changes(cfg, chosen)
     at_once = f"{run.sequences} sequence{'s' * (run.sequences > 1)} a GPU at once"
-    return chosen, f"{' '.join(words)} ({at_once}): by formula {why}"
+    return chosen, f"{' '.join(words)} ({at_once}): by formula {_reason(search, best)}"
 
 
-def _search(
-    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
-) -> Search:
-    """Rank what `cfg` leaves open by formula."""
-    search = Search(cfg, cluster, _choices(cfg, cluster, choose_mesh=choose_mesh), shape)
+CHOSEN = (
+    *("train.remat", "train.microbatches", "train.zero", "pp.schedule", "pp.virtual", "pp.stash"),
+    *("moe.a2a_groups", "cp.ulysses"),
+)
+"""Fields that can be chosen, beside the mesh."""
+
+
+def _changes(before: Config, after: Config) -> list[str]:
+    """Return the options of the fields of `CHOSEN` that differ."""
+    words = []
+    for name in CHOSEN:
+        section, _, field = name.partition(".")
+        old, new = (getattr(getattr(cfg, section), field) for cfg in (before, after))
+        words += [f"--{name.replace('_', '-')} {new}"] if new != old else []
+    return words
+
+
+def _search(cfg: Config, cluster: Cluster, choices: Choices) -> Search:
+    """Rank what `choices` leave open by formula, without schedules that are never recommended."""
+    own = () if cfg.pp.schedule in SCHEDULES else (cfg.pp.schedule,)
+    uneven = () if cfg.pp.per_rank_control_flow else UNEVEN
+    even = tuple(name for name in (*SCHEDULES, *own) if name not in uneven)
+    search = Search(cfg, cluster, {"schedule": even, **choices})
     search.predict()
     return search
 
 
-def _in_the_way(
-    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
-) -> str:
+def _in_the_way(cfg: Config, cluster: Cluster, choices: Choices) -> str:
     """Say which values of `cfg`, as few as possible, to leave open so that something fits; empty if none help."""
-    pinned_fields = [name for name in FREE if name not in cfg.train.auto]
-    for count in range(1, len(pinned_fields) + 1):
-        for names in itertools.combinations(pinned_fields, count):
+    kept = [name for name in FREE if name in choices]
+    for count in range(1, len(kept) + 1):
+        for names in itertools.combinations(kept, count):
+            opened = {name: value for name, value in choices.items() if name not in names}
             freed = with_changes(cfg, mesh=cfg.mesh, **{name: FREE[name] for name in names})
-            if _search(freed, cluster, shape, choose_mesh=choose_mesh).ranking:
+            if _search(freed, cluster, opened).ranking:
                 return " and ".join(
-                    f"train.{name}={FREE[name]!r} in place of {getattr(cfg.train, name)!r}"
+                    f"train.{name}={FREE[name]!r} in place of {choices[name][0]!r}"
                     for name in names
                 )
     return ""
 
 
-def _choices(cfg: Config, cluster: Cluster, *, choose_mesh: bool) -> dict[str, tuple[Any, ...]]:
-    """Return what stays as it is."""
-    choices = {"ulysses": (cfg.cp.ulysses,)} | pinned(cfg)
-    if choose_mesh:
-        return choices
+def _choices(cfg: Config, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
+    """Return what stays as it is where the mesh does."""
     sizes = cfg.mesh.resolve(cluster.num_gpus).sizes
-    choices |= {axis: (size,) for axis, size in sizes.items()}
-    return choices | {"a2a_groups": (cfg.moe.a2a_groups,)}
+    kept = {"ulysses": (cfg.cp.ulysses,), "a2a_groups": (cfg.moe.a2a_groups,)} | pinned(cfg)
+    return kept | {axis: (size,) for axis, size in sizes.items()}
 
 
-def _best(search: Search, fits: list[StepPrediction]) -> tuple[Run, str]:
-    """Return the fastest of those that fit with `SAFE`; otherwise what needs the least memory. And why it is taken."""
+def _reason(search: Search, best: Candidate | None) -> str:
+    """Say why `best` is taken, or what needs the least memory where nothing fits."""
     on = f"{search.cluster.num_gpus} x {search.cluster.gpu.name}"
     usable, tried = search.usable_bytes, f"{search.counts['candidates']:,} tried"
-    safe = [step for step in fits if step.peak_bytes <= SAFE * usable]
-    if fits:
-        best = min(safe or fits, key=lambda step: step.step_s if safe else step.peak_bytes)
-        found = _simplest(best, safe)
-        run, peak = found.run, found.peak_bytes
-        why = f"the fastest that fits {on}" if safe else f"it just fits {on}, the leanest"
-        if found is not best:
-            why = f"the simplest within {EQUAL - 1:.0%} of {why}"
-        why += f" of {tried}, {found.step_s:.3g} s a step,"
-    else:
+    if best is None:
         assert search.closest is not None  # all candidates are misses
         peak, run = search.closest
         why = f"nothing fits {on}, the leanest of {tried},"
+    else:
+        step = best.formula
+        run, peak = step.run, step.peak_bytes
+        fastest = min(c.formula.step_s for c in search.ranking if c.verdict == best.verdict)
+        why = f"unsure whether it fits {on}, the leanest"
+        if best.verdict == FITS:
+            simplest = f"the simplest within {EQUAL - 1:.0%} of " * (step.step_s > fastest)
+            why = f"{simplest}the fastest that fits {on}"
+        why += f" of {tried}, {step.step_s:.3g} s a step,"
     why += f" {peak / GIB:.1f} of {usable / GIB:.1f} GiB a GPU"
     if moved := host_bytes(run):
         gpu = search.cluster.gpu
         why += f" and {moved / GIB:.1f} of {gpu.usable_host_bytes / GIB:.1f} GiB of its host, "
         why += f"at {costs.HOST_SHARE * gpu.host_gbs:.1f} GB/s"
-    return run, why
-
-
-def _simplest(best: StepPrediction, safe: list[StepPrediction]) -> StepPrediction:
-    """Return the fastest of the simplest that are as fast as `best` within `EQUAL`; to offload counts as an axis."""
-
-    def place(step: StepPrediction) -> tuple[int, float]:
-        axes = sum(size > 1 for size in step.run.mesh.sizes.values())
-        return axes + (step.host_bytes > 0), step.step_s
-
-    return min((s for s in safe if s.step_s <= EQUAL * best.step_s), key=place, default=best)
+    if best is not None:
+        why += f"; {SETTLES}" if best.verdict == UNSURE else search.doubt(best)
+    return why
 
 
 def _nothing_fits(
-    cfg: Config, cluster: Cluster, search: Search, shape: ModelShape | None, *, choose_mesh: bool
+    cfg: Config, cluster: Cluster, search: Search, choices: Choices, *, choose_mesh: bool
 ) -> UserError:
     """Say how much is missing, and with which open fields or which mesh it would fit."""
     assert search.closest is not None  # all candidates are misses
     need, run = search.closest
-    if need <= search.usable_bytes:
+    if not fits_host(run, cluster.gpu):
         return _host_is_short(run, cluster.gpu)
     name = "mesh" if choose_mesh else f"train.{cfg.train.auto[0]}"
     fix = "take more GPUs, or a smaller data.seq_len"
-    if values := _in_the_way(cfg, cluster, shape, choose_mesh=choose_mesh):
+    if values := _in_the_way(cfg, cluster, choices):
         fix = f"give {values}, which is chosen then"
     elif not choose_mesh:
         with contextlib.suppress(UserError):
-            other, _ = choose_auto(cfg, cluster, choose_mesh=True)
+            other, _ = choose_auto(cfg, cluster, choose_mesh=True, fixed=pinned(cfg))
             fix = f"take --mesh {other.mesh.text}, or more GPUs"
     return UserError(
         f"{name}='auto': nothing fits {cluster.num_gpus} x {cluster.gpu.name}: {run.label}, the leanest, needs "
@@ -236,12 +236,12 @@ def _host_is_short(run: Run, gpu: Gpu) -> UserError:
 
 
 def _nothing_legal(
-    cfg: Config, cluster: Cluster, shape: ModelShape | None, *, choose_mesh: bool
+    cfg: Config, cluster: Cluster, choices: Choices, *, choose_mesh: bool
 ) -> UserError:
     """Say why no candidate is legal: what the trainer's own check refuses, where it is that."""
     if choose_mesh:
         fix = "take another number of them, or another train.global_batch"
-        if values := _in_the_way(cfg, cluster, shape, choose_mesh=True):
+        if values := _in_the_way(cfg, cluster, choices):
             fix = f"give {values}, which is chosen then"
         return UserError(f"mesh='auto': none is legal on {cluster.num_gpus} GPUs; {fix}")
     train, mesh = cfg.train, cfg.mesh.resolve(cluster.num_gpus)

@@ -2,7 +2,7 @@
 
 What the chip itself can do is read from its description in `targets/` (XLA's `GpuTargetConfig` as a text proto, which
 the compiler reads too); the links between chips are in `targets/gpus.csv` and `clusters.csv`, and the peaks in
-`training/flops.py`.
+`plan/flops.py`.
 """
 
 import csv
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, require
 from ultrascale_jax.config.foreign import read_foreign
-from ultrascale_jax.training.flops import peak_tflops
+from ultrascale_jax.plan.flops import peak_tflops
 
 TARGETS = Path(__file__).parent / "targets"
 """Descriptions of `GPUS`.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, Verdict, by_formula, by_program
 from ultrascale_jax.plan.workload import Run
 
 SCHEMA = 1
@@ -44,17 +45,25 @@ class StepPrediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation as `training/flops.py` counts it.
+        """Model FLOPs utilisation as `plan/flops.py` counts it.
 
         Causal attention is halved, recomputation not counted; the peak is that of `run.precision`.
         """
         return self.run.mfu(self.step_s, self.gpu)
 
     @property
-    def fits(self) -> bool:
-        """Whether the GPU has the memory for peak and workspaces together, and the host for what is offloaded."""
-        held = self.peak_bytes + self.workspace_bytes
-        return held <= self.gpu.usable_bytes and self.fits_host
+    def verdict(self) -> Verdict:
+        """Whether the GPU has the memory, and the host for what is offloaded."""
+        if not self.fits_host:
+            return DOES_NOT_FIT
+        if self.source == "compiled":
+            return by_program(self.peak_bytes, self.workspace_bytes, self.gpu.usable_bytes)
+        return by_formula(self.peak_bytes, self.gpu.usable_bytes)
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it fits, or may."""
+        return self.verdict != DOES_NOT_FIT
 
     @property
     def fits_host(self) -> bool:
@@ -65,6 +74,23 @@ class StepPrediction:
         """Return the same step, `factor` times as long."""
         parts = {name: factor * seconds for name, seconds in self.parts.items()}
         return dataclasses.replace(self, step_s=factor * self.step_s, parts=parts)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], run: Run, gpu: Gpu) -> "StepPrediction":
+        """Return what `summary` returned of a compiled step of `run` on `gpu`."""
+        return cls(
+            run=run,
+            gpu=gpu,
+            source="compiled",
+            step_s=values["step_s"],
+            parts=values["time_s"],
+            peak_bytes=values["peak_bytes"],
+            host_bytes=values["host_bytes"],
+            workspace_bytes=values["workspace_bytes"],
+            one_stream_s=values["one_stream_s"],
+            side_by_side_s=values["side_by_side_s"],
+            contended_s=values["contended_s"],
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers as JSON has them; bytes and seconds on one GPU."""
@@ -85,5 +111,5 @@ class StepPrediction:
             "workspace_bytes": self.workspace_bytes,
             "usable_bytes": self.gpu.usable_bytes,
             "usable_host_bytes": self.gpu.usable_host_bytes,
-            "fits": self.fits,
+            "verdict": self.verdict,
         }

@@ -29,9 +29,9 @@ from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, ch
 from ultrascale_jax.kernels.document_classes import divides
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.plan.flops import flops_per_token, mean_keys, mfu
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.training.flops import flops_per_token, mean_keys, mfu
-from ultrascale_jax.training.model_shape import ModelShape, adapter_params
+from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
 
 PIPELINE = ("schedule", "stash", "per_rank_control_flow")
 """Fields that a run has from the section `pp` as they are."""
@@ -97,7 +97,7 @@ class Run:
             require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
 
     @classmethod
-    def of(cls, cfg: Config, num_gpus: int, shape: ModelShape | None = None, **changes) -> "Run":
+    def of(cls, cfg: Config, num_gpus: int, **changes) -> "Run":
         """Describe the run of `cfg` on `num_gpus` GPUs, checked as the trainer checks it.
 
         Raises:
@@ -106,7 +106,7 @@ class Run:
         cfg = cfg.check(num_gpus)
         mesh, train = cfg.mesh, cfg.train
         fields: dict[str, Any] = {
-            "shape": shape or ModelShape.of(cfg.model),
+            "shape": ModelShape.of(cfg.model),
             "mesh": mesh,
             "seq_len": cfg.data.seq_len,
             "sequences": train.global_batch // (mesh.batch * train.microbatches),

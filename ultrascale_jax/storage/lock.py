@@ -1,19 +1,22 @@
-"""Keep a folder of object storage for one job at a time, where nothing tells that a holder has died.
+"""Keep a folder of object storage for one job at a time: the object `lock` there names the job that has it.
 
-The lock is one object: the text that names the holder, and a second line that each beat replaces. To create it is
-exclusive (`If-None-Match: *` of S3, `ifGenerationMatch=0` of Google's storage).
+To create the object is exclusive (`If-None-Match: *` of S3, `ifGenerationMatch=0` of Google's storage). Its holder
+writes it again every `BEAT_S` seconds, because nothing tells storage that a holder has died.
 """
 
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
+from pathlib import Path
 
-from ultrascale_jax.launch.events import UNREADABLE, is_count, say
-from ultrascale_jax.launch.procfs import boot_id, read_stat
-from ultrascale_jax.launch.run_lock import NAME, describe_holder, holder_text, refusal
+from ultrascale_jax.launch.events import parse_object, printable, say
+from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.storage.remote import Remote
+
+NAME = "lock"
 
 BEAT_S = 20.0
 """Seconds between beats: 4,300 writes a day, which cost cents."""
@@ -24,32 +27,37 @@ SETTLE_S = 1.0
 LEAVE_S = 10.0
 """Seconds that the end of a job waits for silent storage, to remove its lock."""
 
-MOST_BYTES = 1 << 20
-
 
 class StoreLock:
-    """The lock of the folder at a URL, taken by entering it; used by process 0 alone."""
+    """The lock of the folder at a URL for the run in `run_dir`, taken by entering it; used by process 0 alone.
+
+    Enter it while holding the lock of `run_dir`, which proves that an earlier holder in the same folder is gone.
+    """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        beat_s: float = BEAT_S,
-        stale_s: float = STALE_S,
-        settle_s: float = SETTLE_S,
+        self, url: str, run_dir: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S
     ):
         self._remote = Remote(url)
         self.path = f"{self._remote.url}/{NAME}"
         self.note: str | None = None
         """A message for the user: whose lock was taken over."""
-        self._beat_s, self._stale_s, self._settle_s = beat_s, stale_s, settle_s
-        self._own = json.dumps(_identity())
+        self._run_dir, self._token = run_dir, os.urandom(8).hex()
+        self._beat_s, self._stale_s = beat_s, stale_s
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
 
     def __enter__(self) -> "StoreLock":
         """Take the lock. Raises `UserError` that names the holder, if there is one, and `RemoteError`."""
-        self._acquire()
+        # Read first: a server that knows no conditions would overwrite the lock of a job that lives.
+        while (found := self._remote.read(NAME)) is not None or not self._create():
+            if found is None:
+                continue
+            self._wait_for_death(found)
+            self._write()
+            time.sleep(min(SETTLE_S, self._stale_s))
+            if self.held:  # unless another job took it over in the same moment
+                self.note = f"took over {self.path} from {_holder(found)}"
+                break
         self._thread.start()
         return self
 
@@ -61,116 +69,73 @@ class StoreLock:
     def held(self) -> bool:
         """Return whether the lock is still this process's, as far as it can be read now."""
         try:
-            found = self._read()
+            found = self._remote.read(NAME)
         except OSError:
             return True
-        return found is not None and self._is_own(found)
+        return found is not None and _parse(found).get("token") in (self._token, None)
+
+    def _text(self) -> bytes:
+        values = {
+            "folder": _identity(self._run_dir),
+            "host": socket.gethostname(),
+            "run_dir": str(self._run_dir),
+            "pid": os.getpid(),
+            "token": self._token,
+            "beat": time.time(),
+        }
+        return json.dumps(values).encode()
 
     def _create(self) -> bool:
-        # Read first: a server that knows no conditions would overwrite the lock of a job that lives.
-        return self._read() is None and self._remote.create(NAME, _with_beat(self._own))
-
-    def _read(self) -> str | None:
-        content = self._content()
-        return None if content is None else content.decode(errors="replace").partition("\n")[0]
-
-    def _content(self) -> bytes | None:
-        return self._remote.read(NAME, MOST_BYTES)
+        return self._remote.create(NAME, self._text())
 
     def _write(self) -> None:
-        self._remote.write(NAME, _with_beat(self._own))
+        self._remote.write(NAME, self._text())
 
-    def _acquire(self) -> None:
-        while not self._create():
-            found = self._read()
-            why = "" if found is None else self._why_dead(found)
-            if found is None or self._read() != found:
-                continue
-            self._write()
-            time.sleep(self._settle_s)
-            if self._read() != self._own:
-                continue  # another took it over as well
-            self.note = f"took over the lock of {describe_holder(found)}: {why}"
+    def _wait_for_death(self, found: bytes) -> None:
+        """Return once the holder that `found` names counts as gone. Raises `UserError` if it is alive."""
+        if _parse(found).get("folder") == _identity(self._run_dir):
             return
-
-    def _why_dead(self, found: str) -> str:
-        """Return why the holder counts as dead. Raises `UserError` if it is alive."""
-        alive = refusal(
-            f"{self._remote.url} is in use by {describe_holder(found)}; stop that job, or choose another "
-            "checkpoint.store"
-        )
-        holder, own = _parse(found), _identity()
-        if holder is not None and holder["machine"] == own["machine"] is not None:
-            # The same number at another time is another process.
-            if holder["birth"] is not None and _birth(holder["pid"]) == holder["birth"]:
-                raise alive
-            return "its process is gone"
-        say(f"waiting up to {self._stale_s:g} s to see if {describe_holder(found)} is alive")
-        before, until = self._content(), time.monotonic() + self._stale_s
+        say(f"waiting up to {self._stale_s:g} s to see if {_holder(found)} is alive")
+        until = time.monotonic() + self._stale_s
         while time.monotonic() < until:
-            time.sleep(min(1.0, self._beat_s / 2, self._stale_s / 4))
-            if self._read() != found:
-                return "it was released"
-            if self._content() != before:
-                raise alive
-        return f"no sign of life for {self._stale_s:g} s"
+            time.sleep(min(1.0, self._stale_s / 4))
+            now = self._remote.read(NAME)
+            if now is None:
+                return
+            if now != found:
+                raise refusal(
+                    f"{self._remote.url} is in use by {_holder(now)}; stop that job, or choose another "
+                    "checkpoint.store"
+                )
 
     def _beat(self) -> None:
-        """Run in a thread, as storage may not answer: keep the lock, and release it at the end."""
+        """Run in a thread, as storage may not answer: keep the lock, and remove it at the end."""
         while not self._done.wait(self._beat_s):
             # Storage that fails now may not do so next time.
             with contextlib.suppress(OSError):
-                found = self._read()
-                if found == self._own:
-                    self._write()
-                elif found is not None and self._is_own(found):
-                    say(f"{self.path} was damaged; it is written anew")
+                if self.held:
                     self._write()
         with contextlib.suppress(OSError):
-            found = self._read()
-            if found is not None and self._is_own(found):
+            if self.held:
                 self._remote.remove([NAME])
 
-    def _is_own(self, found: str) -> bool:
-        """Return whether the lock names this process, or nobody because it is damaged."""
-        return found == self._own or _parse(found) is None
 
-
-def _with_beat(text: str) -> bytes:
-    return f"{text}\n{os.urandom(8).hex()}\n".encode()
-
-
-def _identity() -> dict:
-    """Return what identifies this process among all others of all machines."""
-    machine = None
+def _identity(run_dir: Path) -> str:
+    """Return what identifies a folder among all of all machines, until its machine is switched off."""
+    machine = socket.gethostname()
     with contextlib.suppress(OSError):
-        # Process numbers mean the same in one container of a machine that was not switched off in between.
-        namespace = os.readlink("/proc/self/ns/pid")
-        machine = None if (boot := boot_id()) is None else f"{boot} {namespace}"
-    return {
-        **json.loads(holder_text()),
-        "birth": _birth(os.getpid()),
-        "machine": machine,
-        "token": os.urandom(8).hex(),
-    }
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status = run_dir.stat()
+    return f"{machine} {status.st_dev}:{status.st_ino}"
 
 
-def _birth(pid: int) -> int | None:
-    """Return when a process of this machine began, in ticks; none: it does not run (any more)."""
-    stat = read_stat(pid)
-    return stat.start_ticks if stat is not None and stat.is_alive else None
+def _parse(content: bytes) -> dict:
+    return parse_object(content.decode(errors="replace"))
 
 
-def _parse(text: str) -> dict | None:
-    """Return the holder that a lock names; none where it is damaged."""
-    try:
-        holder = json.loads(text)
-    except UNREADABLE:
-        return None
-    if not isinstance(holder, dict):
-        return None
-    words = all(isinstance(holder.get(name), str) for name in ("host", "started"))
-    number, birth = holder.get("pid"), holder.get("birth", "")
-    known = is_count(number) and (birth is None or is_count(birth))
-    machine = holder.get("machine", 0)
-    return holder if words and known and (machine is None or isinstance(machine, str)) else None
+def _holder(content: bytes) -> str:
+    """Return the holder that a lock's content names, fit for a terminal."""
+    holder = _parse(content)
+    if not {"pid", "host", "run_dir"} <= holder.keys():
+        return "an unknown job (the lock is damaged)"
+    return printable(f"pid {holder['pid']} on {holder['host']} ({holder['run_dir']})")

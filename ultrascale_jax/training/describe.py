@@ -1,7 +1,6 @@
 """Describe the parallelism of a run in a line each: printed before it begins."""
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.parallel.experts import capacity
 from ultrascale_jax.parallel.pipeline import schedules
 
 
@@ -50,24 +49,14 @@ def _context(cfg: Config) -> list[str]:
 
 
 def _experts(cfg: Config) -> list[str]:
-    """Describe how tokens travel, and how many a round sends at most before a second round, or a drop."""
+    """Describe where the experts are and how tokens reach them."""
     experts, mesh, moe = cfg.model.experts, cfg.mesh, cfg.moe
     if experts is None:
         return []
-    here, k = experts.num // mesh.ep, experts.top_k
-    own = f"{k} of {experts.num} for each token" + f", {experts.shared} shared" * (
-        experts.shared > 0
-    )
+    shared = f", {experts.shared} shared" if experts.shared else ""
+    chosen = f"{experts.top_k} of {experts.num} for each token{shared}"
     if mesh.ep == 1:
-        return [f"experts: {own}, all on each GPU"]
-    tokens = cfg.data.seq_len // (mesh.cp * mesh.sp) * cfg.train.global_batch
-    tokens //= mesh.batch * cfg.train.microbatches
-    parts = capacity.num_chunks(moe, mesh.ep, tokens)
-    way = f"{moe.dispatch} over ep={mesh.ep}" + f" in {moe.a2a_groups} parts" * (moe.a2a_groups > 1)
-    rows = ", then ".join(
-        f"{hop.rows:,} rows to each of {hop.parts}"
-        for hop in capacity.a2a_stages(moe, experts, mesh.ep, tokens // parts)
-    )
-    way += ", one half beside the other" * (parts > 1)
-    sends = f"; a round sends at most {rows}" if rows else ""
-    return [f"experts: {own}, {here} on a GPU; {way}{sends}"]
+        return [f"experts: {chosen}, all on each GPU"]
+    return [
+        f"experts: {chosen}, {experts.num // mesh.ep} on a GPU; {moe.dispatch} over ep={mesh.ep}"
+    ]

@@ -9,9 +9,7 @@ import jax
 from ultrascale_jax.hooks import Hook, Run, StepFn
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.run_files import folder_of, write_atomic
-
-FOLDER, CONTEXT, PROGRAM = "profile", "context.json", "step.hlo"
-"""The folder of a run's traces, in it what the newest trace is of, and the text of the program that it shows."""
+from ultrascale_jax.plan.profile.trace import CONTEXT, FOLDER, PROGRAM
 
 SESSIONS = "plugins/profile"
 """Where in it JAX writes a folder for each trace."""

@@ -27,7 +27,7 @@ def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Ca
             try:
                 locks.append(stack.enter_context(RunLock(run_dir)))
                 if store:
-                    locks.append(stack.enter_context(StoreLock(store)))
+                    locks.append(stack.enter_context(StoreLock(store, run_dir)))
             except UserError as error:
                 refusal = str(error), error.exit_code
         refusal = broadcast_from_process0(refusal)

@@ -30,6 +30,7 @@ from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.plan.model_shape import adapter_params
 from ultrascale_jax.sharding.mesh import check_mesh
 from ultrascale_jax.train_step.optim import rate_change
 from ultrascale_jax.train_step.precision import check_kernels
@@ -43,7 +44,6 @@ from ultrascale_jax.train_step.state import (
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.evaluation import Evaluation, PreferenceEvaluation
 from ultrascale_jax.training.metrics import RunLog
-from ultrascale_jax.training.model_shape import adapter_params
 from ultrascale_jax.training.profiler import Profiler
 from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput

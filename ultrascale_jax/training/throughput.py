@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from ultrascale_jax.config import Config
 from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.hooks import Hook, Row, Run
-from ultrascale_jax.training.flops import flops_per_token, mfu
-from ultrascale_jax.training.model_shape import adapter_params
+from ultrascale_jax.plan.flops import flops_per_token, mfu
+from ultrascale_jax.plan.model_shape import adapter_params
 from ultrascale_jax.units import GIB
 
 

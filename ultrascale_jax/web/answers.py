@@ -6,29 +6,21 @@ The formulas are those of `ultrascale plan memory` and `search`, and so are the 
 import shlex
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ultrascale_jax.cli.plan_commands import memory, search
-from ultrascale_jax.cli.plan_commands.common import planned
-from ultrascale_jax.cli.plan_commands.words import machine_words, words
+from ultrascale_jax.cli.plan_commands.memory import find_hint
+from ultrascale_jax.cli.plan_commands.words import machine_words, train_command, words
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.figures.palette import OWN, colours
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.placement import place
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import GPUS, Cluster
+from ultrascale_jax.plan.report.memory import MemoryReport
 from ultrascale_jax.plan.search.search_space import divisors
 from ultrascale_jax.plan.workload import Run, group
 from ultrascale_jax.web.fields import FIELDS, Asked, Bases, State, rest_of
-
-TIMES = (
-    *("matrix products", "attention", "memory traffic", "recomputation", "cores lent to NCCL"),
-    *("exposed fsdp", "exposed sp", "exposed pp", "bubble", "exposed tp", "exposed ep"),
-    *("exposed cp", "loss", "optimizer", "step overhead", "host", "reference"),
-)
-"""Parts of a step's time, the frequent first."""
 
 MOST_POINTS = 16
 """Values of a sweep."""
@@ -77,14 +69,14 @@ class Answers:
         with self._lock, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cfg, why = choose_auto(asked.cfg, cluster, must_fit=False)
-            run = planned(cfg, asked.options)
-            summary = memory.summarize(cfg, asked.options, cluster, meshes=False)
-        step = estimate(run, cluster, peak_bytes=summary["peak_bytes"])
+            run = Run.of(cfg, asked.options.gpus)
+            hint, hint_bytes = find_hint(cfg, asked.options, cluster, meshes=False)
+            held = MemoryReport.of(run, cluster, hint=hint, hint_bytes=hint_bytes)
+        step = estimate(run, cluster, peak_bytes=held.peak_bytes)
         return {
             "state": asked.state,
-            "memory": summary,
+            "memory": held.asdict(),
             "step": step.summary() | {"tokens": run.step_tokens, "sequences": run.sequences},
-            "colours": colours_of(summary["parts"]) | colours_of(step.parts),
             "parameters": run.shape.num_params,
             "experts": run.shape.experts is not None,
             "chosen": {"train.remat": run.remat, "train.microbatches": str(run.microbatches)},
@@ -103,15 +95,14 @@ class Answers:
             changed = {**state, **change}
             point = answered(lambda changed=changed: self._point(changed))
             points.append({"value": value, "change": change} | point)
-        parts = {name: 0.0 for point in points for name in point.get("parts", {})}
-        return {"over": over, "points": points, "colours": colours_of(parts)}
+        return {"over": over, "points": points}
 
     def _point(self, state: State) -> dict[str, Any]:
         asked = self.bases.ask(state)
         with self._lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cfg, _ = choose_auto(asked.cfg, asked.cluster, must_fit=False)
-            run = planned(cfg, asked.options)
+            run = Run.of(cfg, asked.options.gpus)
         return {"parts": breakdown(run).parts} | estimate(run, asked.cluster).summary()
 
 
@@ -121,14 +112,6 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return work()
     except UserError as error:
         return {"error": {"field": str(error).partition("=")[0], "text": str(error)}}
-
-
-def colours_of(parts: Iterable[str]) -> dict[str, str]:
-    """Return the colour of every part: that of the figures, whatever parts there are, so that two can be compared."""
-    names = list(parts)
-    known = next((of for of in (TIMES, tuple(OWN)) if not {*names}.isdisjoint(of)), ())
-    all_colours = colours([*known, *(name for name in names if name not in known)])
-    return {name: all_colours[name][0] for name in names}
 
 
 def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str, Any]:
@@ -186,7 +169,7 @@ def commands(asked: Asked, cfg: Config) -> dict[str, str]:
         return shlex.join(["ultrascale", "plan", verb, *words(asked.recipe, of), *machine])
 
     return {
-        "train": search.train(asked.recipe, cfg),
+        "train": train_command(asked.recipe, cfg),
         "memory": plan("memory", cfg),
         "compile": plan("compile", cfg),
         "serve": plan("serve", asked.cfg),

@@ -103,7 +103,7 @@ class Asked:
     recipe: str
     cfg: Config
     """With the mesh as it was given, perhaps with an axis that takes the rest, and `auto` fields open."""
-    options: common.Assumptions
+    options: common.Options
     cluster: Cluster
 
     @property
@@ -122,7 +122,7 @@ class Bases:
     """The recipe of the command line."""
     cfg: Config
     """Its configuration, as the command line changes it."""
-    options: common.Assumptions
+    options: common.Options
     """The machine of the command line."""
 
     @property
@@ -164,14 +164,14 @@ class Bases:
         cfg, cluster = common.described(cfg, options)
         return Asked(recipe=recipe, cfg=cfg, options=options, cluster=cluster)
 
-    def _machine(self, state: State) -> common.Assumptions:
+    def _machine(self, state: State) -> common.Options:
         """Return the options that name the machine; another cluster brings its GPU, unless the state names one."""
         default = self.options
         gpu = state.get("gpu", None if "cluster" in state else default.gpu)
         require(gpu in (None, *GPUS, default.gpu), "gpu", gpu, f"choose one of {', '.join(GPUS)}")
         cluster = state.get("cluster", default.cluster) or None
         gpus = _integer("gpus", state["gpus"]) if "gpus" in state else default.gpus
-        return common.Assumptions(gpus=gpus, gpu=gpu, cluster=cluster, plain_mlp=default.plain_mlp)
+        return common.Options(gpus=gpus, gpu=gpu, cluster=cluster)
 
 
 def rest_of(sizes: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ it, by the address that is printed; `--host` opens it to others.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -25,7 +26,7 @@ from ultrascale_jax.web.suggestions import Suggestions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Assumptions):
+class Options(common.Options):
     """Options of `ultrascale plan serve`."""
 
     host: str = "127.0.0.1"
@@ -35,8 +36,9 @@ class Options(common.Assumptions):
     token: Annotated[str | None, command_line.option("WORD", "a new one")] = None
     """Secret of the printed address, for an address that stays the same."""
 
-    # The page has tables.
+    # The page has tables and figures.
     json: tyro.conf.Suppress[bool] = False
+    figure: tyro.conf.Suppress[Path | None] = None
 
 
 def main(argv: Sequence[str]) -> None:

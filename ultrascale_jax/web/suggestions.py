@@ -10,9 +10,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.plan_commands.words import machine_words, parse_choices, words
-from ultrascale_jax.config import MeshConfig, UserError, with_changes
+from ultrascale_jax.cli.plan_commands import words
+from ultrascale_jax.cli.plan_commands.words import machine_words, parse_choices
+from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.web.answers import answered
 from ultrascale_jax.web.fields import Asked, Bases, rest_of, text_of
 
@@ -65,11 +65,9 @@ class Suggestions:
 
 def search_words(asked: Asked) -> list[str]:
     """Return the words behind `plan search` that search for what is asked, with all free that a search chooses."""
-    recipe = command_line.load_recipe(asked.recipe)
-    chosen = {name: getattr(recipe.train, name) for name in ("zero", "remat", "microbatches")}
-    free = with_changes(asked.cfg, mesh=recipe.mesh, pp=recipe.pp, **chosen)
     machine = machine_words(asked.options)
-    return [*words(asked.recipe, free), *machine, "--compile", "0", "--top", str(TOP), "--json"]
+    open_words = words.search_words(asked.recipe, asked.cfg)
+    return [*open_words, *machine, "--compile", "0", "--top", str(TOP), "--json"]
 
 
 def state_of_row(row: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -13,8 +14,7 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
-from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.plan.search.search_space import named_choices
 from ultrascale_jax.units import whole_number
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -42,6 +42,8 @@ class Options(command_line.Options):
     """Tokens of one optimizer step, instead of --train.global-batch; 4Mi is 4 * 1,024 * 1,024, 4M is 4,000,000."""
     json: command_line.Flag = False
     """Print one JSON object instead of tables."""
+    figure: Annotated[Path | None, command_line.option("FILE.png")] = None
+    """Draw the answer."""
 
     # A plan runs on no devices.
     fake_devices: tyro.conf.Suppress[int | None] = None
@@ -50,15 +52,9 @@ class Options(command_line.Options):
         super().__post_init__()
         command_line.require_at_least(1, self, "gpus")
         require(self.gpus <= MOST_GPUS, "gpus", self.gpus, f"must be at most {MOST_GPUS:,}")
+        is_picture = self.figure is None or self.figure.suffix == ".png"
+        require(is_picture, "figure", str(self.figure), "must end in .png")
         require(self.gpu != "", "gpu", self.gpu, f"choose one of {', '.join(GPUS)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assumptions(Options):
-    """Properties of a run that the formulas can plan and the trainer's configuration cannot say."""
-
-    plain_mlp: command_line.Flag = False
-    """A feed-forward layer of two matrices (GELU) instead of three (SwiGLU)."""
 
 
 def parse[O: Options](
@@ -97,31 +93,21 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     return cfg, cluster
 
 
-def shape_of(cfg: Config, options: Assumptions) -> ModelShape:
-    """Return the shape of the model under the assumptions."""
-    return ModelShape.of(cfg.model, gated=not options.plain_mlp)
-
-
 def choose_open(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config, str]:
     """Return `cfg` with its `auto` fields chosen for `cluster`, and the line for `tell`; call it inside `user_errors`.
 
     Where nothing fits, the choice is the one that needs the least memory.
     """
-    shape = shape_of(cfg, options) if isinstance(options, Assumptions) else None
     choose_mesh = options.mesh == "auto"
     with output.working("choosing what the command line leaves open"):
-        return choose_auto(cfg, cluster, choose_mesh=choose_mesh, must_fit=False, shape=shape)
+        fixed = named_choices(cfg, options.named, options.gpus)
+        return choose_auto(cfg, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=False)
 
 
 def tell(why: str) -> None:
     """Show on stderr what was chosen and why, if anything was; stdout may be JSON."""
     if why:
         print(why, file=sys.stderr, flush=True)
-
-
-def planned(cfg: Config, options: Assumptions) -> Run:
-    """Return the run that a configuration and the assumptions describe; call it inside `user_errors`."""
-    return Run.of(cfg, options.gpus, shape_of(cfg, options))
 
 
 def tokens(name: str, text: str) -> int:

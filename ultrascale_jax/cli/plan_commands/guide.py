@@ -9,17 +9,22 @@ import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from rich.console import Console
+from rich.console import Group
+from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
-from ultrascale_jax.cli.plan_commands.words import recipe_of
+from ultrascale_jax.cli.plan_commands.words import recipe_of, train_command
 from ultrascale_jax.config import Config, MeshConfig, UserError, require, with_changes
+from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.report.layout import line, table, wrap
 from ultrascale_jax.plan.search.ranking import LONG, Search
-from ultrascale_jax.plan.search.search_space import configured
+from ultrascale_jax.plan.search.search_space import configured, named_choices
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, by_formula
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB, decimal
 
@@ -44,7 +49,7 @@ CHANGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Assumptions):
+class Options(common.Options):
     """Options of `ultrascale plan guide`."""
 
     tokens: Annotated[str | None, command_line.option("15T", "the recipe's")] = None
@@ -73,49 +78,172 @@ class Bill:
     """Cost; none without a price of this GPU."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GuideReport:
+    """The three steps, and the bill."""
+
+    label: str
+    gpus: int
+    usable_bytes: int
+    parameters: int
+    seq_len: int
+    tokens: int
+    """Of the whole training."""
+    fit: list[dict[str, Any]]
+    """Step 1: ways that hold ever less on each GPU."""
+    batch: dict[str, Any]
+    """Step 2: how the sequences of one step spread over the GPUs."""
+    throughput: list[dict[str, Any]]
+    """Step 3: the fastest mesh of each kind."""
+    changes: list[dict[str, Any]]
+    """What one change to the best does."""
+    answer: str
+    command: str | None
+    """Trains the best; none where nothing can be recommended."""
+    step: dict[str, Any] | None
+    bill: dict[str, Any] | None
+    other_clusters: list[dict[str, Any]]
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the fields of the JSON object."""
+        return dataclasses.asdict(self)
+
+    def __rich__(self) -> Group:
+        gib, state = self.usable_bytes / GIB, 16 * self.parameters / GIB
+        parts: list[Any] = [
+            f"{self.label}: {self.parameters / 1e9:.3g} B parameters, sequences of {self.seq_len:,} tokens",
+            "",
+            "Step 1: fit the model",
+            f"AdamW keeps 16 bytes for each parameter, {state:,.0f} GiB in all; one GPU can give {gib:.1f} GiB. "
+            "One sequence on each GPU:",
+            self._fit(),
+            *("", "Step 2: reach the batch", self._batch()),
+            *("", "Step 3: maximise throughput", "The fastest of each kind of mesh that fits:"),
+            *(self._throughput(), self.answer),
+        ]
+        if self.command is not None:
+            check = self.command.replace("ultrascale train", "ultrascale plan compile", 1)
+            parts += [
+                *(self.command, "", f"The whole training: {decimal(self.tokens)} tokens"),
+                self._bill(),
+                "Times are by formula and without interruptions. Compile the program before you rent the GPUs: "
+                f"{check} --gpus {self.gpus}",
+            ]
+        return Group(*(line(part) if isinstance(part, str) else part for part in parts))
+
+    def _fit(self) -> Table:
+        made = table(("way",), ("GiB", "of it activations"), ("verdict",))
+        for row in self.fit:
+            if row["peak_bytes"] is None:
+                made.add_row(row["way"], "", "", f"not possible: {row['illegal']}")
+                continue
+            over = row["peak_bytes"] / self.usable_bytes
+            verdict = row["verdict"]
+            if verdict == DOES_NOT_FIT:
+                verdict = f"ruled out: {over:,.2f} times what a GPU can give"
+            sizes = (f"{row[name] / GIB:,.1f}" for name in ("peak_bytes", "activation_bytes"))
+            made.add_row(row["way"], *sizes, verdict)
+        return made
+
+    def _batch(self) -> str:
+        b = self.batch
+        tokens = decimal(b["global_batch"] * b["seq_len"])
+        size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {tokens}"
+        text = f"A step trains on {size} in all; {b['sharing']}."
+        if "batch_shards" in b:
+            text += (
+                f" The best mesh below splits them into {b['batch_shards']:,} parts; each computes "
+                f"{b['sequences']:,} at once, {b['microbatches']:,} times a step."
+            )
+        return text
+
+    def _throughput(self) -> Table:
+        made = table(("way", "fastest"), ("GiB", "s a step", "tok/s/GPU", "MFU"), ("verdict",))
+        for row in (*self.throughput, None, *self.changes):
+            if row is None:
+                made.add_section()
+                made.add_row("one change to the best")
+                continue
+            numbers = (f"{row['peak_bytes'] / GIB:.1f}", f"{row['step_s']:.3g}")
+            speed = (f"{row['tokens_per_s_gpu']:,.0f}", f"{row['mfu']:.1%}")
+            made.add_row(row["way"], row["label"], *numbers, *speed, row["why"])
+        return made
+
+    def _bill(self) -> Table:
+        numbers = ("days", "GPU hours", "MWh", "USD", "as cheap at USD/h")
+        made = table(("cluster",), numbers, ("mesh",))
+        assert self.bill is not None and self.step is not None  # there is a best
+        own: dict[str, Any] = {"what": "as asked"} | self.bill | {"label": self.step["label"]}
+        for row in (own, *self.other_clusters):
+            cells = [row.get(name) for name in ("days", "gpu_hours", "mwh", "usd", "even_price")]
+            shown = ["" if n is None else f"{n:,.0f}" if n >= 100 else f"{n:,.3g}" for n in cells]
+            made.add_row(row["what"], *shown, row["label"])
+        return made
+
+    def figure(self) -> Bars:
+        """Draw step 1: the memory of each way."""
+        bars = []
+        for row in self.fit:
+            if row["peak_bytes"] is not None:
+                living = row["activation_bytes"] / GIB
+                state = row["peak_bytes"] / GIB - living
+                parts = {"parameters, gradients and optimizer": state, "activations": living}
+                bars.append(Bar(label=wrap(row["way"], 14), parts=parts))
+        return Bars(
+            name="guide",
+            title=f"One sequence on each GPU: {self.label}",
+            caption="By formulas: the peak of one GPU in ways that hold ever less on each.",
+            panels={"": bars},
+            unit="GiB",
+            x="",
+            limit=self.usable_bytes / GIB,
+            limit_name=f"usable: {self.usable_bytes / GIB:.0f} GiB",
+        )
+
+
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "guide", Options, __doc__)
     recipe = recipe_of(argv)
-    with command_line.user_errors(), output.working("step 1: fit the model") as tell:
-        result = summarize(cfg, options, cluster, recipe, tell)
-    if options.json:
-        print(output.verb_json("guide", result))
-    else:
-        show(result, cfg, cluster, output.console(150))
-    if result["command"] is None:
+    with command_line.user_errors():
+        with output.working("step 1: fit the model") as tell:
+            report = explain(cfg, options, cluster, recipe, tell)
+        output.answer("guide", report, as_json=options.json, figure=options.figure, width=150)
+    if report.command is None:
         raise SystemExit(1)
 
 
-def summarize(
+def explain(
     cfg: Config, options: Options, cluster: Cluster, recipe: str, tell: output.Tell
-) -> dict[str, Any]:
+) -> GuideReport:
     """Return the results of all steps; `tell` gets what is computed.
 
     Raises `UserError` where nothing is legal, `SystemExit` where Ctrl-C interrupts the search.
     """
     tokens = training_tokens(cfg, options)
     fit = ladder(cfg, cluster, options)
-    found = Search(cfg, cluster, pinned(fit), common.shape_of(cfg, options))
+    found = Search(cfg, cluster, named_choices(cfg, options.named, options.gpus))
     if search.predict(found, tell):
         raise SystemExit(common.INTERRUPTED)
     fix = search.illegal(found, options.gpus)
     require(found.counts["candidates"] > 0, "gpus", options.gpus, fix)
     best = None if found.winner is None else found.winner.best
-    return {
-        "label": f"{recipe} on {options.gpus} {cluster.gpu.name}",
-        "usable_gib": cluster.gpu.usable_bytes / GIB,
-        "parameters": common.shape_of(cfg, options).num_params,
-        "tokens": tokens,
-        "fit": fit,
-        "batch": batch(cfg, cluster, best),
-        "throughput": throughput(found),
-        "changes": changes(found),
-        "answer": search.answer(found),
-        "command": best and search.train(recipe, configured(cfg, best.run)),
-        "step": best and best.summary(),
-        "bill": best and dataclasses.asdict(bill(best, cluster, tokens, options)),
-        "other_clusters": others(cfg, cluster, best, tokens, options, tell) if best else [],
-    }
+    return GuideReport(
+        label=f"{recipe} on {options.gpus} {cluster.gpu.name}",
+        gpus=cluster.num_gpus,
+        usable_bytes=cluster.gpu.usable_bytes,
+        parameters=ModelShape.of(cfg.model).num_params,
+        seq_len=cfg.data.seq_len,
+        tokens=tokens,
+        fit=fit,
+        batch=batch(cfg, cluster, best),
+        throughput=throughput(found),
+        changes=changes(found),
+        answer=found.answer,
+        command=train_command(recipe, configured(cfg, best.run)) if best else None,
+        step=best.summary() if best else None,
+        bill=dataclasses.asdict(bill(best, cluster, tokens, options)) if best else None,
+        other_clusters=others(cfg, cluster, best, tokens, options, tell) if best else [],
+    )
 
 
 def training_tokens(cfg: Config, options: Options) -> int:
@@ -159,17 +287,18 @@ def _memory(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            held = breakdown(common.planned(one, options))
+            held = breakdown(Run.of(one, options.gpus))
     except UserError as error:
-        return run | {"gib": None, "activations_gib": None, "fits": False, "illegal": str(error)}
+        return run | {
+            "peak_bytes": None,
+            "activation_bytes": None,
+            "fits": False,
+            "illegal": str(error),
+        }
     living = sum(size for name, size in held.parts.items() if name.startswith("activations"))
-    sizes = {"gib": held.peak_bytes / GIB, "activations_gib": living / GIB}
-    return run | sizes | {"fits": held.peak_bytes <= cluster.gpu.usable_bytes, "illegal": ""}
-
-
-def pinned(fit: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """Return the ZeRO stages that step 1 left; 0 is that of a mesh which splits nothing."""
-    return {"zero": tuple(sorted({0, 3, *(row["zero"] for row in fit if row["fits"])}))}
+    sizes = {"peak_bytes": held.peak_bytes, "activation_bytes": living}
+    verdict = by_formula(held.peak_bytes, cluster.gpu.usable_bytes)
+    return run | sizes | {"verdict": verdict, "illegal": ""}
 
 
 def batch(cfg: Config, cluster: Cluster, best: StepPrediction | None) -> dict[str, Any]:
@@ -201,11 +330,11 @@ def _sharing(sequences: int, cluster: Cluster) -> str:
 def throughput(found: Search) -> list[dict[str, Any]]:
     """Return the fastest mesh of each kind, and why it lost to the best."""
     first: dict[str, dict[str, Any]] = {}
-    for candidate, verdict in found.rows(10**6)["the best of each mesh"]:
+    for candidate, why in found.rows(10**6)["the best of each mesh"]:
         mesh = candidate.run.mesh
         way = next((w for axis, w in WAYS.items() if getattr(mesh, axis) > 1), DATA)
-        row = {"way": way, "verdict": verdict} | candidate.best.summary()
-        if candidate.best.fits:
+        row = {"way": way, "why": why} | candidate.best.summary()
+        if candidate.best.may_fit:
             first.setdefault(way, row)
     return list(first.values())
 
@@ -213,7 +342,7 @@ def throughput(found: Search) -> list[dict[str, Any]]:
 def changes(found: Search) -> list[dict[str, Any]]:
     """Return what other micro-batches, ZeRO stages and recomputation do on the best mesh."""
     rows = found.rows(1)["one change to the best"][:CHANGES]
-    return [{"way": "", "verdict": verdict} | c.best.summary() for c, verdict in rows]
+    return [{"way": "", "why": why} | c.best.summary() for c, why in rows]
 
 
 def bill(step: StepPrediction, cluster: Cluster, tokens: int, options: Options) -> Bill:
@@ -276,92 +405,11 @@ def _best_on(
     choices |= {"zero": (like.zero,)}
     if like.mesh.pp > 1:
         choices |= {"schedule": (like.schedule,), "virtual_stages": (like.virtual_stages,)}
-    found = Search(cfg, cluster, choices, common.shape_of(cfg, options))
+    found = Search(cfg, cluster, choices)
     try:
         found.predict()
     except UserError as error:
         return None, str(error)
     if found.winner is not None:
         return found.winner.best, ""
-    return None, search.answer(found) if found.counts["candidates"] else "the batch does not divide"
-
-
-def show(result: dict[str, Any], cfg: Config, cluster: Cluster, console: Console) -> None:
-    """Print the three steps and the bill."""
-
-    def say(*lines: str) -> None:
-        for line in lines:
-            console.print(line, markup=False, soft_wrap=True)
-
-    gib = result["usable_gib"]
-    params, state = result["parameters"], 16 * result["parameters"] / GIB
-    say(
-        f"{result['label']}: {params / 1e9:.3g} B parameters, sequences of {cfg.data.seq_len:,} tokens",
-        "",
-        "Step 1: fit the model",
-        f"AdamW keeps 16 bytes for each parameter, {state:,.0f} GiB in all; one GPU can give {gib:.1f} GiB. "
-        "One sequence on each GPU:",
-    )
-    _show_fit(result, console)
-    say("", "Step 2: reach the batch", _batch_text(result))
-    say("", "Step 3: maximise throughput", "The fastest of each kind of mesh that fits:")
-    _show_throughput(result, console)
-    say(result["answer"])
-    if not result["command"]:
-        return
-    say(result["command"], "", f"The whole training: {decimal(result['tokens'])} tokens")
-    _show_bill(result, console)
-    say(
-        "Times are by formula and without interruptions. Compile the program before you rent the GPUs: "
-        + result["command"].replace("ultrascale train", "ultrascale plan compile", 1)
-        + f" --gpus {cluster.num_gpus}"
-    )
-
-
-def _show_fit(result: dict[str, Any], console: Console) -> None:
-    table = output.table(("way",), ("GiB", "of it activations"), ("verdict",))
-    for row in result["fit"]:
-        if row["gib"] is None:
-            table.add_row(row["way"], "", "", f"not possible: {row['illegal']}")
-            continue
-        over = row["gib"] / result["usable_gib"]
-        verdict = "fits" if row["fits"] else f"ruled out: {over:,.1f} times what a GPU can give"
-        table.add_row(row["way"], f"{row['gib']:,.1f}", f"{row['activations_gib']:,.1f}", verdict)
-    console.print(table)
-
-
-def _batch_text(result: dict[str, Any]) -> str:
-    b = result["batch"]
-    size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {decimal(b['global_batch'] * b['seq_len'])}"
-    text = f"A step trains on {size} in all; {b['sharing']}."
-    if "batch_shards" in b:
-        text += (
-            f" The best mesh below splits them into {b['batch_shards']:,} parts; each computes "
-            f"{b['sequences']:,} at once, {b['microbatches']:,} times a step."
-        )
-    return text
-
-
-def _show_throughput(result: dict[str, Any], console: Console) -> None:
-    table = output.table(("way", "fastest"), ("GiB", "s a step", "tok/s/GPU", "MFU"), ("verdict",))
-    for row in (*result["throughput"], None, *result["changes"]):
-        if row is None:
-            table.add_section()
-            table.add_row("one change to the best")
-            continue
-        numbers = (f"{row['peak_bytes'] / GIB:.1f}", f"{row['step_s']:.3g}")
-        speed = (f"{row['tokens_per_s_gpu']:,.0f}", f"{row['mfu']:.1%}")
-        table.add_row(row["way"], row["label"], *numbers, *speed, row["verdict"])
-    console.print(table)
-
-
-def _show_bill(result: dict[str, Any], console: Console) -> None:
-    table = output.table(
-        ("cluster",), ("days", "GPU hours", "MWh", "USD", "as cheap at USD/h"), ("mesh",)
-    )
-    own = {"what": "as asked"} | result["bill"] | {"label": result["step"]["label"]}
-    for row in (own, *result["other_clusters"]):
-        cells = [row.get(name) for name in ("days", "gpu_hours", "mwh", "usd", "even_price")]
-        numbers = ["" if n is None else f"{n:,.0f}" if n >= 100 else f"{n:,.3g}" for n in cells]
-        table.add_row(row["what"], *numbers, row["label"])
-    console.print(table)
+    return None, found.answer if found.counts["candidates"] else "the batch does not divide"

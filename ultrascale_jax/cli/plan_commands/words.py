@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import re
+import shlex
 from typing import Any
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands.common import Options
 from ultrascale_jax.config import REMAT_NAMES, SCHEDULES, Config, TrainConfig, require
-from ultrascale_jax.plan.search.search_space import FIELDS, STASHES
+from ultrascale_jax.plan.search.search_space import FIELDS, OPTIONS, STASHES
 
 ALWAYS = ("global_batch", "microbatches", "zero", "remat")
 """Fields of `train` that are written even where the recipe has the same."""
@@ -29,6 +30,18 @@ def words(recipe: str, cfg: Config) -> list[str]:
             before, after = getattr(default, section.name), getattr(cfg, section.name)
             found += command_line.changes(section.name, before, after, always)
     return found
+
+
+def search_words(recipe: str, cfg: Config) -> list[str]:
+    """Return the same without the mesh and all else that a search chooses."""
+    chosen = {"--mesh", *(f"--{option.replace('_', '-')}" for option in OPTIONS.values())}
+    every = words(recipe, cfg)
+    return [w for w, last in zip(every, ["", *every], strict=False) if not {w, last} & chosen]
+
+
+def train_command(recipe: str, cfg: Config) -> str:
+    """Return the command line that trains `cfg`."""
+    return shlex.join(["ultrascale", "train", *words(recipe, cfg)])
 
 
 def machine_words(options: Options) -> list[str]:

@@ -21,9 +21,9 @@ from ultrascale_jax.hlo import Dot, Instruction, Module
 from ultrascale_jax.hlo.attention import AttentionCall, attention_call, attention_calls
 from ultrascale_jax.hlo.classes import ELSEWHERE, Kernel, Kind, block_of, kernel_of, kind_of
 from ultrascale_jax.hlo.memory_traffic import touched
+from ultrascale_jax.plan.flops import mean_keys
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.training.flops import mean_keys
 
 
 @dataclass(frozen=True, kw_only=True)

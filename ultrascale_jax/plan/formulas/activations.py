@@ -104,7 +104,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     residual, query, key = layer.residual, layer.query, layer.key
     held = _attention_bytes(layer)
     core = held["attn_core"]
-    mlp = a * layer.ffn * (2 if run.shape.gated else 1)
+    mlp = 2 * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
     parts = {"layer inputs": a * residual}
     if run.remat == "full":
@@ -177,13 +177,12 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     rows, ffn = experts.expert_values(run)
     shared = shape.shared_width * run.tokens / run.mesh.tensor * (not _has_branches(run))
     got = a * experts.a2a_rows(run) * shape.d_model
-    matrices = 2 if shape.gated else 1
     if run.remat == "selective":
-        return {"mlp": a * matrices * (ffn + shared), "dispatch": got}
+        return {"mlp": 2 * a * (ffn + shared), "dispatch": got}
     if run.remat == "dots":
-        return {"mlp": a * matrices * shared}
+        return {"mlp": 2 * a * shared}
     if run.remat == "none":
-        mlp = (3 * a * matrices + 4) * ffn + 3 * a * matrices * shared
+        mlp = (6 * a + 4) * ffn + 6 * a * shared
         norms = 4 * layer.residual - layer.input_width * layer.whole
         return {"mlp": mlp, "dispatch": got + a * rows, "norms": norms}
     saved = remat_names(run.remat)[0]
@@ -210,7 +209,7 @@ def working_set(run: Run, layer: Layer) -> float:
     wide = {"none": 2, "selective": 3, "dots": 3}.get(run.remat, 4)
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
-    mlp = a * ffn * (wide if shape.gated else wide - 1)
+    mlp = a * ffn * wide
     mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0

@@ -70,8 +70,7 @@ class LayerTime:
         for part, layers in (("", self.dense()), ("routed ", self.routed())):
             layers = [(rows, width / n, count) for rows, width, count in layers if count]
             found[part + "up"] = [
-                (rows, (shape.matrices - 1) * width, shape.d_model, count)
-                for rows, width, count in layers
+                (rows, 2 * width, shape.d_model, count) for rows, width, count in layers
             ]
             found[part + "down"] = [
                 (rows, shape.d_model, width, count) for rows, width, count in layers

@@ -3,8 +3,7 @@
 `breakdown` follows `train_step/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
 which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
 `docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
-in `pipeline_memory.py`. Plain feed-forward layers, which the trainer does not have, follow from theory. fp8 has been
-compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
+in `pipeline_memory.py`. fp8 has been compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
 """
 
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, Verdict, by_formula
 from ultrascale_jax.plan.workload import Run
 
 
@@ -234,9 +234,11 @@ def timeline(run: Run) -> list[tuple[str, int]]:
     ]
 
 
-def fits(run: Run, gpu: Gpu) -> bool:
-    """Return whether `run` needs no more than what is usable of `gpu`, and of its host."""
-    return breakdown(run).peak_bytes <= gpu.usable_bytes and fits_host(run, gpu)
+def verdict(run: Run, gpu: Gpu) -> Verdict:
+    """Say whether `run` fits `gpu`, and its host what it offloads."""
+    if not fits_host(run, gpu):
+        return DOES_NOT_FIT
+    return by_formula(breakdown(run).peak_bytes, gpu.usable_bytes)
 
 
 def fits_host(run: Run, gpu: Gpu) -> bool:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.plan.formulas import experts, pipeline
+from ultrascale_jax.plan.model_shape import MLP_MATRICES, adapter_sides
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import adapter_sides
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def weights_of(run: Run) -> Weights:
         - moe * shape.hidden_biases * (1 - 1 / (mesh.ep * t)),
         attention=attention,
         matrix=D * width / t,
-        routed=routed / shape.matrices,
+        routed=routed / MLP_MATRICES,
         layers=layers,
     )
 
 
 def layer_params(run: Run, weights: Weights) -> float:
     """Count the parameters of one layer on one GPU, whole over the axes of ZeRO."""
-    return weights.attention + run.shape.matrices * (weights.matrix + weights.routed)
+    return weights.attention + MLP_MATRICES * (weights.matrix + weights.routed)
 
 
 def expert_matrices(run: Run) -> int:
@@ -84,7 +84,7 @@ def expert_matrices(run: Run) -> int:
     """
     if run.shape.experts is None:
         return 0
-    return run.shape.matrices * (2 if experts.round_loops(run) else 1)
+    return MLP_MATRICES * (2 if experts.round_loops(run) else 1)
 
 
 def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:

@@ -17,8 +17,8 @@ from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
+from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from ultrascale_jax.hlo import Instruction, Module

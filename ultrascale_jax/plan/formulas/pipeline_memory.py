@@ -63,7 +63,7 @@ def w_queue_bytes(run: Run, layer: Layer) -> float:
     """
     a = layer.width
     norms = {"none": a * layer.whole, "dots": 4 * layer.residual}.get(run.remat, a * layer.residual)
-    wide = (3 if run.remat == "none" else 4) if run.shape.gated else 2
+    wide = 3 if run.remat == "none" else 4
     values = 2 * (layer.residual + layer.query + layer.key) + wide * layer.ffn
     return 2 * norms + a * values
 

@@ -142,15 +142,14 @@ def _elementwise(
     It runs on the ordinary cores, which are slower than the peak given here and still far faster than memory.
     """
     width, f = layer.width, ELEMENTWISE_FLOPS
-    matrices = run.shape.matrices - 1
     latent = run.shape.latent
     turned = (layer.query + layer.key) * (latent.rope_dim / run.shape.head_dim if latent else 1)
     wide = sum(m * n * c for name, s in products.items() if name.endswith("up") for m, n, _, c in s)
-    wide /= matrices
+    wide /= 2  # gate and up
     values = {
         "norm": (f["norm"] * layer.residual, 2 * width * layer.residual),
         "rotary embedding": (f["rotary"] * turned, 2 * width * turned),
-        "SwiGLU: silu(gate) x up": (f["unit"] * wide, width * (matrices + 1) * wide),
+        "SwiGLU: silu(gate) x up": (f["unit"] * wide, 3 * width * wide),
         "residual sum": (f["residual"] * layer.residual, 3 * width * layer.residual),
     }
     owned = run.shape.num_params / (run.mesh.tensor * run.mesh.pp * (run.shards if run.zero else 1))

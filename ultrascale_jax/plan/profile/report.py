@@ -33,9 +33,15 @@ from ultrascale_jax.plan.profile.breakdown import (
     divide,
     mean,
 )
-from ultrascale_jax.plan.profile.trace import TraceEvent, main_program, read_trace
+from ultrascale_jax.plan.profile.trace import (
+    CONTEXT,
+    FOLDER,
+    PROGRAM,
+    TraceEvent,
+    main_program,
+    read_trace,
+)
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.profiler import CONTEXT, FOLDER, PROGRAM
 
 SCHEMA = 1
 """Version of the fields of a report; a field that goes, or means something else, makes it the next."""

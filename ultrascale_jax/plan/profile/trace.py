@@ -23,6 +23,9 @@ from jax.profiler import ProfileData
 
 from ultrascale_jax.config import UserError, require
 
+FOLDER, CONTEXT, PROGRAM = "profile", "context.json", "step.hlo"
+"""The folder of a run's traces, in it what the newest trace is of, and the text of the program that it shows."""
+
 GPU_PLANE, CPU_PLANE = re.compile(r"/device:(GPU:\d+)"), "/host:CPU"
 STREAM = re.compile(r"Stream #(\d+)")
 

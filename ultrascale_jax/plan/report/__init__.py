@@ -1,1 +1,1 @@
-"""Figures of plans and runs: `plans.py` computes them for a run, `files.py` reads them from what the verbs wrote."""
+"""Answers of the planner's verbs: dataclasses that print themselves, and that JSON and a figure show."""

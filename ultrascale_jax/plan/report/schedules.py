@@ -1,24 +1,12 @@
-"""Figures of pipeline schedules: one table drawn, several one above the other, and the bubbles of all."""
+"""Figures of pipeline schedules: one table drawn, or several one above the other."""
 
-import itertools
 from collections.abc import Sequence
 
-from ultrascale_jax.figures.charts import Lines, Point
 from ultrascale_jax.figures.pipeline import Operation, Pipeline, Pipelines
-from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.parallel.pipeline.table import Runtime, Schedule
 from ultrascale_jax.plan.formulas.pipeline import kinds_by_tick, lock_step_bubble
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
-
-DRAWN: tuple[tuple[str, str, int, Runtime], ...] = (
-    ("1f1b", "1f1b, afab", 1, "lockstep"),
-    ("interleaved", "interleaved, v=2", 2, "lockstep"),
-    ("zb_uniform", "zb_uniform, v=2", 2, "lockstep"),
-    ("zb_h1", "zb_h1", 1, "dependencies"),
-    ("zb_v", "zb_v, dualpipe_v", 2, "dependencies"),
-)
-"""Lines of the bubbles' figure: schedule, name, stages of a rank, runtime."""
 
 
 def drawing(
@@ -34,8 +22,6 @@ def drawing(
         kinds = kinds_by_tick(schedule)
     f, b, w = costs
     ops = schedule.timeline(*costs, runtime, kinds)
-    ticks = {op.tick: op.end for op in sorted(ops, key=lambda op: op.end)}
-    ends = ticks.values() if runtime == "lockstep" else (round(op.end, 6) for op in ops)
     names = NAMES | ({"B": "input gradient"} if schedule.split else {})
     return Pipeline(
         name=f"schedule_{schedule.name}",
@@ -48,11 +34,10 @@ def drawing(
             )
             for op in ops
         ],
-        in_flight=schedule.in_flight,
+        ranks=schedule.ranks,
         chunks=schedule.virtual,
         kinds={kind: names[kind] for kind in schedule.kinds},
         unit="time, in forward passes of a rank" if f == 1 else "time",
-        moments=sorted(set(ends)),
     )
 
 
@@ -82,31 +67,4 @@ def comparison(
         caption=f"Every rank's operations by schedule, {how}. Forward {f:g}, input gradient {b:g}, weight gradient "
         f"{w:g}. A bubble is idle over ideal time; a rank keeps so many micro-batches through all of its layers.",
         panels=panels,
-    )
-
-
-def bubbles() -> Lines:
-    """Draw idle over busy time of a pipeline by schedule (playbook, chapter Pipeline Parallelism)."""
-    panels: dict[str, dict[str, list[Point]]] = {}
-    for stages, (schedule, name, virtual, runtime) in itertools.product((4, 8, 16), DRAWN):
-        points = [
-            Point(
-                x=m,
-                y=100 * max(0.0, build(schedule, stages, m, virtual).bubble(runtime=runtime)),
-                solid=runtime == "lockstep",
-            )
-            for m in (4, 8, 16, 32, 64)
-            if m >= stages
-        ]
-        panels.setdefault(f"{stages} stages", {})[name] = points
-    return Lines(
-        name="bubble",
-        title="Pipeline bubble by schedule and number of micro-batches",
-        caption="Idle over computing time of p equal stages and m micro-batches, from the tables of "
-        "parallel/pipeline/schedules.py with forward pass, input gradient and weight gradient equally long: in lock "
-        "step, as this trainer runs them. A hollow point is what a runtime with true dependencies would get.",
-        panels=panels,
-        x="micro-batches of a step",
-        y="bubble (% of the work)",
-        hollow="true dependencies alone",
     )

@@ -24,7 +24,6 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
     OFFLOADED,
     POLICIES,
-    UNTRAINED,
     Choices,
     Space,
     configured,
@@ -32,12 +31,20 @@ from ultrascale_jax.plan.search.search_space import (
     drawback,
     enumerate_runs,
 )
+from ultrascale_jax.plan.verdict import (
+    DOES_NOT_FIT,
+    FITS,
+    SETTLES,
+    UNSURE,
+    Verdict,
+    by_formula,
+)
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 from ultrascale_jax.units import GIB
 
-MARGIN = 0.85
-"""Share of the memory that a candidate may fill by formula and fit for certain: the formulas' worst error is 15%."""
+EQUAL = 1.02
+"""Times the step of the fastest that a mesh with fewer axes may take, or one that offloads nothing: the formulas' own
+error is larger."""
 
 NEAR = 1.25
 """A candidate that needs up to so many times the memory is a near miss."""
@@ -56,7 +63,7 @@ EXPLORE = 5 / 8
 """Share of the compilations that go to the best of different kinds, the rest to more of the fastest kind."""
 
 NEEDLESS = "recomputes without need"
-"""The reason of what `MARGIN` prunes."""
+"""The reason of what is left out where less recomputation fits."""
 
 
 type Evaluate = Callable[[Config], StepPrediction]
@@ -91,6 +98,11 @@ class Candidate:
         """By the compiled program, or by formula and uncorrected."""
         return self.compiled or self.formula
 
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits."""
+        return self.best.verdict
+
 
 class Search:
     """One search under way; what it has found so far can be asked for at any time, also after an interrupt."""
@@ -100,20 +112,18 @@ class Search:
         cfg: Config,
         cluster: Cluster,
         choices: Choices | None = None,
-        shape: ModelShape | None = None,
     ):
         """Search for the model, batch and sequence length of `cfg` on `cluster`.
 
         Args:
           choices: what is pinned; of several global batches the one with the most tokens a second wins.
-          shape: the model, where `cfg.model` cannot say it.
         """
         self.cfg, self.cluster = cfg, cluster
-        self.counts = dict.fromkeys(("candidates", "fits", "does not fit", NEEDLESS), 0)
+        self.counts = dict.fromkeys(("candidates", FITS, UNSURE, DOES_NOT_FIT, NEEDLESS), 0)
         """Number of candidates, and of those pruned, by reason."""
         self._candidates: dict[Run, Candidate] = {}
         self._misses: list[tuple[int, Run]] = []
-        self._choices, self._shape = choices or {}, shape
+        self._choices = choices or {}
         self._space = Space()
         self._ratios: dict[Kind, list[float]] = {}
 
@@ -129,8 +139,8 @@ class Search:
 
     @property
     def _usable(self) -> bool:
-        """Whether something fits that may be recommended, or could be if the trainer had the model."""
-        return any(c.refusal in ("", UNTRAINED) for c in self._candidates.values())
+        """Whether something fits for certain that may be recommended."""
+        return any(not c.refusal and c.verdict == FITS for c in self._candidates.values())
 
     def _parts(self) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
         """Return sizes of ep that share the experts equally, in a node and all; nothing for a model without."""
@@ -150,7 +160,7 @@ class Search:
         self, axes: list[str], choices: Choices, advance: Callable[[int, int], None]
     ) -> None:
         known = set(self._space.runs)
-        self._space = enumerate_runs(self.cfg, self.cluster, choices, axes, self._shape)
+        self._space = enumerate_runs(self.cfg, self.cluster, choices, axes)
         runs = [run for run in self._space.runs if run not in known]
         self.counts["candidates"] += len(runs)
         self.counts |= {f"illegal: {name}": n for name, n in self._space.illegal.items()}
@@ -169,8 +179,8 @@ class Search:
         nor `dots` with experts, whose gate and up it repeats.
         """
         least = breakdown(runs[-1]).peak_bytes
-        if least > NEAR * self.usable_bytes and all(run.remat in POLICIES for run in runs):
-            self.counts["does not fit"] += len(runs)
+        if by_formula(least, self.usable_bytes) == DOES_NOT_FIT:
+            self.counts[DOES_NOT_FIT] += len(runs)
             self._misses.append((least, runs[-1]))
             return
         enough = False
@@ -179,21 +189,22 @@ class Search:
                 self.counts[NEEDLESS] += 1
                 continue
             peak = least if run is runs[-1] else breakdown(run).peak_bytes
-            if peak > self.usable_bytes or not fits_host(run, self.cluster.gpu):
-                self.counts["does not fit"] += 1
+            verdict = by_formula(peak, self.usable_bytes)
+            if verdict == DOES_NOT_FIT or not fits_host(run, self.cluster.gpu):
+                self.counts[DOES_NOT_FIT] += 1
                 self._misses.append((peak, run))
                 continue
-            self.counts["fits"] += 1
+            self.counts[verdict] += 1
             self._candidates[run] = self._candidate(run, peak)
-            unsure = () if run.mesh.pp > 1 else ("none", *OFFLOADED)
+            slower = () if run.mesh.pp > 1 else ("none", *OFFLOADED)
             if run.mesh.pp == 1 and run.shape.experts is not None:
-                unsure += ("dots",)
-            is_fastest = run.remat in POLICIES and run.remat not in unsure
-            enough |= is_fastest and peak <= MARGIN * self.usable_bytes
+                slower += ("dots",)
+            is_fastest = run.remat in POLICIES and run.remat not in slower
+            enough |= is_fastest and verdict == FITS
 
     def _candidate(self, run: Run, peak: int) -> Candidate:
         formula = estimate(run, self.cluster, peak_bytes=peak)
-        return Candidate(formula=formula, refusal=self._space.refusal or drawback(run))
+        return Candidate(formula=formula, refusal=drawback(run))
 
     def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
         """Compile `most` of those that may be recommended, and yield each before it is compiled.
@@ -205,7 +216,7 @@ class Search:
             tried = [c for c in self._candidates.values() if c.compiled or c.failure]
             compiled = [c for c in tried if c.compiled]
             following = self._next([c.run for c in tried], explore=attempt < EXPLORE * most)
-            enough = attempt >= most and any(c.best.fits for c in compiled)
+            enough = attempt >= most and any(c.verdict == FITS for c in compiled)
             if following is None or enough or (len(tried) >= 2 and not compiled):
                 return
             yield following
@@ -255,30 +266,89 @@ class Search:
 
     @property
     def ranking(self) -> list[Candidate]:
-        """Sort what fits by formula: the compiled by time, the rest by formula, then what the compiler refuted."""
+        """Sort what may fit: the compiled by time, the others by formula, those that need more than there is behind
+        them, then what the compiler refuted."""
         candidates = self._candidates.values()
         works = any(c.compiled for c in candidates)
 
         def place(c: Candidate) -> tuple[int, float, int]:
-            refuted = not c.best.fits or (works and c.failure != "")
-            return 2 if refuted else 0 if c.compiled else 1, self.token_s(c), c.best.peak_bytes
+            refuted = not c.best.may_fit or (works and c.failure != "")
+            over = c.best.peak_bytes > self.usable_bytes
+            rank = 3 if refuted else 0 if c.compiled else 2 if over else 1
+            return rank, self.token_s(c), c.best.peak_bytes
 
         return sorted(candidates, key=place)
 
     @property
     def winner(self) -> Candidate | None:
-        """The best that fits and that may be recommended."""
-        usable = (c for c in self.ranking if not c.refusal and c.best.fits)
-        return next(usable, None)
+        """The best that may be recommended."""
+        return self.recommend([c for c in self.ranking if not c.refusal])
+
+    def recommend(self, ranking: Sequence[Candidate]) -> Candidate | None:
+        """Choose among candidates.
+
+        Of those that were compiled and fit, or else that fit by formula, the simplest that is as fast as the fastest
+        within `EQUAL`; if there are none, the leanest that may fit.
+        """
+        fitting = [c for c in ranking if c.verdict == FITS]
+        compiled = [c for c in fitting if c.compiled]
+        if not fitting:
+            may_fit = (c for c in ranking if c.verdict == UNSURE)
+            return min(may_fit, key=lambda c: c.best.peak_bytes, default=None)
+        works = any(c.compiled for c in ranking)
+        chosen = compiled or [c for c in fitting if not (works and c.failure)] or fitting
+        limit = EQUAL * min(map(self.token_s, chosen))
+
+        def place(c: Candidate) -> tuple[int, float]:
+            axes = sum(size > 1 for size in c.run.mesh.sizes.values())
+            return axes + (c.best.host_bytes > 0), self.token_s(c)
+
+        return min((c for c in chosen if self.token_s(c) <= limit), key=place)
+
+    def faster(self, best: Candidate) -> Candidate | None:
+        """Return the fastest of which the formulas are unsure, if it is faster than `best` beyond `EQUAL`."""
+        limit = self.token_s(best) / EQUAL
+        unsure = (c for c in self.ranking if c.verdict == UNSURE and not (c.refusal or c.failure))
+        return next((c for c in unsure if self.token_s(c) < limit), None)
 
     @property
     def closest(self) -> tuple[int, Run] | None:
         """The run that needs the least memory of those that do not fit, and its bytes."""
         return min(self._misses, key=lambda miss: miss[0], default=None)
 
+    @property
+    def answer(self) -> str:
+        """The result in one line."""
+        winner, usable = self.winner, f"{self.usable_bytes / GIB:.1f} GiB"
+        if winner is not None:
+            failure = f"; by formula, since it does not compile: {winner.failure}"
+            text = f"best: {winner.run.label}: {winner.verdict}{failure if winner.failure else ''}"
+            return text + self.doubt(winner)
+        if ranking := self.ranking:
+            why = ranking[0].refusal or "none that was compiled fits"
+            return f"none of those that fit by formula can be recommended: {why}"
+        if self.closest is None:
+            return "no candidate was tried"
+        need, run = self.closest
+        lacks = (
+            f"needs {need / GIB:.1f} GiB of the {usable} that one {self.cluster.gpu.name} can give"
+        )
+        return f"nothing fits: the closest, {run.label}, {lacks}; take more GPUs, or a shorter sequence"
+
+    def doubt(self, best: Candidate) -> str:
+        """Say what `plan compile` would settle: whether `best` fits, or one that is faster; empty for nothing."""
+        gib = f" of {self.usable_bytes / GIB:.1f} GiB by formula; {SETTLES}"
+        if best.verdict == UNSURE:
+            return f", {best.best.peak_bytes / GIB:.1f}{gib}"
+        if (other := self.faster(best)) is None:
+            return ""
+        times, size = self.token_s(best) / self.token_s(other), other.best.peak_bytes / GIB
+        return f"; {times:.2f} times as fast and unsure: {other.run.label}, {size:.1f}{gib}"
+
     def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:
         """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""
-        ranking, best = self.ranking, self.winner
+        best = self.winner
+        ranking = ([best] if best else []) + [c for c in self.ranking if c is not best]
         near = [miss for miss in self._misses if miss[0] <= NEAR * self.usable_bytes]
         missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.token_s)
         sections = {
@@ -303,22 +373,23 @@ class Search:
             self._candidates.get(run) or self._candidate(run, breakdown(run).peak_bytes)
             for run in alternatives
         ]
-        return sorted(found, key=lambda c: (not c.best.fits, self.token_s(c)))
+        return sorted(found, key=lambda c: (not c.best.may_fit, self.token_s(c)))
 
     def _verdict(self, candidate: Candidate, best: Candidate | None) -> str:
         """Say what distinguishes `candidate`, or why it lost to `best`."""
-        if not candidate.best.fits:
+        if not candidate.best.may_fit:
             source, step = "compiled, it" if candidate.compiled else "it", candidate.best
             sizes, whose = (step.peak_bytes + step.workspace_bytes, self.usable_bytes), ""
             if not step.fits_host:
                 sizes, whose = (step.host_bytes, step.gpu.usable_host_bytes), " of the host"
             need, usable = (size / GIB for size in sizes)
             return f"does not fit: {source} needs {need:.1f} of {usable:.1f} GiB{whose}"
+        unsure = "unsure whether it fits" if candidate.verdict == UNSURE else ""
         if candidate is best:
-            return "best"
+            return f"best{unsure and f'; {unsure}'}"
         failure = f"does not compile: {candidate.failure}" if candidate.failure else ""
         slower = "" if best is None else self._difference(candidate, best)
-        return "; ".join(text for text in (failure, candidate.refusal, slower) if text)
+        return "; ".join(text for text in (failure, candidate.refusal, slower, unsure) if text)
 
     def _difference(self, candidate: Candidate, best: Candidate) -> str:
         """Say how much slower or faster than `best`, and which part costs the most, both from one source."""

@@ -12,12 +12,13 @@ Tokens travel to experts in the recipe's way; where ep spans nodes, once to each
 heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
 """
 
+import copy
 import dataclasses
 import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -38,7 +39,6 @@ from ultrascale_jax.config import (
 from ultrascale_jax.plan.formulas.memory import fits_host
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
-from ultrascale_jax.training.model_shape import ModelShape
 
 STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 """Virtual stages that are tried; for the other schedules their own number."""
@@ -79,8 +79,6 @@ FIELDS = (
 )
 """Fields of a candidate that differ, and that can be pinned."""
 
-UNTRAINED = "this release trains no such model"
-
 type Choices = Mapping[str, Sequence[Any]]
 """A field of `FIELDS` to the values it may take; a field that is not named is free."""
 
@@ -114,8 +112,6 @@ class Space:
     """The candidates of one search and what was left out of it."""
 
     runs: list[Run] = field(default_factory=list)
-    refusal: str = ""
-    """Why this release trains none of them; empty if it does."""
     illegal: Counter[str] = field(default_factory=Counter)
     """Number of illegal combinations of the fields, by the field that is illegal."""
 
@@ -132,7 +128,6 @@ def enumerate_runs(
     cluster: Cluster,
     choices: Choices,
     axes: Sequence[str] = AXES,
-    shape: ModelShape | None = None,
 ) -> Space:
     """Yield every legal way to train the global batch of `cfg`, or those among the choices, on `cluster`.
 
@@ -141,12 +136,10 @@ def enumerate_runs(
       cluster: how many GPUs, and how many of them make a node.
       choices: what is pinned.
       axes: which others may be larger than 1.
-      shape: the model, where `cfg.model` cannot say it.
     """
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
     runs: list[Run] = []
     illegal: Counter[str] = Counter()
-    shape = shape or ModelShape.of(cfg.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was asked for
         for mesh in meshes(num_gpus, choices, axes):
@@ -160,13 +153,13 @@ def enumerate_runs(
             ):
                 try:
                     candidate = _candidate_config(cfg, mesh, work, schedule, moe=moe, cp=cp)
-                    run = Run.of(candidate, num_gpus, shape)
+                    run = Run.of(candidate, num_gpus)
                     _require_parts(run, choices)
                 except UserError as error:
                     illegal[str(error).partition("=")[0]] += 1
                 else:
                     runs += _variants(run, cfg, cluster, choices)
-    return Space(runs=runs, refusal="" if shape.gated else UNTRAINED, illegal=illegal)
+    return Space(runs=runs, illegal=illegal)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
@@ -180,6 +173,34 @@ def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
         "stash": cfg.pp.stash,
     }
     return {name: (value,) for name, value in own.items() if name not in cfg.train.auto}
+
+
+OPTIONS = {
+    "zero": "train.zero",
+    "remat": "train.remat",
+    "microbatches": "train.microbatches",
+    "schedule": "pp.schedule",
+    "virtual_stages": "pp.virtual",
+    "stash": "pp.stash",
+    "a2a_groups": "moe.a2a_groups",
+    "ulysses": "cp.ulysses",
+}
+"""A field of `FIELDS` to the option that sets it."""
+
+
+def named_choices(cfg: Config, names: Collection[str], num_gpus: int) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that a command line named, by its options `names`, as choices of one value each.
+
+    Of the mesh those are all axes (`mesh`), or one (`mesh.tp`). Raises `UserError` for a mesh of other GPUs.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for field_name, option in OPTIONS.items():
+        section, _, name = option.partition(".")
+        if option in names and name not in cfg.train.auto:
+            found[field_name] = (getattr(getattr(cfg, section), name),)
+    axes = AXES if "mesh" in names else [axis for axis in AXES if f"mesh.{axis}" in names]
+    sizes = cfg.mesh.resolve(num_gpus).sizes if axes else {}
+    return found | {axis: (sizes[axis],) for axis in axes}
 
 
 def configured(cfg: Config, run: Run) -> Config:
@@ -304,7 +325,15 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
         if run.mesh.pp == 1 or "offload" not in remat:  # which `Config.check` refuses
-            yield dataclasses.replace(run, stash=stash, remat=remat)
+            yield _variant(run, stash, remat)
+
+
+def _variant(run: Run, stash: str, remat: str) -> Run:
+    """Return `run` with another stash and policy; its sizes, which take long to check, stay."""
+    made = copy.copy(run)
+    object.__setattr__(made, "stash", stash)
+    object.__setattr__(made, "remat", remat)
+    return made
 
 
 def _require_parts(run: Run, choices: Choices) -> None:

@@ -161,9 +161,10 @@ const SPEED = [
   ["MFU", ({ mfu }) => percent(mfu)],
 ];
 
-function verdict({ fits, usable_bytes, peak_bytes }) {
+function verdict({ verdict, usable_bytes, peak_bytes }) {
   const left = usable_bytes - peak_bytes;
-  return element("span", fits ? `fits, ${gib(left)} GiB left` : `does not fit, ${gib(-left)} GiB short`, fits ? "good" : "bad");
+  const space = left < 0 ? `${gib(-left)} GiB short` : `${gib(left)} GiB left`;
+  return element("span", `${verdict}, ${space}`, verdict === "fits" ? "good" : "bad");
 }
 
 function showSummary() {
@@ -171,7 +172,7 @@ function showSummary() {
   fillTable(byId("summary"), ["", "parameters", "memory of one GPU", "", ...SPEED.map(([name]) => name), "waits for links"], answers.map(({ state, memory, step, parameters }, n) => [
     `${n ? "kept: " : ""}${state.recipe} on ${whole(step.gpus)} x ${step.gpu}`, `${number(parameters / 1e9)} B`, `${gib(memory.peak_bytes)} GiB`, verdict(memory), ...SPEED.map(([, say]) => say(step)), waits(step),
   ]));
-  const { fits, hint, hint_bytes, peak_bytes } = answers[0].memory, words = hint.split(/\s+/);
+  const { verdict: fit, hint, hint_bytes, peak_bytes } = answers[0].memory, words = hint.split(/\s+/), fits = fit === "fits";
   byId("hint").replaceChildren();
   if (!hint) byId("hint").textContent = fits ? "" : "On this mesh nothing is enough; let the search find another.";
   else if (!fits || hint_bytes > peak_bytes) {
@@ -183,14 +184,13 @@ function showSummary() {
 
 // Bars and a table of the parts of all answers; `limit` is marked in the bars.
 function showParts(box, table, unit, lists, say, limit = 0) {
-  const colours = Object.assign({}, ...answers.map((one) => one.colours).reverse());
   const most = 1.03 * Math.max(limit, ...lists.map(sum)), names = [...new Set(lists.flatMap(Object.keys))];
-  byId(box).replaceChildren(...lists.map((parts) => bar(parts, colours, most, say, limit)));
+  byId(box).replaceChildren(...lists.map((parts) => bar(parts, most, say, limit)));
   const row = (name, first) => [first, ...lists.flatMap((parts) => {
     const value = name === null ? sum(parts) : parts[name] || 0;
     return [say(value), percent(value / sum(parts))];
   })];
-  fillTable(byId(table), ["part", unit, "share", ...(kept ? ["kept", "share"] : [])], [...names.map((name) => row(name, keyed(colours[name], name))), row(null, "together")]);
+  fillTable(byId(table), ["part", unit, "share", ...(kept ? ["kept", "share"] : [])], [...names.map((name) => row(name, keyed(partColour(name), name))), row(null, "together")]);
 }
 
 // Ranks are laid out with the last axis fastest, as the trainer makes its mesh.
@@ -238,7 +238,7 @@ function showMesh(mesh) {
   ]), ["splits", "sends", "link"]);
 }
 
-function showSweep(plan, { over, points, colours, error }) {
+function showSweep(plan, { over, points, error }) {
   if (error) return byId("sweep").replaceChildren(error.text);
   const legal = points.filter((point) => !point.error), most = 1.03 * Math.max(...legal.map((point) => Math.max(point.peak_bytes, point.usable_bytes)));
   const current = plan.state[over] === "auto" ? plan.chosen[over] : plan.state[over];
@@ -246,7 +246,7 @@ function showSweep(plan, { over, points, colours, error }) {
     const name = button(point.value, () => take(point.change));
     name.classList.toggle("current", point.value === current);
     if (point.error) return [name, "", "", ...SPEED.map(() => ""), point.error.text];
-    return [name, bar(point.parts, colours, most, gib, point.usable_bytes), gib(point.peak_bytes), ...SPEED.map(([, say]) => say(point)), element("span", `${point.label}${point.fits ? "" : ": does not fit"}`, ...(point.fits ? [] : ["bad"]))];
+    return [name, bar(point.parts, most, gib, point.usable_bytes), gib(point.peak_bytes), ...SPEED.map(([, say]) => say(point)), element("span", `${point.label}: ${point.verdict}`, ...(point.verdict === "fits" ? [] : ["bad"]))];
   }), ["memory", "configuration"]);
 }
 
@@ -272,10 +272,10 @@ async function suggest() {
   try {
     const found = await ask("suggest", { ...changes, keep: byId("pinned").value });
     if (found.error) throw new Error(found.error.text);
-    const rows = found.rows.filter((row) => row.section === found.rows[0].section), best = rows.find((row) => row.verdict === "best");
+    const rows = found.rows.filter((row) => row.section === found.rows[0].section), best = rows.find((row) => row.why.startsWith("best"));
     byId("progress").textContent = `${found.answer} (${Object.entries(found.counts).map(([name, n]) => `${whole(n)} ${name}`).join(", ")})`;
     fillTable(byId("found"), ["configuration", "GiB", ...SPEED.map(([name]) => name), "", "verdict"], rows.map((row) => [
-      row.label, row.peak_gib.toFixed(1), ...SPEED.map(([, say]) => say(row)), button("Show", () => take(row.state)), row.verdict,
+      row.label, gib(row.peak_bytes), ...SPEED.map(([, say]) => say(row)), button("Show", () => take(row.state)), row.why,
     ]), ["verdict"]);
     if (best) take(best.state);
   } catch (error) {

@@ -10,7 +10,7 @@ per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal
 import re
 
 from ultrascale_jax.config import FP8, ModelConfig, require
-from ultrascale_jax.training.model_shape import ModelShape
+from ultrascale_jax.plan.model_shape import ModelShape
 
 PEAK_TFLOPS = (
     (r"A100", 312.0, 156.0, None),

@@ -1,30 +1,27 @@
 """A model as a sum of parameters: how many of which kind, and how many of them work on a token."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.lora import Lora
 
+MLP_MATRICES = 3
+"""Matrices of a feed-forward layer: gate, up and down."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(ModelConfig):
-    """A model's sizes; beyond those of `ModelConfig`, what only the planner knows so far."""
-
-    gated: bool = True
-    """Three matrices of the feed-forward layer (SwiGLU), or two (GELU, ReLU)."""
+    """A model's sizes, and the numbers of parameters that follow from them."""
 
     @classmethod
+    @functools.cache
     def of(cls, model: ModelConfig, **changes) -> "ModelShape":
-        """Return the sizes of `model`, with `changes`."""
+        """Return the shape of `model`, with `changes`."""
         fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         return cls(**(fields | changes))
-
-    @property
-    def matrices(self) -> int:
-        """Matrices of one feed-forward layer."""
-        return 3 if self.gated else 2
 
     @property
     def layers(self) -> int:
@@ -93,17 +90,17 @@ class ModelShape(ModelConfig):
         """Biases of gate and up of all experts of a layer, which alone of all vectors are split as experts are."""
         if self.experts is None or not self.experts.biases:
             return 0
-        return (self.matrices - 1) * self.experts.num * self.expert_d_ff
+        return 2 * self.experts.num * self.expert_d_ff
 
     @property
     def mlp_params(self) -> int:
         """Parameters of the feed-forward layer of one dense layer."""
-        return self.matrices * self.d_model * self.d_ff
+        return MLP_MATRICES * self.d_model * self.d_ff
 
     @property
     def expert_params(self) -> int:
         """Parameters of one expert."""
-        return self.matrices * self.d_model * self.expert_d_ff
+        return MLP_MATRICES * self.d_model * self.expert_d_ff
 
     @property
     def shared_params(self) -> int:

@@ -1,25 +1,46 @@
-"""Figures of a run that nobody has made: memory, speed and the best meshes by the planner's formulas."""
+"""Draw one model in many variants, by the planner's formulas: `python -m scripts.studies NAME [RECIPE] --out FILE.png`.
 
+Figures of the course and of docs/planning.md. NAME is one of memory_sequence, memory_zero, memory_tensor, microbatches,
+step_parts, scaling, communication and best; the options are those of `ultrascale plan memory`. `measured FILE.csv`
+draws the fastest runs of a table such as tests/data/plan/playbook_runs.csv.
+"""
+
+import csv
 import dataclasses
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from ultrascale_jax.config import REMAT_POLICIES, Config, MeshConfig, UserError, with_changes
-from ultrascale_jax.figures.charts import Bar, Bars, Cell, Heat, Lines, Point, Ratios
-from ultrascale_jax.figures.figure import Figure, Table
+import tyro
+
+from docs.drawings.charts import Cell, Heat, Lines
+from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of
+from ultrascale_jax.config import (
+    REMAT_POLICIES,
+    Config,
+    MeshConfig,
+    UserError,
+    require,
+    with_changes,
+)
+from ultrascale_jax.config.foreign import read_foreign, utf8
+from ultrascale_jax.figures.charts import Bar, Bars, Point
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.formulas import cheatsheet
-from ultrascale_jax.plan.formulas.memory import breakdown, timeline
+from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
-from ultrascale_jax.plan.report import files, schedules
+from ultrascale_jax.plan.report.layout import limit, wrap
 from ultrascale_jax.plan.search.ranking import Candidate, Search
 from ultrascale_jax.plan.search.search_space import Choices
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.training.model_shape import ModelShape
 from ultrascale_jax.units import GIB
 
 SPLITS = {
@@ -29,7 +50,6 @@ SPLITS = {
     "pp": "pipeline (pp)",
 }
 """Axes that split the model or the sequence, and what they are called in figures."""
-
 
 CELL_WIDTH = 17
 """Characters of a line in a cell of the heat map."""
@@ -43,7 +63,6 @@ class Scenario:
     """Of the recipe."""
     cfg: Config
     cluster: Cluster
-    shape: ModelShape
     choices: Choices = field(default_factory=dict)
     """Values that the search for the fastest configuration is pinned to."""
 
@@ -54,13 +73,7 @@ class Scenario:
         Raises:
           UserError: the mesh does not divide the model, the batch or the GPUs.
         """
-        return Run.of(self.cfg, self.cluster.num_gpus, self.shape)
-
-    @property
-    def limit(self) -> dict[str, Any]:
-        """The line of the GPU's memory in a figure."""
-        gpu = self.cluster.gpu
-        return files.usable(gpu.usable_bytes / GIB, f" on {gpu.name}")
+        return Run.of(self.cfg, self.cluster.num_gpus)
 
     def varied(self, mesh: dict[str, int], sequences: int = 1, **train: Any) -> Run | None:
         """Change the mesh, the sequences of a micro-batch and other fields of `train`; None if the run is illegal.
@@ -77,7 +90,7 @@ class Scenario:
             # Of tensor groups larger than a node, which are shown to be slow.
             warnings.simplefilter("ignore")
             try:
-                return Run.of(cfg, count, self.shape)
+                return Run.of(cfg, count)
             except UserError:
                 return None
 
@@ -89,35 +102,6 @@ class Scenario:
 def powers(most: int) -> list[int]:
     """Return 1, 2, 4 ... up to `most`."""
     return [2**n for n in range(most.bit_length())]
-
-
-def figures(
-    scenario: Scenario,
-    models: Sequence[Scenario],
-    max_nodes: int,
-    tell: Callable[[str], None] = lambda text: None,
-    names: Sequence[str] | None = None,
-) -> Iterator[Figure]:
-    """Draw the figures of `names` (default: all of `NAMES`) one after the other.
-
-    The heat map `best` is of `models`, and reports to `tell`; all others are of `scenario`.
-    """
-    for name in NAMES if names is None else names:
-        yield best(models, max_nodes, tell) if name == "best" else OF_SCENARIO[name](scenario)
-
-
-def memory(scenario: Scenario) -> Figure:
-    """Draw the configuration itself."""
-    run = scenario.run
-    content = {
-        "label": run.label,
-        "gpu": scenario.cluster.gpu.name,
-        "parts": breakdown(run).parts,
-        "timeline": timeline(run),
-        "usable_bytes": scenario.cluster.gpu.usable_bytes,
-    }
-    (figure,) = files.memory([content])
-    return dataclasses.replace(figure, title=f"Memory of one GPU: {run.label}")
 
 
 def stack(run: Run, label: str) -> Bar:
@@ -152,7 +136,7 @@ def by_sequence(scenario: Scenario) -> Figure:
         panels=panels,
         unit="GiB",
         x="sequence length (tokens)",
-        **scenario.limit,
+        **limit(scenario.cluster.gpu),
     )
 
 
@@ -174,28 +158,7 @@ def by_zero(scenario: Scenario) -> Figure:
         panels=panels,
         unit="GiB",
         x="GPUs that share the state",
-        **scenario.limit,
-    )
-
-
-def by_split(scenario: Scenario) -> Figure:
-    """Draw memory by the axis that splits the model or the sequence."""
-    sizes = powers(min(2 * scenario.cluster.gpus_per_node, 32))
-    panels: dict[str, list[Bar]] = {}
-    for axis, title in SPLITS.items():
-        runs = {size: scenario.varied({axis: size}) for size in sizes}
-        if bars := [stack(run, str(size)) for size, run in runs.items() if run is not None]:
-            panels[title] = bars
-    run = scenario.run
-    return Bars(
-        name="memory_axis",
-        title=f"Memory of one GPU by model axis: {scenario.name}",
-        caption=f"One axis alone, on as many GPUs as the label says (ZeRO {run.zero} shards over cp too); one "
-        f"sequence of {run.seq_len:,} tokens a micro-batch, recompute {run.remat}, pipeline {run.schedule}.",
-        panels=panels,
-        unit="GiB",
-        x="GPUs = size of the axis",
-        **scenario.limit,
+        **limit(scenario.cluster.gpu),
     )
 
 
@@ -217,7 +180,7 @@ def by_tensor(scenario: Scenario) -> Figure:
         panels=panels,
         unit="GiB",
         x="sequence length (tokens)",
-        **scenario.limit,
+        **limit(scenario.cluster.gpu),
     )
 
 
@@ -236,7 +199,7 @@ def by_microbatches(scenario: Scenario) -> Figure:
             for lines, y in zip(
                 panels.values(), (step.peak_bytes / GIB, step.tokens_per_s_gpu), strict=True
             ):
-                point = Point(x=number, y=y, solid=step.fits, note=step.run.label)
+                point = Point(x=number, y=y, solid=step.may_fit)
                 lines.setdefault(f"recompute {remat}", []).append(point)
     return Lines(
         name="microbatches",
@@ -263,7 +226,7 @@ def fastest(scenario: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
         run = scenario.varied(mesh, sequences=sequences)
         if run is not None and run.global_batch == batch:
             found.append(scenario.estimated(run))
-    fitting = [step for step in found if step.fits] or found[:1]
+    fitting = [step for step in found if step.may_fit] or found[:1]
     return max(fitting, key=lambda step: step.tokens_per_s_gpu, default=None)
 
 
@@ -275,8 +238,8 @@ def step_parts(scenario: Scenario) -> Figure:
             if gpus % size == 0 and (
                 found := fastest(scenario, {axis: size, "fsdp": gpus // size})
             ):
-                label = f"{size}" + ("" if found.fits else "*")
-                bar = Bar(label=label, parts=dict(found.parts), note=found.run.label)
+                label = f"{size}" + ("" if found.may_fit else "*")
+                bar = Bar(label=label, parts=dict(found.parts))
                 panels.setdefault(title, []).append(bar)
     run = scenario.run
     return Bars(
@@ -319,7 +282,7 @@ def scaling(scenario: Scenario) -> Figure:
 def _axis_point(scenario: Scenario, axis: str, size: int) -> Point | None:
     if (found := fastest(scenario, {axis: size})) is None:
         return None
-    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.fits, note=found.run.label)
+    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.may_fit)
 
 
 def communication(scenario: Scenario) -> Figure:
@@ -359,7 +322,7 @@ def _ratio_point(scenario: Scenario, axis: str, size: int) -> Point | None:
     rows = cheatsheet.cheat_sheet(run, cluster)
     row = next(row for row in rows if row.strategy == stage or (not stage and row.axis == axis))
     once = stage in ("DP", "ZeRO-1")
-    return Point(x=size, y=row.ratio / (run.microbatches if once else 1), note=run.label)
+    return Point(x=size, y=row.ratio / (run.microbatches if once else 1))
 
 
 def best(
@@ -372,16 +335,19 @@ def best(
     places = [(scenario, n) for scenario in models for n in nodes]
     for done, (scenario, n) in enumerate(places):
         tell(f"searching meshes, {done} of {len(places)}")
-        found = _search(scenario, dataclasses.replace(cluster, num_gpus=n * node))
-        if found is not None:
-            cells[scenario.name, str(n)] = _cell(found)
+        search = Search(
+            scenario.cfg, dataclasses.replace(cluster, num_gpus=n * node), scenario.choices
+        )
+        search.predict()
+        if search.winner is not None:
+            cells[scenario.name, str(n)] = _cell(search.winner)
     batches = sorted({m.cfg.train.global_batch * m.cfg.data.seq_len for m in models})
     return Heat(
         name="best",
         title="Fastest configuration by model and number of nodes",
         caption=f"Tokens/s/GPU of the fastest configuration that fits, by the formulas, at "
         f"{' / '.join(f'{b:,}' for b in batches)} tokens a step, with {node} GPUs of each node, "
-        f"{cluster.gpu.name}; of what this release can train, or of all plans (marked *) where it can train none.",
+        f"{cluster.gpu.name}.",
         rows=tuple(scenario.name for scenario in models),
         columns=tuple(map(str, nodes)),
         cells=cells,
@@ -391,74 +357,103 @@ def best(
     )
 
 
-def _search(scenario: Scenario, cluster: Cluster) -> Candidate | None:
-    """Return the fastest that the trainer can run, or else the fastest."""
-    search = Search(scenario.cfg, cluster, scenario.choices, scenario.shape)
-    search.predict()
-    return search.winner or next((c for c in search.ranking if c.best.fits), None)
-
-
 def _cell(candidate: Candidate) -> Cell:
     run = candidate.run
     axes = [f"{axis}{size}" for axis, size in run.mesh.sizes.items() if size > 1]
     zero = f"zero{run.zero} " if run.zero else ""
     lines = (
-        " ".join(axes) + "*" * bool(candidate.refusal),
+        " ".join(axes),
         f"{zero}mbs{run.sequences} x{run.microbatches}",
         run.remat.replace(",", ", ").replace("+", " +"),
         f"{candidate.best.peak_bytes / GIB:.1f} GiB",
     )
-    text = "\n".join(files.wrap(line, CELL_WIDTH) for line in lines)
+    text = "\n".join(wrap(line, CELL_WIDTH) for line in lines)
     return Cell(value=candidate.best.tokens_per_s_gpu, text=text)
 
 
-def cheat_sheet(scenario: Scenario) -> Ratios:
-    """Draw the playbook's cheat-sheet for this model on this cluster."""
-    run, cluster = scenario.run, scenario.cluster
-    rows = cheatsheet.cheat_sheet(run, cluster)
-    names = [f"{row.strategy} ({row.axis} {row.size}){', in use' * row.used}" for row in rows]
-    head = (
-        *("strategy", "batch", "memory", "compute", "communication / computation"),
-        *("sends (GiB a step)", "communication (ms)", "computation (ms)", "ratio", ""),
-    )
-    body = tuple(
-        (
-            name,
-            *(row.batch, row.memory, row.compute, row.communication, row.volume / GIB),
-            *(1e3 * row.communication_s, 1e3 * row.computation_s, row.ratio),
-            "can hide" if row.hidden else "is exposed",
-        )
-        for name, row in zip(names, rows, strict=True)
-    )
-    return Ratios(
-        name="cheat_sheet",
-        title=f"The playbook's cheat-sheet: {scenario.name} on {cluster.num_gpus} {cluster.gpu.name}",
-        caption="Communication over the computation that it can hide behind, by plan/formulas/cheatsheet.py: below "
-        "1 it can hide. Dense peak and data-sheet bandwidths "
-        f"({cluster.intra_gbs:.0f} GB/s in a node, {cluster.inter_gbs:.0f} "
-        f"GB/s a GPU between nodes), {run.tokens:,} tokens of a micro-batch on one GPU. An axis that the run does not "
-        "use has the size that the cluster suggests. n: size of the axis; N, K: heads and kv heads; h: width; T: "
-        "tokens of a micro-batch on one GPU; F: FLOP/s; B: bytes/s.",
-        sheet=Table(head=head, rows=body),
-        ratios={name: row.ratio for name, row in zip(names, rows, strict=True)},
-        x="communication / computation",
-    )
-
-
-OF_SCENARIO: dict[str, Callable[[Scenario], Figure]] = {
-    "memory": memory,
+STUDIES: dict[str, Callable[[Scenario], Figure]] = {
     "memory_sequence": by_sequence,
     "memory_zero": by_zero,
-    "memory_axis": by_split,
     "memory_tensor": by_tensor,
     "microbatches": by_microbatches,
     "step_parts": step_parts,
     "scaling": scaling,
     "communication": communication,
-    "cheat_sheet": cheat_sheet,
-    "bubble": lambda scenario: schedules.bubbles(),
 }
 """Figures of one scenario, by name."""
 
-NAMES = (*OF_SCENARIO, "best")
-"""All figures, in the order of the page."""
+
+def measured(path: Path) -> Heat:
+    """Draw the fastest run of each model and number of nodes in a table of runs; a `UserError` names what it lacks."""
+    columns = ("model", "nodes", "mbs", "gas", "dp", "pp", "tp", "zero", "tok_s_gpu", "mem_gb")
+    rows = list(csv.DictReader(utf8(read_foreign(path, name="file")).splitlines()))
+    missing = [name for name in columns if not rows or name not in rows[0]]
+    require(not missing, "file", str(path), f"lacks the column(s) {', '.join(missing)}")
+    ran = [row for row in rows if row["tok_s_gpu"]]
+    cells: dict[tuple[str, str], Cell] = {}
+    for row in sorted(ran, key=lambda row: float(row["tok_s_gpu"])):  # the fastest stays
+        axes = " ".join(f"{a}{row[a]}" for a in ("dp", "tp", "pp") if int(row[a]) > 1) or "1 GPU"
+        text = f"{axes}\nmbs{row['mbs']} gas{row['gas']} z{row['zero']}\n{float(row['mem_gb']):.1f} GiB"
+        cells[row["model"], row["nodes"]] = Cell(value=float(row["tok_s_gpu"]), text=text)
+    note = f"{len(ran):,} runs of {path.name}; {len(rows) - len(ran):,} more crashed or ran out of memory."
+    return Heat(
+        name="measured",
+        title="Fastest configuration by model and number of nodes",
+        caption=f"Tokens/s/GPU of the fastest run of each model and number of nodes. {note}",
+        rows=tuple(dict.fromkeys(row["model"] for row in ran)),
+        columns=tuple(map(str, sorted({int(row["nodes"]) for row in ran}))),
+        cells=cells,
+        unit="tokens/s/GPU",
+        x="nodes",
+        absent="no run",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Options):
+    """Options of a study."""
+
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE.png")] = Path("out/study.png")
+    """The picture."""
+    models: Annotated[str | None, command_line.option("RECIPE,...", "the recipe alone")] = None
+    """Rows of the heat map `best`."""
+    max_nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 64
+    """Largest column of that heat map."""
+    fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
+    """Pin choices of its searches, as schedule=1f1b, which makes them several times faster."""
+
+
+def scenario_of(argv: Sequence[str]) -> tuple[Scenario, Options]:
+    """Return the model and the cluster that a command line describes."""
+    cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
+    cfg, _ = common.choose_open(cfg, options, cluster)
+    choices = {} if options.fixed is None else parse_choices("fixed", options.fixed)
+    name = recipe_of(list(argv))
+    return Scenario(name=name, cfg=cfg, cluster=cluster, choices=choices), options
+
+
+def main(argv: Sequence[str]) -> None:
+    with command_line.user_errors():
+        names = ("measured", "best", *STUDIES)
+        name, *rest = argv or [""]
+        require(name in names, "name", name, f"choose one of {', '.join(names)}")
+        if name == "measured":
+            require(
+                len(rest) == 3 and rest[1] == "--out", "file", rest, "give FILE.csv --out FILE.png"
+            )
+            print(output.write_figure(measured(Path(rest[0])), Path(rest[2])))
+            return
+        scenario, options = scenario_of(rest)
+        if name == "best":
+            words = rest[1:] if rest[:1] == [scenario.name] else rest
+            recipes = (options.models or scenario.name).split(",")
+            models = [scenario_of([recipe.strip(), *words])[0] for recipe in recipes]
+            with output.working("searching meshes") as tell:
+                figure = best(models, options.max_nodes, tell)
+        else:
+            figure = STUDIES[name](scenario)
+        print(output.write_figure(figure, options.out))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -6,13 +6,13 @@ import pytest
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig
 from ultrascale_jax.configs import shapes
-from ultrascale_jax.training.flops import (
+from ultrascale_jax.plan.flops import (
     flops_per_token,
     matmul_params,
     mean_keys,
     peak_tflops,
 )
-from ultrascale_jax.training.model_shape import ModelShape, adapter_params
+from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
 
 MODEL = ModelConfig(
     vocab_size=11,
