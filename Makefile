@@ -38,7 +38,7 @@ test-browser: .venv/.installed-dev
 
 # Every row of the matrix of faults; `make test` has a part of them.
 FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \
-	$(addprefix tests/checkpoint/test_,fingerprint.py manifest.py restoring.py saving.py step_dirs.py)
+	$(addprefix tests/checkpoint/test_,fingerprint.py restoring.py saving.py step_dirs.py)
 
 # They share no program, so any worker takes the next test. Two workers: jobs of four processes have bounds to keep.
 test-faults: .venv/.installed-dev

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from docs.drawings.charts import Cell, Heat, Lines
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of
@@ -29,7 +30,7 @@ from ultrascale_jax.config import (
     with_changes,
 )
 from ultrascale_jax.config.foreign import read_foreign, utf8
-from ultrascale_jax.figures.charts import Bar, Bars, Cell, Heat, Lines, Point
+from ultrascale_jax.figures.charts import Bar, Bars, Point
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.formulas import cheatsheet
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -198,7 +199,7 @@ def by_microbatches(scenario: Scenario) -> Figure:
             for lines, y in zip(
                 panels.values(), (step.peak_bytes / GIB, step.tokens_per_s_gpu), strict=True
             ):
-                point = Point(x=number, y=y, solid=step.may_fit, note=step.run.label)
+                point = Point(x=number, y=y, solid=step.may_fit)
                 lines.setdefault(f"recompute {remat}", []).append(point)
     return Lines(
         name="microbatches",
@@ -238,7 +239,7 @@ def step_parts(scenario: Scenario) -> Figure:
                 found := fastest(scenario, {axis: size, "fsdp": gpus // size})
             ):
                 label = f"{size}" + ("" if found.may_fit else "*")
-                bar = Bar(label=label, parts=dict(found.parts), note=found.run.label)
+                bar = Bar(label=label, parts=dict(found.parts))
                 panels.setdefault(title, []).append(bar)
     run = scenario.run
     return Bars(
@@ -281,7 +282,7 @@ def scaling(scenario: Scenario) -> Figure:
 def _axis_point(scenario: Scenario, axis: str, size: int) -> Point | None:
     if (found := fastest(scenario, {axis: size})) is None:
         return None
-    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.may_fit, note=found.run.label)
+    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.may_fit)
 
 
 def communication(scenario: Scenario) -> Figure:
@@ -321,7 +322,7 @@ def _ratio_point(scenario: Scenario, axis: str, size: int) -> Point | None:
     rows = cheatsheet.cheat_sheet(run, cluster)
     row = next(row for row in rows if row.strategy == stage or (not stage and row.axis == axis))
     once = stage in ("DP", "ZeRO-1")
-    return Point(x=size, y=row.ratio / (run.microbatches if once else 1), note=run.label)
+    return Point(x=size, y=row.ratio / (run.microbatches if once else 1))
 
 
 def best(

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from docs.drawings.charts import Lines
 from scripts.validation import published
 from ultrascale_jax.config import (
     Config,
@@ -36,7 +37,7 @@ from ultrascale_jax.config import (
     TrainConfig,
 )
 from ultrascale_jax.configs import shapes
-from ultrascale_jax.figures.charts import Lines, Point
+from ultrascale_jax.figures.charts import Point
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate

@@ -28,11 +28,11 @@ def append(metrics, text):
 
 def test_rows_are_read_once_as_they_come(metrics):
     metrics.update()
-    assert metrics.steps.length == 0
+    assert metrics.length == 0
     append(metrics, rows(1, 3) + '{"step": 4, "lo')
-    assert (metrics.steps.length, metrics.last["step"]) == (3, 3)
+    assert (metrics.length, metrics.last["step"]) == (3, 3)
     append(metrics, 'ss": 1.5, "time": 104.0}\n' + rows(5, 5, mfu=0.5))
-    assert list(metrics.steps.columns["loss"]) == [10.0, 5.0, 10 / 3, 1.5, 2.0]
+    assert list(metrics.columns["loss"]) == [10.0, 5.0, 10 / 3, 1.5, 2.0]
     assert metrics.thinned("mfu", "step", 0, 9, 9) == [[5.0, 0.5, 0.5, 0.5]]
     assert metrics.fields == ["loss", "mfu"]
 
@@ -41,7 +41,7 @@ def test_a_run_that_resumes_is_read_anew(metrics):
     append(metrics, rows(1, 9))
     truncate_rows(metrics.path, 4)
     append(metrics, rows(5, 6, loss=7.0))
-    assert list(metrics.steps.columns["step"]) == [1, 2, 3, 4, 5, 6]
+    assert list(metrics.columns["step"]) == [1, 2, 3, 4, 5, 6]
     assert metrics.thinned("loss", "step", 5, 6, 9) == [[5, 7, 7, 7], [6, 7, 7, 7]]
 
 
@@ -49,8 +49,8 @@ def test_damaged_lines_and_values_are_left_out(metrics):
     append(
         metrics, "\n[1]\n{}\n" + rows(1, 2) + '{"step": 3, "loss": null, "note": "a", "lr": true}\n'
     )
-    assert (metrics.damaged, metrics.steps.length) == (3, 3)
-    assert "note" not in metrics.fields and math.isnan(metrics.steps.columns["loss"][2])
+    assert (metrics.damaged, metrics.length) == (3, 3)
+    assert "note" not in metrics.fields and math.isnan(metrics.columns["loss"][2])
     append(metrics, '{"step": 4, "loss": ' + "9" * 400 + "}\n")
     assert [point[0] for point in metrics.thinned("loss", "step", 0, 9, 9)] == [1, 2]
 
@@ -66,8 +66,9 @@ def test_a_point_has_the_mean_and_the_extremes_of_its_rows(metrics):
     assert len(metrics.thinned("loss", "step", 991, 1010, 600)) == 20
 
 
-def test_evaluations_are_apart_and_events_find_their_step_by_time(metrics):
+def test_an_evaluation_is_a_point_of_its_own_and_events_find_their_step_by_time(metrics):
     append(metrics, rows(1, 4) + '{"step": 4, "eval_loss": 2.5, "eval_tokens": 9, "time": 105.0}\n')
-    assert metrics.steps.length == 4 and metrics.last["step"] == 4
+    assert metrics.last["step"] == 4 and "eval_loss" not in metrics.last
+    assert len(metrics.thinned("loss", "step", 0, 9, 9)) == 4
     assert metrics.thinned("eval_loss", "step", 0, 9, 9) == [[4.0, 2.5, 2.5, 2.5]]
     assert [metrics.step_at(time) for time in (0.0, 102.5, 999.0)] == [0.0, 2.0, 4.0]

@@ -2,7 +2,7 @@
 
 memory    predict the memory of one GPU, part by part, by formula  [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 search    find the fastest mesh, micro-batch and recomputation     [RECIPE] --gpus 64 --global-batch-tokens 4Mi
-schedule  show pipeline schedules: tables, figures, animations     [NAME] --ranks 4 --microbatches 8
+schedule  show pipeline schedules: tables and figures              [NAME] --ranks 4 --microbatches 8
 guide     explain the way to a configuration, days and cost        [RECIPE] --gpus 64 --tokens 1T
 compile   compile the step: memory, collectives, predicted time    [RECIPE] --gpus 64 --mesh fsdp=8,sp=8
 serve     plan on a page of the browser, interactively             [RECIPE] --gpus 64

@@ -1,5 +1,4 @@
-"""Figures as PNG files, as a GIF and as one HTML page; they know nothing of what they show.
+"""Figures as PNG files; they know nothing of what they show.
 
-A figure (`charts.py`, `streams.py`) is numbers that know their table and their drawing; `page.py` joins figures, and
-`animation.py` plays a pipeline.
+A figure (`charts.py`, `streams.py`) is numbers that know their drawing; those of the pages are in docs/drawings.
 """

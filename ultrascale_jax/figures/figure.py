@@ -1,24 +1,15 @@
-"""The base of all figures: a name, its numbers as a table, and a drawing, which gives the PNG and the page's SVG."""
+"""The base of all figures: numbers that matplotlib draws into a PNG file."""
 
 import io
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.figures.palette import INK, PAPER, STYLE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows under a head; a number is right-aligned."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str | float, ...], ...]
+from ultrascale_jax.figures.palette import STYLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,55 +17,31 @@ class Figure(ABC):
     """Anything with a picture; a subclass says what kind."""
 
     name: str
-    """Of the PNG file and of the place on the page."""
     title: str
     caption: str
-    """Content and assumptions of the figure; also its text for readers who cannot see it."""
-
-    open: ClassVar[bool] = False
-    """Whether the page shows the numbers at once."""
-
-    @abstractmethod
-    def table(self) -> Table:
-        """Return the numbers of the picture."""
+    """Content and assumptions of the figure, which the file keeps as its description."""
 
     @abstractmethod
     def paint(self, canvas: Any) -> None:
         """Draw on `canvas`, a figure of matplotlib."""
 
-    def draw(self, png: Path) -> str:
-        """Write a PNG file of 150 dots an inch and return the picture as SVG; `UserError` without matplotlib."""
+    def draw(self, png: Path) -> None:
+        """Write a PNG file of 150 dots an inch and 256 colours; `UserError` without matplotlib."""
         version()
         import matplotlib
         from matplotlib.figure import Figure as Canvas
-        from PIL import Image  # which matplotlib needs
+        from PIL import Image, PngImagePlugin  # which matplotlib needs
 
-        with matplotlib.rc_context(STYLE | {"svg.hashsalt": self.name}):
+        with matplotlib.rc_context(STYLE):
             canvas = Canvas(layout="constrained")
             self.paint(canvas)
-            title = canvas.suptitle(self.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+            canvas.suptitle(self.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
             pixels = io.BytesIO()
-            canvas.savefig(pixels, dpi=150, metadata={"Software": None})
-            few = Image.open(pixels).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-            few.save(png, optimize=True, dpi=(150, 150))
-            title.set(visible=False, in_layout=False)  # the page has its own
-            text = io.StringIO()
-            canvas.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
-        return text.getvalue()
-
-    def picture(self, svg: str, label: str) -> str:
-        """Turn what `draw` returned into an element of a page: own ids, the page's colours, nothing to load."""
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
-        svg = re.sub(r'\bid="([^"]+)"', rf'id="{self.name}-\1"', svg)
-        svg = re.sub(r'(url\(#|href="#)', rf"\1{self.name}-", svg)
-        width = re.search(r' width="([\d.]+)pt"', svg)
-        assert width is not None
-        limit = f' style="max-width: {1.5 * float(width[1]):.0f}px"'
-        svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-        svg = svg.replace(INK, "currentColor").replace(PAPER, "var(--paper)").strip()
-        return svg.replace("<svg", f'<svg role="img" aria-label="{label}"{limit}', 1)
+            canvas.savefig(pixels, dpi=150)
+        few = Image.open(pixels).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        texts = PngImagePlugin.PngInfo()
+        texts.add_itxt("Description", self.caption)
+        few.save(png, optimize=True, dpi=(150, 150), pnginfo=texts)
 
 
 def version() -> str:

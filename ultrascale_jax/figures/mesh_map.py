@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, Table
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import INK, PAPER, SERIES, shade
 
 MOST_GPUS = 4096
@@ -32,13 +32,6 @@ class MeshMap(Figure):
     axes: Sequence[AxisMap]
     per_node: int
     """GPUs of a node."""
-
-    def table(self) -> Table:
-        rows = [
-            (axis.title, max(axis.pieces) + 1, ", ".join(map(str, axis.group)))
-            for axis in self.axes
-        ]
-        return Table(head=("axis", "pieces", "the group of GPU 0"), rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
         from matplotlib.patches import Patch

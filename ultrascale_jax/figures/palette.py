@@ -47,7 +47,7 @@ OPERATIONS = {"F": "#4477AA", "B": "#44AA99", "W": "#EE8866"}
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#888888")
 MARKERS = "osD^vPX"
 INK, PAPER = "#24292e", "#fefefe"
-"""Of text and background: the page's SVG takes the page's own colours in their place."""
+"""Of text and background."""
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -63,7 +63,6 @@ STYLE = {
     "axes.facecolor": PAPER,
     "savefig.facecolor": PAPER,
     "legend.frameon": False,
-    "svg.fonttype": "none",
     **dict.fromkeys(
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
     ),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ultrascale_jax.figures.figure import Figure, Table, legend, rows_of
+from ultrascale_jax.figures.figure import Figure, legend, rows_of
 from ultrascale_jax.figures.palette import INK, OPERATIONS, PAPER, SERIES, shade
 
 MOST_LINES = len(SERIES)
@@ -29,62 +29,22 @@ class Operation(NamedTuple):
     end: float
 
 
-class Kept(NamedTuple):
-    """The activations of one micro-batch in one stage of a rank, from its forward pass to its last gradient."""
-
-    rank: int
-    microbatch: int
-    chunk: int
-    start: float
-    queued: float
-    """End of the input gradient; what is left then waits for the weight gradient. `end` if that is not split off."""
-    end: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Figure):
     """A schedule: a row of operations for each rank, and the micro-batches that it keeps over time."""
 
     operations: Sequence[Operation]
-    in_flight: Sequence[int]
-    """Each rank's most chunks between forward and backward."""
+    ranks: int
     chunks: int
     """Stages of a rank."""
     kinds: Mapping[str, str]
     """Kinds of operation that it has, in words."""
     unit: str
-    moments: Sequence[float] = ()
-    """Times at which an animation stops, increasing."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.in_flight)
 
     @property
     def width(self) -> float:
         """Time of the whole step."""
         return max(op.end for op in self.operations)
-
-    @property
-    def kept(self) -> list[Kept]:
-        """Activations of every micro-batch and stage, by the start of their forward passes."""
-        parts: dict[tuple[int, int, int], list[Operation]] = {}
-        for op in sorted(self.operations, key=lambda op: op.start):
-            parts.setdefault((op.rank, op.microbatch, op.chunk), []).append(op)
-        return [
-            Kept(*key, ops[0].start, ops[min(1, len(ops) - 1)].end, ops[-1].end)
-            for key, ops in parts.items()
-        ]
-
-    def table(self) -> Table:
-        rows = []
-        for rank in range(self.ranks):
-            busy = sum(op.end - op.start for op in self.operations if op.rank == rank)
-            idle = 100 * (1 - busy / self.width)
-            rows.append((f"rank {rank}", busy, idle, self.in_flight[rank]))
-        head = ("", f"busy ({self.unit})", "idle (%)", "most chunks in flight")
-        return Table(head=head, rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
         """Paint the operations, and below them the micro-batches that each rank keeps."""
@@ -118,21 +78,29 @@ class Pipeline(Figure):
         ax.set_xlim(0, self.width)
         rows_of(ax, [f"rank {rank}" for rank in range(self.ranks)], "", lines=False)
 
+    def kept(self, rank: int) -> tuple[list[float], list[float]]:
+        """Return times, and the micro-batches that a rank keeps from each on, counted through all of its layers.
+
+        A stage keeps a micro-batch from its first operation to its last.
+        """
+        spans: dict[tuple[int, int], list[float]] = {}
+        for op in self.operations:
+            if op.rank == rank:
+                times = round(op.start, 9), round(op.end, 9)
+                spans.setdefault((op.microbatch, op.chunk), []).extend(times)
+        changes = Counter(min(times) for times in spans.values())
+        changes.subtract(max(times) for times in spans.values())
+        moments = sorted(changes)
+        counts = accumulate((changes[moment] / self.chunks for moment in moments), initial=0.0)
+        return [0.0, *moments], [*counts]
+
     def _paint_kept(self, ax: Any) -> None:
-        """Paint the micro-batches that each rank keeps, counted through all of its layers."""
+        """Paint the micro-batches that each rank keeps."""
         step = -(-self.ranks // MOST_LINES)
-        highest = 0.0
         for rank, colour in zip(range(0, self.ranks, step), SERIES, strict=False):
-            changes: Counter[float] = Counter()
-            for part in self.kept:
-                if part.rank == rank:
-                    changes.update({part.start: 1})
-                    changes.subtract({part.end: 1})
-            times = [0.0, *sorted(changes)]
-            counts = [*accumulate((changes[time] / self.chunks for time in times[1:]), initial=0.0)]
-            ax.step(times, counts, where="post", color=colour, label=f"rank {rank}")
-            highest = max(highest, *counts)
-        ax.set(xlabel=self.unit, ylabel="micro-batches\nkept", ylim=(0, 1.1 * highest))
+            ax.step(*self.kept(rank), where="post", color=colour, label=f"rank {rank}")
+        ax.set(xlabel=self.unit, ylabel="micro-batches\nkept")
+        ax.set_ylim(bottom=0)
         ax.yaxis.get_major_locator().set_params(integer=True, nbins=5)
         ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
 
@@ -143,11 +111,6 @@ class Pipelines(Figure):
 
     panels: Mapping[str, Pipeline]
     """By title."""
-
-    def table(self) -> Table:
-        rows = [(title, *row) for title, one in self.panels.items() for row in one.table().rows]
-        head = next(iter(self.panels.values())).table().head
-        return Table(head=("", *head), rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
         inches = 8.5

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, Table, check_numbers, number
+from ultrascale_jax.figures.figure import Figure, check_numbers, number
 from ultrascale_jax.figures.palette import INK, SERIES
 
 
@@ -33,13 +33,6 @@ class Roofline(Figure):
     """Peaks in FLOP/s by name."""
     bandwidth: float
     """Bytes a second of the memory."""
-
-    def table(self) -> Table:
-        rows = [
-            (s.name, s.kind, s.intensity, s.speed / 1e12, self.roof(s) / 1e12) for s in self.spots
-        ]
-        head = ("operation", "", "FLOP/byte", "TFLOP/s", "roof (TFLOP/s)")
-        return Table(head=head, rows=tuple(rows))
 
     def roof(self, spot: Spot) -> float:
         """Return the speed that memory and the highest peak allow at the intensity of `spot`."""

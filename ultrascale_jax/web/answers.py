@@ -6,13 +6,12 @@ The formulas are those of `ultrascale plan memory` and `search`, and so are the 
 import shlex
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ultrascale_jax.cli.plan_commands.memory import find_hint
 from ultrascale_jax.cli.plan_commands.words import machine_words, train_command, words
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.figures.palette import OWN, colours
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.placement import place
@@ -22,13 +21,6 @@ from ultrascale_jax.plan.report.memory import MemoryReport
 from ultrascale_jax.plan.search.search_space import divisors
 from ultrascale_jax.plan.workload import Run, group
 from ultrascale_jax.web.fields import FIELDS, Asked, Bases, State, rest_of
-
-TIMES = (
-    *("matrix products", "attention", "memory traffic", "recomputation", "cores lent to NCCL"),
-    *("exposed fsdp", "exposed sp", "exposed pp", "bubble", "exposed tp", "exposed ep"),
-    *("exposed cp", "loss", "optimizer", "step overhead", "host", "reference"),
-)
-"""Parts of a step's time, the frequent first."""
 
 MOST_POINTS = 16
 """Values of a sweep."""
@@ -85,7 +77,6 @@ class Answers:
             "state": asked.state,
             "memory": held.asdict(),
             "step": step.summary() | {"tokens": run.step_tokens, "sequences": run.sequences},
-            "colours": colours_of(held.parts) | colours_of(step.parts),
             "parameters": run.shape.num_params,
             "experts": run.shape.experts is not None,
             "chosen": {"train.remat": run.remat, "train.microbatches": str(run.microbatches)},
@@ -104,8 +95,7 @@ class Answers:
             changed = {**state, **change}
             point = answered(lambda changed=changed: self._point(changed))
             points.append({"value": value, "change": change} | point)
-        parts = {name: 0.0 for point in points for name in point.get("parts", {})}
-        return {"over": over, "points": points, "colours": colours_of(parts)}
+        return {"over": over, "points": points}
 
     def _point(self, state: State) -> dict[str, Any]:
         asked = self.bases.ask(state)
@@ -122,14 +112,6 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return work()
     except UserError as error:
         return {"error": {"field": str(error).partition("=")[0], "text": str(error)}}
-
-
-def colours_of(parts: Iterable[str]) -> dict[str, str]:
-    """Return the colour of every part: that of the figures, whatever parts there are, so that two can be compared."""
-    names = list(parts)
-    known = next((of for of in (TIMES, tuple(OWN)) if not {*names}.isdisjoint(of)), ())
-    all_colours = colours([*known, *(name for name in names if name not in known)])
-    return {name: all_colours[name][0] for name in names}
 
 
 def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str, Any]:

@@ -22,57 +22,19 @@ EVALUATION = "eval_loss"
 """Field of the rows that an evaluation writes; those of training have none."""
 
 
-class Columns:
-    """Rows of numbers by column; a field that a row lacks, and one that is no number, is nan there."""
-
-    def __init__(self):
-        self.columns: dict[str, array] = {}
-        self.length = 0
-
-    def extend(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows."""
-        for field in dict.fromkeys(field for row in rows for field in row):
-            values = [_float(row.get(field)) for row in rows]
-            if field not in self.columns:
-                if all(map(math.isnan, values)):
-                    continue
-                self.columns[field] = array("d", [math.nan]) * self.length
-            self.columns[field].extend(values)
-        self.length += len(rows)
-        for column in self.columns.values():
-            column.extend([math.nan] * (self.length - len(column)))
-
-    def thinned(
-        self, field: str, x: str, first: float, last: float, points: int
-    ) -> list[list[float]]:
-        """Return at most `points` of `[x, mean, least, largest]` of a field over `x` from `first` to `last`."""
-        if field not in self.columns or x not in self.columns:
-            return []
-        xs, values = (np.array(self.columns[name]) for name in (x, field))
-        shown = (xs >= first) & (xs <= last) & np.isfinite(values)
-        xs, values = xs[shown], values[shown]
-        if not len(xs):
-            return []
-        starts = np.unique(np.linspace(0, len(xs), min(points, len(xs)), endpoint=False, dtype=int))
-        counts = np.diff([*starts, len(xs)])
-        rows = (
-            np.add.reduceat(xs, starts) / counts,
-            np.add.reduceat(values, starts) / counts,
-            np.minimum.reduceat(values, starts),
-            np.maximum.reduceat(values, starts),
-        )
-        return np.stack(rows, axis=1).tolist()
-
-
 class RunMetrics:
-    """The metrics of one run, read again whenever `update` is called."""
+    """The metrics of one run by column, read again whenever `update` is called.
+
+    A field that a row lacks, and one that is no number, is nan there.
+    """
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / METRICS
         self._clear()
 
     def _clear(self) -> None:
-        self.steps, self.evaluations = Columns(), Columns()
+        self.columns: dict[str, array] = {}
+        self.length = 0
         self.last: dict[str, Any] = {}
         """The newest row of training, whole."""
         self.damaged = 0
@@ -101,31 +63,50 @@ class RunMetrics:
     def _add(self, lines: list[bytes]) -> None:
         rows = [row for line in lines if is_number((row := parse_object(line)).get("step"))]
         self.damaged += len(lines) - len(rows)
-        self.evaluations.extend([row for row in rows if EVALUATION in row])
-        steps = [row for row in rows if EVALUATION not in row]
-        self.steps.extend(steps)
-        self.last = steps[-1] if steps else self.last
+        self.last = next((row for row in reversed(rows) if EVALUATION not in row), self.last)
+        for field in dict.fromkeys(field for row in rows for field in row):
+            values = [_float(row.get(field)) for row in rows]
+            if field not in self.columns:
+                if all(map(math.isnan, values)):
+                    continue
+                self.columns[field] = array("d", [math.nan]) * self.length
+            self.columns[field].extend(values)
+        self.length += len(rows)
+        for column in self.columns.values():
+            column.extend([math.nan] * (self.length - len(column)))
 
     @property
     def fields(self) -> list[str]:
         """Names of all fields that have numbers, in the order in which a run writes them."""
-        names = (*self.steps.columns, *self.evaluations.columns)
-        return [name for name in dict.fromkeys(names) if name not in ("step", "time")]
+        return [name for name in self.columns if name not in ("step", "time")]
 
     def thinned(
         self, field: str, x: str, first: float, last: float, points: int
     ) -> list[list[float]]:
-        """Return points as `Columns.thinned` does, of a field of training or of evaluation."""
-        columns = self.steps if field in self.steps.columns else self.evaluations
-        return columns.thinned(field, x, first, last, points)
+        """Return at most `points` of `[x, mean, least, largest]` of a field over `x` from `first` to `last`."""
+        if field not in self.columns or x not in self.columns:
+            return []
+        xs, values = (np.array(self.columns[name]) for name in (x, field))
+        shown = (xs >= first) & (xs <= last) & np.isfinite(values)
+        xs, values = xs[shown], values[shown]
+        if not len(xs):
+            return []
+        starts = np.unique(np.linspace(0, len(xs), min(points, len(xs)), endpoint=False, dtype=int))
+        counts = np.diff([*starts, len(xs)])
+        rows = (
+            np.add.reduceat(xs, starts) / counts,
+            np.add.reduceat(values, starts) / counts,
+            np.minimum.reduceat(values, starts),
+            np.maximum.reduceat(values, starts),
+        )
+        return np.stack(rows, axis=1).tolist()
 
     def step_at(self, time: float) -> float | None:
         """Return the step that had been done at a time."""
-        times = self.steps.columns.get("time")
-        if not times:
+        if "time" not in self.columns:
             return None
-        before = int(np.searchsorted(np.array(times), time))
-        return 0.0 if not before else self.steps.columns["step"][before - 1]
+        before = int(np.searchsorted(np.array(self.columns["time"]), time))
+        return self.columns["step"][before - 1] if before else 0.0
 
 
 def _float(value: object) -> float:

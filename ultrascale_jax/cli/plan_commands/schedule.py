@@ -2,7 +2,7 @@
 
 Without a name it compares all schedules; with one it prints the table and its numbers. `auto` makes a table for --costs
 and --memory-cap. --csv writes a table that you can edit and train with: --pp.schedule FILE.csv. --figure draws the
-table and the micro-batches that each rank keeps (FILE.png), plays it tick by tick (FILE.gif), or draws all schedules.
+table and the micro-batches that each rank keeps, or all schedules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,8 +52,8 @@ class Options:
     """Times of forward pass, input gradient and weight gradient of one micro-batch on one rank."""
     memory_cap: Annotated[int | None, command_line.option("N", "1F1B's")] = None
     """For `auto`: most chunks that a rank may keep at once."""
-    figure: Annotated[Path | None, command_line.option("FILE.png|FILE.gif")] = None
-    """Draw the table, or without a name all; FILE.gif plays one tick by tick."""
+    figure: Annotated[Path | None, command_line.option("FILE.png")] = None
+    """Draw the table, or without a name all."""
     runtime: Annotated[Literal["lockstep", "dependencies"], tyro.conf.arg(metavar="NAME")] = (
         "lockstep"
     )
@@ -68,9 +68,8 @@ class Options:
         named = self.name != ""
         require(self.csv is None or named, "csv", str(self.csv), "name one schedule")
         if self.figure is not None:
-            kind, given = self.figure.suffix, str(self.figure)
-            require(kind in (".png", ".gif"), "figure", given, "must end in .png or .gif")
-            require(kind == ".png" or named, "figure", given, "name one schedule, or use .png")
+            fix = "must end in .png"
+            require(self.figure.suffix == ".png", "figure", str(self.figure), fix)
         cap, auto = self.memory_cap, self.name == "auto"
         require(cap is None or auto, "memory_cap", cap, "means nothing without the name auto")
         if self.name.lower().endswith(".csv"):
@@ -176,14 +175,9 @@ def write(schedule: Schedule, costs: tuple[float, float, float], options: Option
             write_csv(schedule, options.csv)
             said.append(f"wrote {options.csv}; train it: --pp.schedule {options.csv}")
         if options.figure is not None:
-            from ultrascale_jax.figures.animation import animate
             from ultrascale_jax.plan.report.schedules import drawing
 
-            figure = drawing(schedule, costs, options.runtime)
-            if options.figure.suffix == ".gif":
-                animate(figure, options.figure)
-            else:
-                figure.draw(options.figure)
+            drawing(schedule, costs, options.runtime).draw(options.figure)
             said.append(f"wrote {options.figure}")
     return said
 

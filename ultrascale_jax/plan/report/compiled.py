@@ -13,7 +13,6 @@ from ultrascale_jax import units
 from ultrascale_jax.config import Config
 from ultrascale_jax.figures.charts import Areas
 from ultrascale_jax.figures.figure import Figure
-from ultrascale_jax.figures.figure import Table as Sheet
 from ultrascale_jax.figures.streams import Streams, events_of
 from ultrascale_jax.plan.formulas.costs import CONTENTION
 from ultrascale_jax.plan.hardware import Cluster
@@ -230,9 +229,6 @@ class StepFigure(Figure):
     streams: Streams
     memory: Areas | None
     """None where XLA told no plan of its buffers."""
-
-    def table(self) -> Sheet:
-        return self.streams.table()
 
     def paint(self, canvas: Any) -> None:
         if self.memory is None:

@@ -22,8 +22,6 @@ def drawing(
         kinds = kinds_by_tick(schedule)
     f, b, w = costs
     ops = schedule.timeline(*costs, runtime, kinds)
-    ticks = {op.tick: op.end for op in sorted(ops, key=lambda op: op.end)}
-    ends = ticks.values() if runtime == "lockstep" else (round(op.end, 6) for op in ops)
     names = NAMES | ({"B": "input gradient"} if schedule.split else {})
     return Pipeline(
         name=f"schedule_{schedule.name}",
@@ -36,11 +34,10 @@ def drawing(
             )
             for op in ops
         ],
-        in_flight=schedule.in_flight,
+        ranks=schedule.ranks,
         chunks=schedule.virtual,
         kinds={kind: names[kind] for kind in schedule.kinds},
         unit="time, in forward passes of a rank" if f == 1 else "time",
-        moments=sorted(set(ends)),
     )
 
 

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from ultrascale_jax.config import AXES, Config
 from ultrascale_jax.figures.charts import Cloud, Clouds, Point
-from ultrascale_jax.figures.figure import Table as Sheet
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import limit, line
 from ultrascale_jax.plan.search.ranking import Candidate, Search
@@ -179,26 +178,18 @@ class SearchReport:
                 point = Point(x=step.peak_bytes / GIB, y=step.tokens_per_s_gpu, solid=compiled)
                 groups.setdefault(f"recompute {step.run.remat}", []).append(point)
         axes = {"x": "peak memory of one GPU (GiB)", "y": "tokens/s/GPU"}
-        head = ("configuration", "GiB", "step (s)", "tokens/s/GPU", "MFU", "from", "verdict")
         return Clouds(
             name="search",
             title=f"Candidates: {self.label}",
             caption=f"{self.search.answer}. What needs more than {NEAR} times the memory is in the table only.",
             hollow="by formulas; filled: compiled",
             panels={"": Cloud(**axes, groups=groups, **limit(self.search.cluster.gpu))},
-            sheet=Sheet(head=head, rows=tuple(map(_numbers, self.rows))),
         )
 
 
 def _narrow(row: Row) -> tuple[str, ...]:
     gib, rate = row.step.peak_bytes / GIB, row.step.tokens_per_s_gpu
     return (row.step.run.label, f"{gib:.1f}", f"{rate:,.0f}")
-
-
-def _numbers(row: Row) -> tuple[str | float, ...]:
-    step = row.step
-    numbers = (step.peak_bytes / GIB, step.step_s, step.tokens_per_s_gpu, step.mfu)
-    return (step.run.label, *numbers, step.source, row.why)
 
 
 def chosen(cfg: Config) -> dict[str, Any]:

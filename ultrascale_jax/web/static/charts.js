@@ -1,12 +1,23 @@
 "use strict";
 // What both pages share: elements, numbers, tables, questions to the server, and charts.
 
-const COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#EE8866", "#999933"];
+// Paul Tol's schemes, distinct for colour-blind readers (personal.sron.nl/~pault).
+const COLOURS = [
+  "#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#EE8866", "#999933",
+  "#77AADD", "#BBCC33", "#FFAABB", "#44AA99", "#DDCC77", "#99DDFF", "#CC6677", "#BBBBBB",
+];
 const LEFT = 58, RIGHT = 20, TOP = 8, BOTTOM = 22, HEIGHT = 190;  // margins and height of a line chart
 
 const byId = (id) => document.getElementById(id);
 const sum = (values) => Object.values(values).reduce((a, b) => a + b, 0);
 const colour = (n) => COLOURS[n % COLOURS.length];
+const coloured = new Map();  // numbers of the names that have a colour
+
+// The colour of a part of a bar: the same wherever its name stands.
+function partColour(name) {
+  if (!coloured.has(name)) coloured.set(name, coloured.size);
+  return colour(coloured.get(name));
+}
 
 // Text of an answer goes through textContent alone: nothing in it can become markup.
 function element(tag, text, ...classes) {
@@ -80,14 +91,14 @@ function fillTable(table, columns, rows, words = []) {
 // ---- a bar of parts ------------------------------------------------------------------------------------------------
 
 // A horizontal bar of `parts` on a scale up to `most`; `limit`, if there is one, is marked.
-function bar(parts, colours, most, say, limit) {
+function bar(parts, most, say, limit) {
   const track = element("div", undefined, "track"), total = sum(parts);
   let from = 0;
   for (const [name, value] of Object.entries(parts)) {
     const piece = element("i");
     piece.style.left = `${100 * from / most}%`;
     piece.style.width = `${100 * value / most}%`;
-    piece.style.background = colours[name] || "var(--soft)";
+    piece.style.background = partColour(name);
     piece.title = `${name}: ${say(value)} (${percent(value / total)})`;
     track.append(piece);
     from += value;

@@ -1,10 +1,6 @@
 "use strict";
 // The live page of runs: charts of every metric, goodput, events. It asks again every two seconds.
 
-const CLASS_COLOURS = {
-  productive: "#228833", again: "#CCBB44", "start-up": "#77AADD", compile: "#4477AA", checkpoint: "#AA3377",
-  data: "#EE8866", evaluation: "#66CCEE", hang: "#EE6677", down: "#888888",
-};
 const TITLES = {
   loss: "loss (nats)", eval_loss: "held-out loss (nats)", lr: "learning rate", grad_norm: "gradient norm", tokens_per_s: "tokens/s",
   mfu: "MFU", step_s: "step (s)", hbm_gib: "memory of the first device (GiB)", moe_max_load: "busiest expert over the mean",
@@ -102,11 +98,11 @@ function showLedger() {
     const box = element("div"), key = element("div", undefined, "key"), all = run.ledger.seconds, total = sum(all);
     const parts = Object.fromEntries(Object.entries(all).filter(([, s]) => s >= 0.05));
     key.append(...Object.entries(parts).map(([name, s]) => {
-      const made = keyed(CLASS_COLOURS[name], `${name} ${number(s)} s (${percent(s / total)})`);
+      const made = keyed(partColour(name), `${name} ${number(s)} s (${percent(s / total)})`);
       made.title = state.classes[name];
       return made;
     }));
-    box.append(keyed(colour(n), `${run.path}: goodput ${percent(run.ledger.goodput)} of ${number(total)} s`), bar(parts, CLASS_COLOURS, total, seconds), key);
+    box.append(keyed(colour(n), `${run.path}: goodput ${percent(run.ledger.goodput)} of ${number(total)} s`), bar(parts, total, seconds), key);
     return box;
   }));
 }

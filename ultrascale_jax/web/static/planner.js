@@ -184,14 +184,13 @@ function showSummary() {
 
 // Bars and a table of the parts of all answers; `limit` is marked in the bars.
 function showParts(box, table, unit, lists, say, limit = 0) {
-  const colours = Object.assign({}, ...answers.map((one) => one.colours).reverse());
   const most = 1.03 * Math.max(limit, ...lists.map(sum)), names = [...new Set(lists.flatMap(Object.keys))];
-  byId(box).replaceChildren(...lists.map((parts) => bar(parts, colours, most, say, limit)));
+  byId(box).replaceChildren(...lists.map((parts) => bar(parts, most, say, limit)));
   const row = (name, first) => [first, ...lists.flatMap((parts) => {
     const value = name === null ? sum(parts) : parts[name] || 0;
     return [say(value), percent(value / sum(parts))];
   })];
-  fillTable(byId(table), ["part", unit, "share", ...(kept ? ["kept", "share"] : [])], [...names.map((name) => row(name, keyed(colours[name], name))), row(null, "together")]);
+  fillTable(byId(table), ["part", unit, "share", ...(kept ? ["kept", "share"] : [])], [...names.map((name) => row(name, keyed(partColour(name), name))), row(null, "together")]);
 }
 
 // Ranks are laid out with the last axis fastest, as the trainer makes its mesh.
@@ -239,7 +238,7 @@ function showMesh(mesh) {
   ]), ["splits", "sends", "link"]);
 }
 
-function showSweep(plan, { over, points, colours, error }) {
+function showSweep(plan, { over, points, error }) {
   if (error) return byId("sweep").replaceChildren(error.text);
   const legal = points.filter((point) => !point.error), most = 1.03 * Math.max(...legal.map((point) => Math.max(point.peak_bytes, point.usable_bytes)));
   const current = plan.state[over] === "auto" ? plan.chosen[over] : plan.state[over];
@@ -247,7 +246,7 @@ function showSweep(plan, { over, points, colours, error }) {
     const name = button(point.value, () => take(point.change));
     name.classList.toggle("current", point.value === current);
     if (point.error) return [name, "", "", ...SPEED.map(() => ""), point.error.text];
-    return [name, bar(point.parts, colours, most, gib, point.usable_bytes), gib(point.peak_bytes), ...SPEED.map(([, say]) => say(point)), element("span", `${point.label}: ${point.verdict}`, ...(point.verdict === "fits" ? [] : ["bad"]))];
+    return [name, bar(point.parts, most, gib, point.usable_bytes), gib(point.peak_bytes), ...SPEED.map(([, say]) => say(point)), element("span", `${point.label}: ${point.verdict}`, ...(point.verdict === "fits" ? [] : ["bad"]))];
   }), ["memory", "configuration"]);
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, Table
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import INK, SERIES, shade
 
 GAP = 0.6
@@ -31,11 +31,6 @@ class Routes(Figure):
         """Tokens that chose each expert."""
         counts = Counter(expert for chosen in self.choices for expert in chosen)
         return [counts[expert] for expert in range(self.experts)]
-
-    def table(self) -> Table:
-        each = self.experts // self.ranks
-        rows = [(f"expert {n}", f"rank {n // each}", load) for n, load in enumerate(self.loads)]
-        return Table(head=("", "", "tokens"), rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
         tokens, room = len(self.choices), self.capacity or max(self.loads)

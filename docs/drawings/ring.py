@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, Table
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import INK, SERIES, shade
 
 HALF_NODE = 0.27
@@ -20,15 +20,6 @@ class Ring(Figure):
     """By row of panels: names of the piece that each rank holds."""
     needed: Mapping[str, Sequence[Sequence[float]]]
     """By row of panels: `[step][rank]`, share of the pairs of query and key that the mask lets through."""
-
-    def table(self) -> Table:
-        rows = [
-            (name, f"step {step}", f"rank {rank}", self.owner(name, step, rank), 100 * share)
-            for name, steps in self.needed.items()
-            for step, shares in enumerate(steps)
-            for rank, share in enumerate(shares)
-        ]
-        return Table(head=("", "", "", "keys of", "of the block needed (%)"), rows=tuple(rows))
 
     def owner(self, name: str, step: int, rank: int) -> str:
         """Return the piece whose keys `rank` has in `step`."""
@@ -98,14 +89,6 @@ class Blocks(Figure):
 
     panels: Mapping[str, Sequence[int]]
     """By title: the rank of each chunk, in the order of the sequence. Chunk j is seen by itself and the later ones."""
-
-    def table(self) -> Table:
-        rows = [
-            (title, f"chunk {query}", f"chunk {key}", f"rank {ranks[query]}", step)
-            for title, ranks in self.panels.items()
-            for query, key, step in self.steps(title)
-        ]
-        return Table(head=("", "queries", "keys", "", "step"), rows=tuple(rows))
 
     def steps(self, title: str) -> list[tuple[int, int, int]]:
         """Return chunk of the queries, chunk of the keys, and the step of a ring that brings them together."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, Table
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import INK, SERIES, shade
 
 COLUMN_INCHES, ROW_INCHES = 2.5, 0.78
@@ -29,17 +29,6 @@ class Exchange(Figure):
     panels: Mapping[str, tuple[Rows, Rows]]
     """Rows before and after, by the title of the panel; 0 is an empty place."""
     columns: int = 2
-
-    def table(self) -> Table:
-        def text(row: Sequence[int]) -> str:
-            return " ".join(map(str, row))
-
-        rows = [
-            (title, f"GPU {gpu}", text(one), text(other))
-            for title, (before, after) in self.panels.items()
-            for gpu, (one, other) in enumerate(zip(before, after, strict=True))
-        ]
-        return Table(head=("", "", "before", "after"), rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
         rows = -(-len(self.panels) // self.columns)
@@ -96,9 +85,6 @@ class Flow(Figure):
     boxes: Sequence[Box]
     arrows: Sequence[tuple[str, str]]
     """Names of two boxes."""
-
-    def table(self) -> Table:
-        return Table(head=("from", "to"), rows=tuple(self.arrows))
 
     def paint(self, canvas: Any) -> None:
         rows = max(box.row for box in self.boxes) + 1
@@ -159,19 +145,6 @@ class Pieces(Figure):
 
     panels: Mapping[str, Sequence[Piece]]
     """Pieces of a matrix by its title."""
-
-    def table(self) -> Table:
-        rows = [
-            (
-                title,
-                f"{p.rows.start}:{p.rows.stop}",
-                f"{p.columns.start}:{p.columns.stop}",
-                _names(p.devices),
-            )
-            for title, pieces in self.panels.items()
-            for p in pieces
-        ]
-        return Table(head=("", "rows", "columns", "devices"), rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
         sizes = [

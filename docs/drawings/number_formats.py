@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, Table, rows_of
+from ultrascale_jax.figures.figure import Figure, rows_of
 from ultrascale_jax.figures.palette import INK, PAPER, SERIES
 
 FIELDS = {"sign": SERIES[6], "exponent": SERIES[0], "mantissa": SERIES[1]}
@@ -33,11 +33,6 @@ class NumberFormats(Figure):
     """A row for each format: bits on the left, the range of magnitudes on the right."""
 
     formats: Sequence[Format]
-
-    def table(self) -> Table:
-        rows = [(f.name, f.exponent, f.mantissa, f.least, f.normal, f.most) for f in self.formats]
-        head = ("", "exponent bits", "mantissa bits", "smallest", "smallest normal", "largest")
-        return Table(head=head, rows=tuple(rows))
 
     def paint(self, canvas: Any) -> None:
         canvas.set_size_inches(9.5, 1.4 + 0.5 * len(self.formats))
