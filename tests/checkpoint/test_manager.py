@@ -19,6 +19,7 @@ from ultrascale_jax.checkpoint.layout import split
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict, describe
+from ultrascale_jax.checkpoint.step_dirs import metadata
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -228,8 +229,7 @@ def test_a_step_that_is_already_saved_is_left_as_it_is(state, tmp_path):
 def test_config_data_position_and_versions_are_saved_beside_the_arrays(state, tmp_path):
     cfg = in_folder(BASE, tmp_path)
     save(cfg, state, 4)
-    with Checkpoints(cfg) as checkpoints:
-        meta = checkpoints.meta(4)
+    meta = metadata(tmp_path / "checkpoints/4")
     assert config_from_dict(meta["config"]) == cfg
     assert meta["data"] == {"step": 4, "fingerprint": "data-1", "seed": 0}
     assert meta["versions"]["jax"] == jax.__version__

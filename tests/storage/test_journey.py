@@ -15,7 +15,6 @@ from tests.faults.conftest import job as job  # a fixture
 from tests.faults.tiny import config as TINY
 from tests.runs import change, run, step_rows
 from ultrascale_jax.checkpoint.copies import Copies
-from ultrascale_jax.cli import doctor_checks
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.storage.remote import Remote
 
@@ -42,18 +41,6 @@ def test_a_run_copies_its_checkpoints_and_gives_its_place_back(url, tmp_path):
     assert "lock" not in copies.remote.files() and copies.saved_config().train.steps == 4
     copied = [event["step"] for event in read_events(tmp_path / "a") if event["kind"] == "copied"]
     assert copied == [2, 4]
-
-
-def test_the_doctor_tries_the_place_of_the_copies(url, monkeypatch):
-    found = doctor_checks.store(url)
-    assert (found.verdict, found.text) == ("OK", f"{url} can be written, read and removed")
-    assert Remote(url).files() == {}
-    found = doctor_checks.store("s3://nowhere/run")
-    assert found.verdict == "FAIL" and "s3://nowhere/run: there is no such bucket" in found.text
-    with monkeypatch.context() as patch:
-        # A server that does not know the condition.
-        patch.setattr(Remote, "create", lambda self, *args: self.write(*args) or True)
-        assert doctor_checks.store(url).verdict == "WARN"
 
 
 def command(name, *arguments):

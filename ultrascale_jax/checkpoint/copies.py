@@ -2,8 +2,8 @@
 
 A run saves to its own disk, where one rename completes a checkpoint; process 0 then uploads it in a thread. The copy of
 step n is the folder n with the checkpoint's files. `COMPLETE` in it, with their names and sizes, is written last:
-without it a folder is no copy. Beside the steps lie the small files of the run directory, so that a copy is enough to
-go on with. The fingerprints of its arrays prove a fetched checkpoint, as any other.
+without it a folder is no copy. The URL also holds the small files of the run directory, so that a run can resume from a
+copy alone. A fetched checkpoint is verified by the fingerprints of its arrays, like any other.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ MOST_BYTES = 1 << 32
 COMPLETE = "complete.json"
 
 FETCHING = "fetching"
-"""Folder beside the checkpoints for one that is being fetched."""
+"""Folder among the checkpoints for one that is being fetched."""
 
 
 class Copies:
@@ -117,7 +117,7 @@ class Copies:
         return there
 
     def fetch_metadata(self, step: int, folder: Path) -> Path:
-        """Begin to fetch a copy beside the checkpoints in `folder`: its metadata; return its place meanwhile.
+        """Fetch the metadata of a copy into `FETCHING` in `folder`, the checkpoints of a run; return its place there.
 
         Raises `Damaged` if it has none.
         """
@@ -282,14 +282,14 @@ def fetch_run(url: str, run_dir: Path, step: int | None = None) -> None:
         for path in folder.iterdir():
             if path.name != FETCHING:
                 shutil.rmtree(path)
-        fetching(copies, folder, step, sizes)
+        announce_fetch(copies, folder, step, sizes)
         copies.fetch(step, place, sizes)
         complete(place)
     shutil.rmtree(folder / FETCHING, ignore_errors=True)
 
 
-def fetching(copies: Copies, folder: Path, step: int, sizes: dict[str, int]) -> None:
-    """Say what is about to be fetched. Raises `UserError` where the disk of `folder` has no room for it."""
+def announce_fetch(copies: Copies, folder: Path, step: int, sizes: dict[str, int]) -> None:
+    """Print a line about the copy that is fetched next. Raises `UserError` where `folder` has no room for it."""
     num_bytes = sum(sizes.values())
     require_room(folder, num_bytes, f"fetching a checkpoint of {copies.url}", "make room")
     say(f"fetching the checkpoint of step {step} ({size(num_bytes)}) from {copies.url}")

@@ -3,8 +3,8 @@
 A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters). The JSON
 in `_CHECKPOINT_METADATA` has the run's config, its place in the data, the library versions, and the fingerprint of each
 array. Orbax writes the checkpoint in the background; one rename makes it visible when it is complete. Any mesh restores
-it straight into its shardings: layers lie as the model runs them, whatever the pipeline. Array names are attribute
-paths (`params/blocks/attn/w_q`), so they outlive a change of library.
+it straight into its shardings: layers are stored in the order of the model, whatever the pipeline. Array names are
+attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
 
 A checkpoint that does not restore with its fingerprints is skipped, and renamed `n.corrupt` once an older one restores.
 With `checkpoint.store` a copy of each goes to object storage, which is read where the disk has none (`copies.py`).
@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
-from ultrascale_jax.checkpoint.copies import Copies, Uploads, complete, fetching
+from ultrascale_jax.checkpoint.copies import Copies, Uploads, announce_fetch, complete
 from ultrascale_jax.checkpoint.layout import Groups, join, split
 from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
@@ -53,7 +53,7 @@ MOST_FAILURES = 3
 """Saves in a row that may fail before a run ends."""
 
 type Accept = Callable[[dict, object], list[str]]
-"""Takes the metadata of a checkpoint and its place; raises `UserError` for another run's, returns what to tell."""
+"""Takes the metadata of a checkpoint and its place; returns lines for the user, raises `UserError` for another run."""
 
 
 class SaveFailed(UserError):
@@ -91,7 +91,7 @@ class Checkpoints:
         self._uploads = None if self._copies is None else Uploads(self._copies, cfg, events)
         self._saving: saving.Writing | None = None
         self._begun: int | None = None
-        """Step of the save under way, which all processes know alike: one may be stuck while others are done."""
+        """Step of the save under way, equal on all processes: one may be stuck while others are done."""
         self._in_a_row = self.failures = 0
         self._probe = saving.Probe(self.folder)
         copied = self._copied()
@@ -154,9 +154,7 @@ class Checkpoints:
             self._in_a_row += 1
             self._tell(self._begun, problem)
         if self._uploads is not None:
-            waits = kind is None
-            while waits and not self._uploads.wait(saving.TOLD_S):
-                waits = not self._uploads.is_stuck(self._stall_s)
+            self._uploads.wait(self._stall_s if kind is None else 0.0)
             self._uploads.close()
         if self._saving is not None:
             saving.leave_in_time()
@@ -248,7 +246,7 @@ class Checkpoints:
         return agree(None if done else "not yet") is None
 
     def _settle(self, *, must: bool = False) -> bool:
-        """Note, on all processes alike, how the save under way ended; return whether it is still under way."""
+        """Note, on all processes, how the save under way ended; return whether it is still under way."""
         if self._begun is None:
             return False
         step, problem = self._begun, agree(self._finish())
@@ -294,7 +292,7 @@ class Checkpoints:
     def resume(
         self, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, int, list[str]] | None:
-        """Return the newest state that restores, its step, and what to tell of it; None if nothing was ever saved.
+        """Return the newest state that restores, its step, and lines for the user; None if nothing was ever saved.
 
         Where nothing was, `checkpoint.resume` may name another run's checkpoint, and its metrics come along. Newer
         checkpoints that do not restore are put aside. Raises what `accept` raises, `NothingRestores` if there are
@@ -336,7 +334,7 @@ class Checkpoints:
     def _restore(
         self, place: Path, origin: object, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, list[str]]:
-        """Restore the checkpoint at `place`, from `origin`, if `accept` takes its metadata; return what to tell too."""
+        """Restore the checkpoint at `place`, which came from `origin`, if `accept` takes its metadata."""
         meta = restoring.read_metadata(place)
         changes = [f"changed since: {change}" for change in accept(meta, origin)]
         return self._load(place, abstract, meta), [f"resumed from {origin}", *changes]
@@ -359,7 +357,7 @@ class Checkpoints:
 
         def plan() -> dict[str, int]:
             sizes = copies.sizes(step)
-            fetching(copies, self.folder, step, sizes)
+            announce_fetch(copies, self.folder, step, sizes)
             return sizes
 
         sizes = found_by_process0(plan)
@@ -400,10 +398,6 @@ class Checkpoints:
         bring_metrics(point, Path(self._cfg.log.run_dir))
         return state, int(point.name), notes
 
-    def meta(self, step: int) -> dict:
-        """Return the JSON part of a checkpoint: `config`, `data`, `versions` and `arrays`."""
-        return metadata(self.folder / str(step))
-
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """Restore the state of `step`, bit for bit, in the shapes, types and shardings of `abstract`; see `_load`."""
         place = self.folder / str(step)
@@ -412,8 +406,8 @@ class Checkpoints:
     def _load(self, place: Path, abstract: TrainState, meta: dict) -> TrainState:
         """As `restore`.
 
-        What a run carries because of its config (the loss scale of float16, the window of spikes) begins anew where the
-        checkpoint holds none that fits, and is dropped where the run wants none. Raises `Damaged`.
+        State that depends on the config (the loss scale of float16, the window of spikes) is initialized where the
+        checkpoint holds none that fits, and dropped where the run has none. Raises `Damaged`.
         """
         check_model(meta, type(abstract.params), place)
         like, shapes = _shapes(abstract, meta)

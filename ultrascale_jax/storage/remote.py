@@ -89,7 +89,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
     scheme = scheme_of(url) or "file"
     try:
-        # What other hosts write must be seen: no listing is remembered.
+        # No listing is remembered, so that this host sees the objects that others write.
         filesystem = fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         extra = EXTRAS.get(scheme)
@@ -179,11 +179,6 @@ class Remote:
                 self._fs.get_file(self._path(name), str(path))
         except FileNotFoundError:
             raise RemoteError(f"{self.url}/{name}: there is no such object") from None
-
-    def copy(self, name: str, to: str) -> None:
-        """Copy an object inside the storage."""
-        with self._writing(to):
-            self._fs.cp_file(self._path(name), self._path(to))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; one that is gone already is no error."""
