@@ -102,12 +102,8 @@ def check_numbers(*values: Any) -> None:
             raise ValueError(f"{value!r} is no size")
 
 
-def number(value: Any) -> str:
+def number(value: float) -> str:
     """Format a number: three significant digits, thousands apart."""
-    if isinstance(value, str):
-        return value
-    if value is None or value != value:
-        return "-"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     size = abs(value)
