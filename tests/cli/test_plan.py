@@ -43,7 +43,7 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     assert by_kind["reduce-scatter", "fsdp"]["sent_bytes"] > 0
     assert summary["synchronous"] + summary["asynchronous"] > 0
 
-    exposed = sum(row["exposed_seconds"] for row in summary["collectives"])
+    exposed = sum(row["exposed_s"] for row in summary["collectives"])
     assert 0 < exposed <= sum(row["seconds"] for row in summary["collectives"])
     assert exposed == pytest.approx(sum(summary["exposed_s"].values()))
     assert summary["idle_s"] + sum(summary["busy_s"].values()) == pytest.approx(summary["step_s"])

@@ -39,8 +39,8 @@ def test_products_and_flash_attention_are_limited_by_arithmetic_and_all_else_by_
             row["moved_bytes"] / (1e9 * gpu.hbm_gbs),
             row["flops"] / gpu.peak_flops("bf16"),
         )
-        assert row["bound_seconds"] == pytest.approx(max(moved, done))
-        assert row["bound_seconds"] < row["seconds"]
+        assert row["bound_s"] == pytest.approx(max(moved, done))
+        assert row["bound_s"] < row["seconds"]
 
 
 def test_flash_attention_moves_what_grows_with_the_tokens_and_the_plain_one_their_square(capsys):
@@ -64,7 +64,7 @@ def test_a_tensor_group_shares_the_arithmetic_and_fp8_halves_the_bytes_of_operan
     fp8 = answer(capsys, "--train.precision", "fp8")[name]
     d, f = 4096, 2 * 14336
     assert fp8["moved_bytes"] == TOKENS * d + d * f + 2 * TOKENS * f
-    assert fp8["bound_seconds"] == pytest.approx(whole[name]["bound_seconds"] / 2, rel=1e-3)
+    assert fp8["bound_s"] == pytest.approx(whole[name]["bound_s"] / 2, rel=1e-3)
 
 
 def test_the_table_and_the_picture(capsys, tmp_path):

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -200,6 +200,9 @@ class Evaluation:
     choices: dict[str, dict[str, Any]]
     tasks: dict[str, dict[str, Any]]
     """The harness's numbers by its own names."""
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def __rich__(self) -> Group:
         return Group(*self._tables())

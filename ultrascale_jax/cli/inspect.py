@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,6 +113,9 @@ class Inspection:
         """Return whether every checkpoint is sound, and a run that has written some has one."""
         known = self.checkpoints or ()
         return all(one.sound for one in known) and bool(known or not self.put_aside)
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = []

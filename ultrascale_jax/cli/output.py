@@ -1,7 +1,6 @@
 """Print results and progress of commands: JSON of a verb, tables, lines on stderr; write a file."""
 
 import contextlib
-import dataclasses
 import json
 import sys
 import threading
@@ -9,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -64,17 +63,6 @@ def working(text: str) -> Iterator[Tell]:
         thread.join()
 
 
-def show(verb: str, result: Any, *, as_json: bool, width: int = 120) -> None:
-    """Print the result of a command: by its `__rich__`, or `as_json` as one JSON object with the version of its fields.
-
-    `result` is a dataclass; off a terminal its tables have `width` columns.
-    """
-    if as_json:
-        print(verb_json(verb, dataclasses.asdict(result)))
-    else:
-        console(width).print(result)
-
-
 def printable(text: str) -> str:
     """Return `text` without the control characters that a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
@@ -86,26 +74,21 @@ def plain(text: str) -> Text:
 
 
 def verb_json(verb: str, values: dict[str, Any]) -> str:
-    """Return the JSON object of a verb of the planner, with the version of its fields."""
+    """Return the JSON object of a command, with the version of its fields."""
     return json.dumps({"verb": verb, "schema": SCHEMA, **values})
 
 
-class Answer(Protocol):
-    """What a verb of the planner answers: rich prints it, and JSON and a figure show it."""
-
-    def asdict(self) -> dict[str, Any]:
-        """Return the fields of the JSON object."""
-        ...
-
-    def figure(self) -> Figure:
-        """Draw it."""
-        ...
-
-
-def answer(verb: str, result: Answer, *, as_json: bool, figure: Path | None, width: int) -> None:
+def show(
+    verb: str, result: Any, *, as_json: bool, figure: Path | None = None, width: int = 120
+) -> None:
     """Print `result`, in `width` columns where stdout is no terminal, or as JSON, and write the figure if there is one.
 
-    Raises `UserError` as `write_figure` does.
+    Args:
+      verb: the command.
+      result: has `__rich__` for tables, `asdict` for the fields of the JSON object and, if it can be drawn, `figure`.
+      as_json: print one JSON object with the version of its fields.
+      figure: the file of `--figure`; raises `UserError` as `write_figure` does.
+      width: columns.
     """
     written = None if figure is None else write_figure(result.figure(), figure)
     if as_json:

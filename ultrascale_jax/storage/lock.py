@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from ultrascale_jax.launch.events import parse_object, printable, say
+from ultrascale_jax.launch.procfs import boot_id
 from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.storage.remote import Remote
 
@@ -122,11 +123,8 @@ class StoreLock:
 
 def _identity(run_dir: Path) -> str:
     """Return what identifies a folder among all of all machines, until its machine is switched off."""
-    machine = socket.gethostname()
-    with contextlib.suppress(OSError):
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     status = run_dir.stat()
-    return f"{machine} {status.st_dev}:{status.st_ino}"
+    return f"{boot_id() or socket.gethostname()} {status.st_dev}:{status.st_ino}"
 
 
 def _parse(content: bytes) -> dict:

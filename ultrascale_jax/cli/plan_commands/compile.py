@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
             report = dataclasses.replace(report, executed=result)
         if folder is not None:
             dump(folder, step, report)
-        output.answer("compile", report, as_json=options.json, figure=options.figure, width=120)
+        output.show("compile", report, as_json=options.json, figure=options.figure, width=120)
     if folder is not None and not options.json:
         print(f"wrote {folder}/step.hlo, summary.json and trace.json")
 

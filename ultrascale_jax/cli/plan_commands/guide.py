@@ -207,7 +207,7 @@ def main(argv: list[str]) -> None:
     with command_line.user_errors():
         with output.working("step 1: fit the model") as tell:
             report = explain(cfg, options, cluster, recipe, tell)
-        output.answer("guide", report, as_json=options.json, figure=options.figure, width=150)
+        output.show("guide", report, as_json=options.json, figure=options.figure, width=150)
     if report.command is None:
         raise SystemExit(1)
 

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         run, explain = Run.of(cfg, options.gpus), options.explain
         report = MemoryReport.of(run, cluster, explain, hint=hint, hint_bytes=hint_bytes)
         common.tell(why)
-        output.answer("memory", report, as_json=options.json, figure=options.figure, width=150)
+        output.show("memory", report, as_json=options.json, figure=options.figure, width=150)
 
 
 def find_hint(

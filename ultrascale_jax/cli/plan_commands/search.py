@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
             top=options.top,
             complete=not interrupted,
         )
-        output.answer("search", report, as_json=options.json, figure=options.figure, width=200)
+        output.show("search", report, as_json=options.json, figure=options.figure, width=200)
     if interrupted:
         print("interrupted: this is the ranking so far", file=sys.stderr)
         raise SystemExit(common.INTERRUPTED)

@@ -37,7 +37,7 @@ class Collectives:
     synchronous: int
     """How many of the times nothing can run beside."""
     seconds: float
-    exposed_seconds: float
+    exposed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def _by_kind_and_axes(running: Sequence[Any], timeline: "Timeline") -> list[Coll
             sent_bytes=sum(c.times * max(c.operand_bytes, c.result_bytes) for c in alike),
             synchronous=sum(0 if c.asynchronous else c.times for c in alike),
             seconds=timeline.link_s.get((kind, axes), 0.0),
-            exposed_seconds=timeline.waited_s.get((kind, axes), 0.0),
+            exposed_s=timeline.waited_s.get((kind, axes), 0.0),
         )
         for (kind, axes), alike in sorted(rows.items())
     ]
@@ -265,6 +265,6 @@ def _communication(rows: Sequence[Collectives]) -> Table:
     made.columns[0].no_wrap = True
     for row in rows:
         numbers = (f"{row.sent_bytes / count:.2f}", f"{row.seconds * 1e3:.1f}")
-        exposed = f"{row.exposed_seconds * 1e3:.1f}"
+        exposed = f"{row.exposed_s * 1e3:.1f}"
         made.add_row(row.kind, row.axes, str(row.times), str(row.synchronous), *numbers, exposed)
     return made

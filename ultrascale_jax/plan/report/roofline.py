@@ -63,7 +63,7 @@ class RooflineReport:
                 "moved_bytes": op.moved,
                 "intensity": op.intensity,
                 "limit": op.limit(self.gpu),
-                "bound_seconds": op.bound_s(self.gpu),
+                "bound_s": op.bound_s(self.gpu),
                 "seconds": op.seconds,
             }
             for op in self.operations
