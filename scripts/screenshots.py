@@ -77,7 +77,7 @@ def watch() -> None:
             ultrascale(
                 "train", *TRAINING.split(), "--optim.lr", rate, "--log.run-dir", f"out/lr_{rate}"
             )
-    serve("watch", "out", name="watch", height=1780)
+    serve("watch", "out", name="watch", height=1300)
 
 
 def planner() -> None:
