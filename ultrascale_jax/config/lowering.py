@@ -163,7 +163,7 @@ OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 GATHER_TOGETHER = "xla_gpu_all_gather_combine_threshold_bytes"
 OFF = "COLLECTIVE_PIPELINING_MODE_OFF"
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     Rule(
         name="gather_ahead",
         # With adapters the backward pass ahead would compute and scatter the frozen weights' gradients.
