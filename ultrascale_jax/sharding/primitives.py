@@ -391,27 +391,24 @@ def embed_lookup(
     dtype: jax.typing.DTypeLike,
     sizes: Mapping[str, int],
 ) -> jax.Array:
-    """Look up tokens in the embedding table: the residual stream `[B, R, D]`; on pieces a partial sum over pp.
+    """Look up tokens in the embedding table: the residual stream `[B, R, D]`; in a manual region a partial sum over pp.
 
-    A table whose D ZeRO splits stays split, but not with both cp and sp: each device looks up its columns for all
-    tokens of these axes, in the table's own type, so that the gradients of a token's row add up in it. Then D travels
-    back by all-to-alls, which split the batch over (fsdp, ep) and the sequence over cp again. A table that rests
-    otherwise is gathered. What is left of D is split over the tensor group for the look-up; it travels back by an
-    all-to-all over sp, which splits the sequence, and an all-gather over tp. On pieces each device looks up the rows
-    that it has; their sum is reduce-scattered over sp and all-reduced over tp.
+    case               a device looks up                                    then
+    manual region      all its tokens in its rows of the table, 0 elsewhere  sum over the tensor group
+    ZeRO splits D      all tokens of those axes in its columns              all-to-alls split batch and sequence again
+    otherwise          its tokens in its columns of the gathered table      all-to-all over sp, all-gather over tp
+
+    In the last two the tensor group splits the columns that are left. Where ZeRO's split stays, the table keeps its own
+    type, so that the gradients of a token's row add up in it.
 
     Args:
-      table_VD: the parameter, whole or as it rests.
+      table_VD: the parameter, whole or as it is stored.
       tokens_BT: token ids, int32.
       dtype: type of compute.
       sizes: as of `gather_param`.
     """
     if manual():
-        table_VD = gather_param(table_VD, "VD", "BT", dtype, sizes)
-        rows = tokens_BT - offset("V", table_VD.shape[0])
-        rows_of = table_VD.at[rows]
-        x_BTD = rows_of.get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return reshard("BTD->BRD", x_BTD, summed=frozenset(TENSOR))
+        return _look_up_rows(gather_param(table_VD, "VD", "BT", dtype, sizes), tokens_BT)
     columns = _split_columns(table_VD)
     reduced = gradient_axes("VD", "BT") - set(columns)
     # One move at a time: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
@@ -422,22 +419,37 @@ def embed_lookup(
         if mesh_size("pp") > 1:
             table_VD = jax.reshard(table_VD, P(TENSOR, None, reduced=reduced))
     table_VD = jax.reshard(table_VD, P(None, (*columns, "tp", "sp"), reduced=reduced))
-    batch, sequence, rest = (
+    return _look_up_columns(table_VD, tokens_BT, dtype, columns)
+
+
+def _look_up_rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Look up tokens in this device's rows; return their sum over the tensor group, `[B, R, D]`."""
+    rows = table_VD.at[tokens_BT - offset("V", table_VD.shape[0])]
+    x_BTD = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return reshard("BTD->BRD", x_BTD, summed=frozenset(TENSOR))
+
+
+def _look_up_columns(
+    table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike, columns: tuple[str, ...]
+) -> jax.Array:
+    """Look up tokens in columns that the axes `columns` and the tensor group split; return `[B, R, D]`, D whole."""
+    batch, sequence, residual = (
         tuple(axis for axis in act_axes(dim) if axis not in columns) for dim in "BTR"
     )
-    rows_of = table_VD.at[jax.reshard(tokens_BT, P(batch, sequence))]
-    x_BTD = rows_of.get(out_sharding=P(batch, sequence, (*columns, "tp", "sp")), mode="clip")
-    x_BRD = jax.reshard(x_BTD.astype(dtype), P(batch, rest, (*columns, "tp")))
-    x_BRD = jax.reshard(x_BRD, P(batch, rest, columns))
+    rows = table_VD.at[jax.reshard(tokens_BT, P(batch, sequence))]
+    x_BTD = rows.get(out_sharding=P(batch, sequence, (*columns, "tp", "sp")), mode="clip")
+    x_BRD = jax.reshard(x_BTD.astype(dtype), P(batch, residual, (*columns, "tp")))
+    x_BRD = jax.reshard(x_BRD, P(batch, residual, columns))
     if "cp" in columns:
+        assert columns[-1] == "cp", "cp is the last axis of SHARD"
         x_BRD = jax.reshard(x_BRD, P(batch, act_axes("R"), columns[:-1]))
     return jax.reshard(x_BRD, act("BRD"))
 
 
 def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
-    """Return the axes over which ZeRO splits the columns of an embedding table at rest, if they may stay so.
+    """Return the axes over which ZeRO splits the columns of an embedding table, if they may stay split.
 
-    They travel back one after another from the last, which must not leave cp outside of sp in the sequence.
+    The all-to-alls undo them one after another from the last, which must not leave cp outside of sp in the sequence.
     """
     split = jax.typeof(table_VD).sharding.spec.partitions[1]
     split = split if isinstance(split, tuple) else (split,)
