@@ -153,7 +153,7 @@ class Rule:
 
 def _delay(traits: Traits) -> dict[str, Any]:
     """Delay the MLP's parameters; or everything, where attention runs again in the first half of the backward pass."""
-    # Of the norms, the one whose gradient is ready with that of the residual stream between attention and MLP.
+    # The norm whose gradient is ready with that of the residual stream between attention and MLP.
     until = "attn_norm" if traits.post_norm else "mlp_norm"
     repeats = not keeps(traits.remat, "attn_out")
     return {"delay": Delay(until, None if repeats else ("mlp",), scatters=repeats)}

@@ -55,9 +55,9 @@ class Forward(NamedTuple):
     gathered: Any
     """Its parameters, whole."""
     rows: Any
-    """Stacks of results and of what layers keep on the device, written up to layer i - 1."""
+    """Stacks of results and of residuals on the device, written up to layer i - 1."""
     leaving: list
-    """What layer i - 1 keeps on the host, still on the device."""
+    """Residuals of layer i - 1 for the host, still on the device."""
     host: list
     """Stacks in the host's memory; row i is that of layer i - 1, so that its place is the loop's counter."""
 
@@ -76,7 +76,7 @@ class Backward(NamedTuple):
     gradients: Any
     """Stacks of gradients."""
     kept_on_host: list
-    """What the layer kept on the host, back on the device."""
+    """Residuals of the layer that were on the host, back on the device."""
 
 
 def prefetch_scan(

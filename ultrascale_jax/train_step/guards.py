@@ -14,7 +14,7 @@ from ultrascale_jax.train_step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the guards say of a step's loss and gradient norm."""
+    """Judgement of a step by its loss and gradient norm."""
 
     finite: jax.Array
     """Loss and norm are finite."""

@@ -1,4 +1,4 @@
-"""What a step minimises: `NextToken`, with the losses of multi-token prediction, or `Preference` (`train.dpo`).
+"""Define what a step minimises: `NextToken`, with the losses of multi-token prediction, or `Preference` (`train.dpo`).
 
 Both give, for a micro-batch, the term to differentiate and `Sums`, which add up over the micro-batches of a step.
 """
