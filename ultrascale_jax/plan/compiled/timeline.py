@@ -1,7 +1,7 @@
 """Replay one training step on a GPU, second by second, from the program that XLA scheduled.
 
-The program is replayed in its own order on one GPU. What computes waits its turn on the compute stream. A collective
-that XLA starts and finishes apart runs beside it:
+The program is replayed in its own order on one GPU. Computations wait their turn on the compute stream. A collective
+that XLA starts and finishes apart is overlapped with them:
 
     compute    | gather-start | matrix product ........ | gather-done waits | next product ...
     in node                   | gather .......................... |
@@ -74,11 +74,11 @@ class Timeline:
 
     step_s: float
     busy_s: dict[str, float]
-    """Of the compute stream, by kind of work."""
+    """Busy time of the compute stream, by kind of work."""
     link_s: dict[tuple[str, ...], float]
-    """Of the links: by kind of collective and by axes, as `("all-gather", "fsdp*sp")`, or `("copy",)`."""
+    """Busy time of the links, by kind of collective and by axes, as `("all-gather", "fsdp*sp")`, or `("copy",)`."""
     waited_s: dict[tuple[str, ...], float]
-    """As `link_s`, of the time that the compute stream waits."""
+    """Time that the compute stream waits for each of `link_s`."""
     streams: dict[str, list[Event]]
     """The first iterations of each loop in full, the others as one event of kind `loop`."""
     left_out: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """Costs of splitting a sequence over cp, beside the blocks of its attention; no JAX.
 
 `parallel/context/ring.py` has the program: before and after the ring the ranks of one place exchange heads for
-sequence; on it a block is computed for each distance while the next keys travel, backward also the float32 sums of
-their gradients. What its copies move, and what is in memory at once, was read off XLA's programs
+sequence; on it a block is computed for each distance while the next keys are sent, backward also the float32 sums of
+their gradients. The bytes that its copies move, and those in memory at once, were read off XLA's programs
 (`docs/planning/context.csv`).
 """
 

@@ -138,9 +138,9 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
     Where layers gather ahead and scatter late, the parameters of two layers are there, and a layer's gradients.
     Gradients of the blocks collect in the type and sharding in which the blocks are used: shards with zero 3.
-    The head's waits in the type of compute until the backward pass is over. Of the layer's own parameters attention's
-    and two of the feed-forward layer's are there: gathered, cut out of the stack, or as gradients; of the routed
-    experts more.
+    The head's gradient waits in the type of compute until the backward pass is over. The layer's own parameters in
+    memory are attention's and two of the feed-forward layer's: gathered, cut out of the stack, or as gradients; of the
+    routed experts there are more.
     """
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed

@@ -100,9 +100,9 @@ class Step:
         return parts | {"step overhead": self.overheads.step_s}
 
     def reference(self) -> float:
-        """Time the forward pass of one micro-batch through the reference of `train.dpo`, and making logits again.
+        """Time the forward pass of one micro-batch through the reference of `train.dpo`, and computing logits again.
 
-        Those are the policy's: its loss is known before the gradients of its tokens.
+        The logits are the policy's: its loss is known before the gradients of its tokens.
         """
         if not self.run.reference:
             return 0.0

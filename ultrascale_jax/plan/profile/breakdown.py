@@ -49,9 +49,9 @@ class Breakdown:
     work_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """By class of kernel and block."""
     collective_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Of all collectives, hidden or not, by kind and axes."""
+    """Time of all collectives, hidden or not, by kind and axes."""
     exposed_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Of those that nothing hid."""
+    """Time of the collectives that nothing hid, by kind and axes."""
     copies_s: float = 0.0
     """The device waited for copies."""
     idle_s: float = 0.0

@@ -191,7 +191,7 @@ OPTIONS = {
 def named_choices(cfg: Config, names: Collection[str], num_gpus: int) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a command line named, by its options `names`, as choices of one value each.
 
-    Of the mesh those are all axes (`mesh`), or one (`mesh.tp`). Raises `UserError` for a mesh of other GPUs.
+    The fields of the mesh are all axes (`mesh`), or one (`mesh.tp`). Raises `UserError` for a mesh of other GPUs.
     """
     found: dict[str, tuple[Any, ...]] = {}
     for field_name, option in OPTIONS.items():
@@ -303,8 +303,8 @@ def _can_offload(run: Run, remat: str, cluster: Cluster) -> bool:
 def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:
     """Yield `run` with every stash and recompute policy, from what repeats the least.
 
-    What is offloaded is tried where layers gather ahead, and are dense or have one expert a rank, and the host has
-    the memory.
+    Policies that offload are tried where layers gather ahead, and are dense or have one expert a rank, and the host
+    has the memory.
     """
     if run.mesh.pp > 1:
         named = () if run.shape.experts is None else NAMED_EXPERTS
