@@ -1,9 +1,9 @@
-"""Compare copies that must be equal: each device fingerprints its own pieces of the state.
+"""Compare copies that must be equal: each device fingerprints its own shards of the state.
 
 A device that computes or keeps wrong numbers makes no noise. But what is replicated (over dp, over the tensor group in
 vectors, everywhere in counters) is updated by each device for itself, from the same numbers to the same bits, so a copy
-that differs tells of a fault, and with three copies or more which device has it. What ZeRO splits over all devices has
-no copies, and is not covered.
+that differs tells of a fault, and with three copies or more which device has it. State that ZeRO splits over all
+devices has no copies, and is not covered.
 
 Nothing is gathered but 8 bytes of each array from each device.
 """

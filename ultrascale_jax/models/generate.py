@@ -136,7 +136,7 @@ def _generate(
 ):
     """Generate after the first `prompt_length` tokens of each row; the others are written over, one by one.
 
-    A step takes the token of `given_SB` where there is one. Of a row the first `skipped_B` steps are left out.
+    A step takes the token of `given_SB` where there is one. The result leaves out the first `skipped_B` steps of a row.
     """
     cfg = model.cfg
     (rows, padded), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))

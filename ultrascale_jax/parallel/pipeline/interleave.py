@@ -41,8 +41,8 @@ LIGHT = 1e-3
 def interleave(*runs: tuple[Callable[[Any], Any], Any]) -> list:
     """Return `fn(activations)` for each `(fn, activations)`, in an order that hides their exchanges.
 
-    Barriers hold activations, and what is made of them. What else the functions use, such as parameters, XLA may read
-    at any time.
+    Barriers hold activations, and what is computed from them. XLA may read the other inputs of the functions, such as
+    parameters, at any time.
     """
     functions = [_Function(*run) for run in runs]
     if any(map(_is_exchange, itertools.chain.from_iterable(fn.eqns for fn in functions))):
@@ -96,7 +96,7 @@ class _Program:
         for sources in self.before:
             behind.append(set().union(*({m} if m in heavy else behind[m] for m in sources)))
         self.sources = {n: behind[n] for n in sorted(heavy)}
-        """Of each equation that takes time those that it waits for, directly or through light ones."""
+        """Equations that take time, each with those that it waits for, directly or through light ones."""
 
     def run(self) -> None:
         """Run all equations: each that takes time in its turn, behind the light ones that it needs."""
@@ -261,7 +261,7 @@ def _seconds(eqn) -> float:
         case "while":
             return 0.0
         case "cond":
-            # Of layers of two kinds the smaller one, which most layers have.
+            # The branch of the smaller of two kinds of layers, which most layers are.
             branches = [branch.eqns for branch in inner_jaxprs(eqn)]
             busy = [eqns for eqns in branches if "dot_general" in primitives(eqns)]
             return min(sum(map(_seconds, eqns)) for eqns in busy or branches)
