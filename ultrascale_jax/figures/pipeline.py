@@ -61,7 +61,7 @@ class Pipeline(Figure):
     def paint_operations(self, ax: Any, points: float) -> None:
         """Paint a row for each rank in axes `points` wide; in every operation its micro-batch, later chunks lighter.
 
-        What is grey is idle.
+        Grey time is idle.
         """
         narrowest = min(op.end - op.start for op in self.operations)
         digits = max(len(str(op.microbatch)) for op in self.operations)
