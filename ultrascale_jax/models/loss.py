@@ -327,7 +327,7 @@ def cross_entropy_of_pieces(
     z_loss: float = 0.0,
     implementation: str = "mosaic",
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's pieces."""
+    """Compute `cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's shards."""
     partial = act("", unreduced=axes_of("BT"))
 
     def local(x_BTD, head_DV, targets_BT, weight):

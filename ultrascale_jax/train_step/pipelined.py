@@ -1,7 +1,7 @@
 """Run the micro-batches of a step through a pipeline, by `parallel/pipeline/executor.py`.
 
 One region is manual over all mesh axes. Parameters enter it in their sharding at rest, and their gradients leave it so;
-inside, the model's own code runs on this device's pieces, and gathers them as without a pipeline (`zero.py` says when).
+inside, the model's own code runs on this device's shards, and gathers them as without a pipeline (`zero.py` says when).
 Every rank holds its part of the vocabulary, for the embedding and for the head.
 """
 

@@ -1,4 +1,4 @@
-"""Order the operations of independent functions so that the exchanges of one travel while another computes.
+"""Order the operations of independent functions so that the exchanges of one are overlapped with another's work.
 
 In a tick a stage runs a layer forward and another backward, of two micro-batches. Left alone, XLA's scheduler, which
 counts operations and not their time, computes the attention of both and then waits for the exchanges of both. Here both

@@ -19,7 +19,7 @@ def float32(grads: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The functions of a pipeline. All see this device's pieces and may use collectives."""
+    """The functions of a pipeline. All see this device's shards and may use collectives."""
 
     layer: Callable[..., tuple]
     """`(params of one layer, x, context) -> (y, auxiliary loss[, statistics])`: x and y alike, the loss a float32

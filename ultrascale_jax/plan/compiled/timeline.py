@@ -88,7 +88,7 @@ class Timeline:
     side_by_side_s: float | None = None
     """The step if collectives of different links never waited for each other."""
     contended_s: float | None = None
-    """The step if all work beside a collective were `costs.CONTENTION` times as slow."""
+    """The step if all work overlapped with a collective were `costs.CONTENTION` times as slow."""
     work_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """As `busy_s`, by kind and block of the model (`hlo/classes.py`); kind `copy` only moves data."""
 
@@ -208,7 +208,7 @@ class _Replay:
         self.now += seconds
 
     def beside_collectives(self, seconds: float) -> float:
-        """Return how long work of so many seconds takes from now on, beside the collectives that run meanwhile."""
+        """Return how long work of so many seconds takes from now on, overlapped with the collectives that run."""
         running = [w for w in self.works if w.end > self.now and w.key != ("copy",)]
         now, left = self.now, seconds
         for change in sorted({at for w in running for at in (w.start, w.end) if at > now}):
@@ -220,7 +220,7 @@ class _Replay:
         return now + left - self.now
 
     def speed(self, collectives: int) -> float:
-        """Return the speed of work beside so many collectives, 1 beside none."""
+        """Return the speed of work overlapped with so many collectives, 1 with none."""
         if self.contention is not None:
             return 1 / self.contention if collectives else 1.0
         return 1 - collectives * self.nccl_share

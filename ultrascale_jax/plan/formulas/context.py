@@ -38,7 +38,7 @@ def ring_groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
 
 
 def block_share(run: Run) -> float:
-    """Return scores of one step over those of a whole piece: two half blocks, or in natural order one whole."""
+    """Return scores of one step over those of a full shard: two half blocks, or in natural order one full block."""
     return 1.0 if run.context.strategy == "ring" else 0.5
 
 
@@ -89,8 +89,8 @@ def exposed_seconds(
 ) -> tuple[float, float]:
     """Time how long a layer waits for cp, forward and backward, if all its blocks together take that long.
 
-    A hop is hidden by a block. Gathered keys come beside the own block; what is scattered at the end nothing hides, and
-    neither exchanges of heads.
+    A hop is hidden by a block. Gathering keys is overlapped with the own block; nothing hides what is scattered at the
+    end, nor exchanges of heads.
     """
     steps, (query, key) = mean_steps(run), query_key_values(run)
     near, ring = ring_groups(run, cluster.gpus_per_node)

@@ -7,7 +7,7 @@ Left out, and counted where it is not the same run under another name:
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
 * a tensor group across nodes, unless sp or tp is pinned.
 
-Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
+Tokens are sent to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
 `a2a_groups` is pinned. Attention crosses cp in the recipe's way, and where that is a ring, without a pipeline also with
 heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
 """
@@ -58,8 +58,8 @@ OFFLOADED = (
 but `attn_core` saves as much arithmetic, so the widest go first, and of `attn_core` the statistics would go along."""
 
 OFFLOADED_EXPERTS = (OFFLOADED[0], "save:k,v,attn_core,attn_out,up+offload:gate")
-"""The same with one expert a rank: tokens travel again in the backward pass, so `dispatched` is not kept. More experts
-on a rank were not compared with a compiled program."""
+"""The same with one expert a rank: tokens are sent again in the backward pass, so `dispatched` is not kept. More
+experts on a rank were not compared with a compiled program."""
 
 POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
