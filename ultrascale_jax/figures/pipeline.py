@@ -43,7 +43,7 @@ class Pipeline(Figure):
 
     @property
     def width(self) -> float:
-        """Time of the whole step."""
+        """Time of the full step."""
         return max(op.end for op in self.operations)
 
     def paint(self, canvas: Any) -> None:

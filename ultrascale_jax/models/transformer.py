@@ -312,7 +312,7 @@ class Transformer(nnx.Module):
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
-        """Return logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
+        """Return logits `[B, T, V]` float32, unsharded: for tests and small models; training uses `loss`."""
         inputs = LayerInputs.of(self.cfg, positions_BT, segment_ids_BT, dtype=dtype)
         x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
         return self.unembed(x_BTD, self.head_weight(dtype))

@@ -103,7 +103,7 @@ def context_attention(
 def _attend(
     spec: RingSpec, q, k, v, positions, segment_ids, full, sinks, with_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend on whole packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
+    """Attend on full packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
 
     Where a block needs a mask, its positions are those given or the places in the sequence.
     """

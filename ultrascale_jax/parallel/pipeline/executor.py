@@ -54,7 +54,7 @@ class Pipelined:
     blocks: Tree
     """Gradients of this rank's `blocks`; None where the schedule has forward operations alone."""
     shared: Tree
-    """Gradients of `shared`, or None: of a parameter that is whole on every rank of the pipeline a partial sum, to be
+    """Gradients of `shared`, or None: of a parameter that is unsharded over the pipeline a partial sum, to be
     added over them."""
 
 

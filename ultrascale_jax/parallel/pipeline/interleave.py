@@ -131,8 +131,8 @@ class _Program:
         return sorted(found)
 
     def execute(self, n: int) -> None:
-        """Run an equation. Barriers hold what it makes, except elementwise values wider than the activations, which XLA
-        would have to write to memory, and what is in flight."""
+        """Run an equation. Barriers hold what it computes, except elementwise values wider than the activations, which
+        XLA would have to write to memory, and what is in flight."""
         eqn, fn = self.eqns[n], self.owners[n]
         fn.run(eqn)
         self.todo.remove(n)
@@ -213,7 +213,7 @@ class _Schedule:
         return all(self.done.get(m, math.inf) <= self.now for m in self.sources[n])
 
     def may_run(self, n: int, soon: dict[int, tuple[float, set[int]]]) -> bool:
-        """Return whether computation n would not run on when an exchange could start, which then runs beside it."""
+        """Return whether computation n would not run on when an exchange could start, which then overlaps it."""
         return all(
             at == self.now or n in before or self.seconds[n] <= at - self.now
             for at, before in soon.values()

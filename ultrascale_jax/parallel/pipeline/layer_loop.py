@@ -171,7 +171,7 @@ class LayerLoop:
                 )
             if "residuals" in written:
                 if backward:
-                    # Written after the backward pass has read its own, or XLA would copy the whole buffer.
+                    # Written after the backward pass has read its own, or XLA would copy the full buffer.
                     names = {"residuals", "g", "blocks", "weights"} & set(after)
                     after |= lax.optimization_barrier({name: after[name] for name in names})
                 for index, kept in zip(indices, new, strict=True):

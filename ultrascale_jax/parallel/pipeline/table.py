@@ -86,7 +86,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """Stages of the full model."""
         return self.ranks * self.virtual
 
     @property

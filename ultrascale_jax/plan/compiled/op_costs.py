@@ -50,7 +50,7 @@ class Operations:
     module: Module
     gpu: Gpu
     document_tokens: int | None = None
-    """Length of all packed documents; none is a whole row."""
+    """Length of all packed documents; none is a full row."""
 
     @cached_property
     def _packed_lengths(self) -> list[int]:

@@ -127,9 +127,9 @@ def simulate(
       comm_streams: the stream of each asynchronous collective; one that is not named waits for its link only.
       share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
         the trip counts of the loops around it, outermost first. By default always.
-      document_tokens: length of all packed documents; none is a whole row.
-      contention: how many times as slow all work is beside a collective, in place of what `costs.NCCL_CORES` take from
-        products and attention.
+      document_tokens: length of all packed documents; none is a full row.
+      contention: how many times as slow all work overlapped with a collective is, in place of what `costs.NCCL_CORES`
+        take from products and attention.
       shown: iterations of each loop that the events show in full.
     """
     operations = Operations(module, cluster.gpu, document_tokens)

@@ -27,8 +27,8 @@ NCCL_CORES = 16
 """Multiprocessors that a collective keeps: `NVLS_NCHANNELS_SM90` of NCCL (src/transport/nvls.cc), for every GPU."""
 
 CONTENTION = 1.4
-"""Factor by which work overlapped with a collective was slower in the worst case of arXiv 2507.03114 (A100, H100,
-MI250, MI210; 1.19 on average). `NCCL_CORES` make it 1.14 on an H100."""
+"""Slowdown of work overlapped with a collective, in the worst case of arXiv 2507.03114 (A100, H100, MI250, MI210; 1.19
+on average): its time over that alone. `NCCL_CORES` make it 1.14 on an H100."""
 
 LAUNCH_S = 3e-6
 """Time from one kernel to the next of the same stream (XLA's own estimate of a launch)."""

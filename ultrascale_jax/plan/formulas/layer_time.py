@@ -30,12 +30,12 @@ class Passes:
 
     @property
     def forward(self) -> float:
-        """The whole forward pass."""
+        """Time of the full forward pass."""
         return sum(self.products.values()) + self.attention + self.traffic / 3
 
     @property
     def backward(self) -> float:
-        """The whole backward pass."""
+        """Time of the full backward pass."""
         return self.backward_products + self.attention_backward + self.traffic * 2 / 3
 
 

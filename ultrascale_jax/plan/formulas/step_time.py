@@ -233,7 +233,7 @@ class Step:
         return self.layer_time.gemms(shapes, backward=backward, fp8=False)
 
     def loss(self) -> float:
-        """Time the cross-entropy of one micro-batch beside its matrix products.
+        """Time the cross-entropy of one micro-batch without its matrix products.
 
         Where logits come in several chunks, each reads and writes the head's gradient in float32.
         """

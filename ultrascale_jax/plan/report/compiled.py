@@ -35,7 +35,7 @@ class Collectives:
     sent_bytes: int
     """The larger side of each, together."""
     synchronous: int
-    """How many of the times nothing can run beside."""
+    """How many of the times no work can be overlapped."""
     seconds: float
     exposed_s: float
 
