@@ -51,7 +51,7 @@ class BlockMask:
     causal: bool = field(default=False, metadata=STATIC)
     """Query t sees keys up to t; T == S."""
     window: int | None = field(default=None, metadata=STATIC)
-    """Of the causal keys, a query sees only the last so many."""
+    """Number of causal keys, the last ones, that a query sees."""
 
     @property
     def is_array(self) -> bool:

@@ -70,7 +70,7 @@ class Loads:
     where: Callable
     """`where(program, step)` gives the first row of a step's tile, and the head."""
     rows: int = HALF
-    """Of a visited tile."""
+    """Rows of a visited tile."""
     stages: int = STAGES
     repeat: int = 1
     """Heads whose tiles the program visits."""

@@ -7,7 +7,7 @@ and a third one loads ahead by TMA:
     weight gradient            dw[e] = x[rows of e]^T dy[rows of e]   a tile is 256 x 128 of one expert's matrix
 
 Groups need not be aligned. TMA starts at multiples of 8 rows (the swizzle's pattern), so a tile starts up to 7 rows
-before its expert's. Of a forward tile only the expert's own rows are stored, by copies of 128, 64, ... 1 rows; in a
+before its expert's. A forward tile stores the expert's own rows alone, by copies of 128, 64, ... 1 rows; in a
 weight gradient foreign rows of x are cleared in shared memory, in the first and the last step of a group alone. The
 rows after the last group are one more group, without products, whose tiles are zeros.
 """

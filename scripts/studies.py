@@ -60,7 +60,7 @@ class Scenario:
     """One model on one cluster, to be varied."""
 
     name: str
-    """Of the recipe."""
+    """Name of the recipe."""
     cfg: Config
     cluster: Cluster
     choices: Choices = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Scenario:
         cfg = with_changes(self.cfg, mesh=sizes, **train)
         count = sizes.batch * sizes.cp * sizes.tensor * sizes.pp
         with warnings.catch_warnings():
-            # Of tensor groups larger than a node, which are shown to be slow.
+            # Tensor groups larger than a node warn; the study shows that they are slow.
             warnings.simplefilter("ignore")
             try:
                 return Run.of(cfg, count)

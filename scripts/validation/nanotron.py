@@ -1,8 +1,8 @@
 """Predict memory and step time of nanotron, as the playbook ran it: models, runs, stages, stalls.
 
-What is kept was read off nanotron's source (github.com/huggingface/nanotron: `models/llama.py`, `models/base.py`,
-`optim/`, `parallel/`; perhaps not the benchmark's own version), and five constants were fitted on half of
-`tests/data/plan/playbook_runs.csv`; which five was chosen by looking at all of it. The benchmark records
+The tensors that nanotron keeps were read off its source (github.com/huggingface/nanotron: `models/llama.py`,
+`models/base.py`, `optim/`, `parallel/`; perhaps not the benchmark's own version), and five constants were fitted on
+half of `tests/data/plan/playbook_runs.csv`; which five was chosen by looking at all of it. The benchmark records
 `torch.cuda.max_memory_reserved()` of rank 0, which is on the first stage of a pipeline.
 """
 
@@ -24,7 +24,7 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Group, Run
 
 SEQ_LEN = 4096
-"""Of every run of the benchmark, in tokens."""
+"""Sequence length of every run of the benchmark, in tokens."""
 
 CONTEXT_BYTES = int(1.5 * 2**30)
 """Memory that PyTorch cannot reserve: CUDA's context and NCCL (1 to 2 GB); the fullest run reserved 77.4 GiB."""
@@ -211,9 +211,9 @@ class Constants:
     send_s: float
     """Handing over to the next stage of a pipeline, beside the bytes."""
     stall_s: float
-    """Of a micro-batch for each neighbour in the pipeline, when a step stalls."""
+    """Delay of a micro-batch for each neighbour in the pipeline, when a step stalls."""
     network_stall_s: float
-    """Of a micro-batch without a pipeline, when a step stalls."""
+    """Delay of a micro-batch without a pipeline, when a step stalls."""
 
 
 NANOTRON = Constants(
@@ -346,8 +346,8 @@ def benchmark_stalls(run: Run, cluster: Cluster) -> float:
     """Return the probability that a step of the playbook's benchmark stalled.
 
     A stalled run takes some 0.5 s more for each micro-batch and neighbour in the pipeline, whatever its model,
-    micro-batch or tensor group; on 64 nodes 1 s for each micro-batch without a pipeline. Of the calibration half, where
-    a row is nearer to a stalled step than to one that ran: 10 of 191 pipelines on up to 16 nodes, 33 of 63 on 32, 41 of
+    micro-batch or tensor group; on 64 nodes 1 s for each micro-batch without a pipeline. Rows of the calibration half
+    that are nearer to a stalled step than to one that ran: 10 of 191 pipelines on up to 16 nodes, 33 of 63 on 32, 41 of
     41 on 64; 9 of 20 rows without a pipeline on 64. Apart from these: all 9 with ZeRO-0 and 16 or more micro-batches
     on 8 nodes or more, none of 5 on fewer; all 45 with a tensor group of 32; all 4 with less than a tenth of the memory
     to spare, where PyTorch frees and allocates for every micro-batch. Why the others stalled is not known.

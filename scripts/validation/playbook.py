@@ -55,7 +55,7 @@ class Cell:
     memory_error: float | None
     """Median relative error."""
     fits_right: int
-    """Of `fits_of` rows that ran or cannot possibly fit, those whose fit is predicted."""
+    """Number of rows whose fit is predicted, of `fits_of` that ran or cannot possibly fit."""
     fits_of: int
 
 

@@ -38,7 +38,7 @@ class Prediction:
     row: Row
     tokens_per_s_gpu: float
     memory_gib: float
-    """Of the first stage."""
+    """Memory of the first stage."""
     fits: bool = True
     impossible: bool = False
     """Whether not even what is certainly needed fits."""

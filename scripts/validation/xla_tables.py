@@ -97,7 +97,7 @@ def measure(row: Row) -> Row:
     row |= {"compile_s": f"{step.compile_s:.0f}", "step_s": f"{timeline.step_s:.3f}"}
     if "exposed_s" not in row:
         return row
-    # Those of ZeRO are over fsdp too, unless cp is its only axis.
+    # ZeRO's collectives are over fsdp too, unless cp is its only axis.
     if "dispatch" in row:
         kinds = ("all-to-all", *(GATHERED if row["dispatch"] == "allgather" else ()))
         axis, columns = "ep", {"travel_s": timeline.link_s, "exposed_travel_s": timeline.waited_s}

@@ -3,7 +3,7 @@
 Two sums over the bits of all elements, as integers, wrap around in 32 bits. The first multiplies each element by an odd
 number that its position decides, so it detects any change of one element. The second adds a hash of bits and position,
 for changes of several elements and elements that changed places. The order of a sum does not matter, so nothing is
-gathered: each device adds its own piece.
+gathered: each device adds its own shard.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 def sums(x: jax.Array) -> jax.Array:
     """Return the two sums over `x`: uint32 `[2]`, replicated.
 
-    In a region that is manual over all axes they are those of this device's piece alone.
+    In a region that is manual over all axes they are those of this device's shard alone.
 
     Args:
       x: an array of numbers or booleans with elements of 1, 2 or 4 bytes, sharded in any way over a mesh of explicit

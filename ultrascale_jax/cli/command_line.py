@@ -2,7 +2,7 @@
 
 A recipe's values (`cli/recipes.py`) are the defaults, and the command line replaces single fields of it. tyro reads the
 words; what it refuses becomes one line with a fix. Nothing here imports JAX, so `--help` and `--print-config` answer at
-once, on any machine. What stays open (`auto`) is chosen by `cli/devices.py`.
+once, on any machine. Values that stay open (`auto`) are chosen by `cli/devices.py`.
 """
 
 import contextlib
@@ -159,8 +159,8 @@ def parse[O: Options](
 ) -> tuple[Config, O]:
     """Return the configuration and the options that `argv` (without the program's name) asks for.
 
-    A command with options of its own passes a subclass of `Options`. What cannot be understood ends
-    the process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
+    A command with options of its own passes a subclass of `Options`. An argument that cannot be understood ends the
+    process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
     """
 
     def read_over(default: Config) -> Command[O]:

@@ -58,7 +58,7 @@ class Options:
     trace: command_line.Flag = False
     """Look at the steps traced by --profile alone."""
     fetch: Annotated[str | None, command_line.option("DIR")] = None
-    """Of a URL: fetch the checkpoint of --checkpoint, or the newest, as a new run directory, and verify it."""
+    """Fetch from a URL the checkpoint of --checkpoint, or the newest, as a new run directory, and verify it."""
     json: command_line.Flag = False
     """Print one JSON object instead of tables."""
 

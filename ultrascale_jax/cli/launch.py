@@ -50,9 +50,9 @@ class Places:
 
     ranks: tuple[int, ...]
     processes: int
-    """Of the whole job."""
+    """Number of processes of the full job."""
     address: str | None
-    """Of process 0; none: on this host, at a port that is free."""
+    """Address of process 0; none: on this host, at a port that is free."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
     begun_before = begun_anew(run_dir)
 
     def command(restarts: int) -> list[str]:
-        # What has begun anew goes on from its own checkpoints; until then those that are there are another run's.
+        # A run that has begun anew goes on from its own checkpoints; until then those that are there are another run's.
         anew = restarts and resume == "never" and begun_anew(run_dir) > begun_before
         again = ["--checkpoint.resume", "auto"] if anew else []
         return [sys.executable, "-m", "ultrascale_jax", "train", *given, *again]

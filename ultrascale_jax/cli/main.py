@@ -118,7 +118,7 @@ def choose_platform(
 ) -> None:
     """Let JAX, which is not imported yet, start on the CPU where none of the files `devices` of an NVIDIA GPU exists.
 
-    JAX would try its plugin for GPUs first, whose failure is a traceback. What the user says stays, and where SLURM
+    JAX would try its plugin for GPUs first, whose failure is a traceback. The user's own choice stays, and where SLURM
     says that it gave GPUs, the run looks for them.
     """
     promised = "JAX_PLATFORMS" in environ or "SLURM_GPUS_ON_NODE" in environ

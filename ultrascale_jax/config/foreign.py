@@ -76,7 +76,7 @@ def parse_json(content: bytes | str, what: str, pairs: Pairs | None = None) -> A
     except UserError as error:
         raise UserError(f"{what} {error}") from None
     except (ValueError, RecursionError) as error:
-        # Of too many digits Python also says how a programmer would allow them.
+        # Python's message about too many digits also says how a programmer would allow them.
         words = str(error).partition("; use sys.")[0]
         raise UserError(f"{what} is not JSON ({words})") from None
 

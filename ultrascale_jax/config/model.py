@@ -19,7 +19,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Functions that join gate and up in a gated layer (`parallel/gate.py`)."""
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
-"""Of `clamped_swiglu`: the largest gate and up, and the slope of the sigmoid, which makes it close to GELU."""
+"""Numbers of `clamped_swiglu`: the largest gate and up, and the slope of the sigmoid, which makes it close to GELU."""
 
 MOST_PARTS = 10_000
 """More layers, or experts, than any model has; they are counted through, so a file may not ask for 10^12."""
@@ -46,9 +46,10 @@ class RopeScaling:
     attention_factor: float = 0.0
     """Factor of cosines and sines in yarn; 0 is its own, 0.1 ln(factor) + 1."""
     mscale_all_dim: float = 0.0
-    """Of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)."""
+    """Coefficient of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2
+    (DeepSeek)."""
     truncate: bool = True
-    """Of yarn: round the dims between which it blends outwards to whole ones; gpt-oss does not."""
+    """Whether yarn rounds the dims between which it blends outwards to whole ones; gpt-oss does not."""
 
     def __post_init__(self):
         check_choices("model.rope_scaling", self)

@@ -25,7 +25,7 @@ REMAT_NAMES = (
     *("attn_norm", "q", "k", "v", "attn_core", "attn_out"),
     *("mlp_norm", "dispatched", "gate", "up", "mlp_out"),
 )
-"""The tensors of a block that `train.remat` may name, in the order in which it makes them."""
+"""Tensors of a block that `train.remat` may name, in the order in which the block computes them."""
 
 
 @functools.cache

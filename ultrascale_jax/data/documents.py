@@ -92,7 +92,7 @@ def open_input(path: File, begin: str = "") -> Iterator[tuple[IO[bytes], Callabl
                 file = opened.enter_context(gzip.open(raw))
                 head = file.peek(HEAD_BYTES)
             elif compression == ZSTD:
-                # Of the package zstandard a reader takes a file that was cut short for whole.
+                # A reader of the package zstandard takes a file that was cut short for a complete one.
                 arrow = import_arrow(path, "zstd")
                 damaged = (OSError,)
                 file = arrow.CompressedInputStream(raw, "zstd")

@@ -1,6 +1,6 @@
 """Which documents are held out for evaluation: those with the smallest hashes.
 
-Of small corpora, the share of each is exact. A large corpus (`Corpus.is_small`) holds out the documents whose hash is
+A small corpus holds out exactly its share. A large corpus (`Corpus.is_small`) holds out the documents whose hash is
 below a share of 2^64, which is one of `shards.LEVELS`, so that its index says how many tokens they have.
 """
 
@@ -18,9 +18,9 @@ from ultrascale_jax.data.shards import LEVELS, hash_limit
 def held_out_hashes(corpora: Sequence[np.ndarray], fraction: float) -> np.ndarray:
     """Return the hashes of the documents that no training split may see.
 
-    Of every corpus the `fraction` with the smallest hashes, at least one if it has two different
-    documents. They are held out of all corpora, so a text that occurs twice, in one source or in
-    two, is never on both sides.
+    Every corpus adds the `fraction` of its documents with the smallest hashes, at least one if it has two different
+    documents. They are held out of all corpora, so a text that occurs twice, in one source or in two, is never on both
+    sides.
 
     Args:
         corpora: uint64 [documents] of each corpus.

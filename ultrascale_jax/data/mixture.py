@@ -2,8 +2,8 @@
 
     tokens:web@0.9,tokens:code@0.1; 0.8: tokens:web@0.5,tokens:math@0.5
 
-A source has one order of samples for the whole run. A later stage goes on in it where the one before stopped, so no
-sample comes twice before its source is exhausted. What a stage reads depends on it and on those before it alone.
+A source has one order of samples for the full run. A later stage goes on in it where the one before stopped, so no
+sample comes twice before its source is exhausted. A stage's samples depend on it and on those before it alone.
 """
 
 import bisect

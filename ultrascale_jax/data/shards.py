@@ -7,7 +7,7 @@
                            every `CHUNK_BYTES` of the tokens, and of the answers
     shard_00000.answers    of conversations and preference pairs alone: a bit for each token, whether the loss counts it
 
-Of preference pairs documents 2i and 2i + 1 have the chosen and the rejected answer, in one shard, and the pair's hash.
+Documents 2i and 2i + 1 of preference pairs have the chosen and the rejected answer, in one shard, and the pair's hash.
 `ultrascale prepare-data` writes it. Every byte is verified before it is used, by a chain of digests: the table's, that
 of a shard's documents, that of a chunk of its tokens. `corpus.py` reads it.
 """

@@ -110,7 +110,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A `tokenizer.json` as the `tokenizers` library runs it, but always on whole documents, and always alike.
 
-    What the file says of truncation, padding and random merges (BPE's dropout, Unigram's sampling) is for other uses.
+    Its settings for truncation, padding and random merges (BPE's dropout, Unigram's sampling) are for other uses.
     """
 
     def __init__(self, path: str | Path, special_tokens: SpecialTokens = "bos"):

@@ -27,7 +27,7 @@ class Tokenized(NamedTuple):
     lengths: np.ndarray
     hashes: np.ndarray
     answers: np.ndarray | None
-    """Of conversations and pairs: which tokens the loss counts."""
+    """Whether the loss counts each token, for conversations and pairs."""
 
     def part(self, first: int, last: int) -> "Tokenized":
         """Return the documents `first` to `last` (exclusive)."""

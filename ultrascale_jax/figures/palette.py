@@ -9,7 +9,8 @@ LOOP = "loop"
 VARIABLE = ("activation", "exposed", "bubble", "transfer", "stall", "waiting")
 """Words in the names of parts that a better configuration makes smaller: on top of a stack, in warm colours."""
 
-# Of Paul Tol's schemes "bright", "light" and "muted" (personal.sron.nl/~pault): distinct for colour-blind readers.
+# Colours of Paul Tol's schemes "bright", "light" and "muted" (personal.sron.nl/~pault): colour-blind readers can tell
+# them apart.
 COOL = ("#4477AA", "#66CCEE", "#44AA99", "#228833", "#99DDFF", "#BBCC33", "#BBBBBB", "#77AADD")
 WARM = ("#EE8866", "#AA3377", "#CCBB44", "#EE6677", "#FFAABB", "#999933", "#CC6677", "#DDCC77")
 OWN = {
@@ -28,7 +29,7 @@ OWN = {
     "activations: logits": "#FFAABB",
     WHOLE: "#888888",
 }
-"""Of parts that many figures show; the names are those of plan/formulas/memory.py."""
+"""Colours of parts that many figures show; the names are those of plan/formulas/memory.py."""
 KINDS = {
     "gemm": "#4477AA",
     "attention": "#AA3377",
@@ -41,13 +42,13 @@ KINDS = {
     "collective-permute": "#44AA99",
     LOOP: "#CCCCCC",
 }
-"""Of operations; the names are those of plan/compiled/timeline.py."""
+"""Colours of operations; the names are those of plan/compiled/timeline.py."""
 OPERATIONS = {"F": "#4477AA", "B": "#44AA99", "W": "#EE8866"}
-"""Of a pipeline; the names are those of parallel/pipeline/schedules.py."""
+"""Colours of a pipeline's operations; the names are those of parallel/pipeline/schedules.py."""
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#888888")
 MARKERS = "osD^vPX"
 INK, PAPER = "#24292e", "#fefefe"
-"""Of text and background."""
+"""Colours of text and background."""
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,

@@ -43,7 +43,7 @@ class Pipeline(Figure):
 
     @property
     def width(self) -> float:
-        """Time of the whole step."""
+        """Time of the full step."""
         return max(op.end for op in self.operations)
 
     def paint(self, canvas: Any) -> None:
@@ -61,7 +61,7 @@ class Pipeline(Figure):
     def paint_operations(self, ax: Any, points: float) -> None:
         """Paint a row for each rank in axes `points` wide; in every operation its micro-batch, later chunks lighter.
 
-        What is grey is idle.
+        Grey time is idle.
         """
         narrowest = min(op.end - op.start for op in self.operations)
         digits = max(len(str(op.microbatch)) for op in self.operations)

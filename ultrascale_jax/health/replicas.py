@@ -1,9 +1,9 @@
-"""Compare copies that must be equal: each device fingerprints its own pieces of the state.
+"""Compare copies that must be equal: each device fingerprints its own shards of the state.
 
 A device that computes or keeps wrong numbers makes no noise. But what is replicated (over dp, over the tensor group in
 vectors, everywhere in counters) is updated by each device for itself, from the same numbers to the same bits, so a copy
-that differs tells of a fault, and with three copies or more which device has it. What ZeRO splits over all devices has
-no copies, and is not covered.
+that differs tells of a fault, and with three copies or more which device has it. State that ZeRO splits over all
+devices has no copies, and is not covered.
 
 Nothing is gathered but 8 bytes of each array from each device.
 """
@@ -70,7 +70,7 @@ class Replicas:
         leaves = jax.tree_util.tree_leaves_with_path(state)
         self._names = [_name(path) for path, _ in leaves]
         self._pieces = np.stack([self._pieces_of(leaf) for _, leaf in leaves])
-        """int [arrays, devices]: the number of the first device that holds the same piece."""
+        """int [arrays, devices]: the number of the first device that holds the same shard."""
         sizes = np.array([leaf.nbytes for _, leaf in leaves], np.float64)
         copied = (self._pieces != np.arange(len(self._devices))).any(axis=1)
         self.copied_share = float(sizes[copied].sum() / sizes.sum())
@@ -98,7 +98,7 @@ class Replicas:
 
     def _blame(self, values: np.ndarray, arrays: np.ndarray) -> tuple[dict[int, list[str]], bool]:
         """Return the arrays in which a device (by number) differs from most copies, and whether there always was such
-        a majority; without one all holders of the piece are named."""
+        a majority; without one all holders of the shard are named."""
         wrong, certain = defaultdict(list), True
         for array in arrays.tolist():
             for piece in sorted(set(self._pieces[array].tolist())):
@@ -142,7 +142,7 @@ class Replicas:
 
 @jax.jit
 def _fingerprints(state: TrainState) -> jax.Array:
-    """Return the sums of each device's piece of each array, uint32 [devices, arrays, 2], on every device."""
+    """Return the sums of each device's shard of each array, uint32 [devices, arrays, 2], on every device."""
     leaves = jax.tree.leaves(state)
 
     def own(*pieces: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Find slow processes: compare the time that each spends on its own over all of them.
 
-All processes of a step finish together, so the time of a step says nothing of who held it up. What differs is the time
-that a process does not wait for its devices: for its batch, for its disk, for whatever else its host is busy with.
+All processes of a step finish together, so the time of a step says nothing of who held it up. Processes differ in the
+time that each does not wait for its devices: for its batch, for its disk, for whatever else its host is busy with.
 While that is short it hides behind the devices' work; where one process has much more of it than the others, all wait
 for that one. A device that is slow itself is not seen here: every process waits the same for it.
 """

@@ -67,7 +67,7 @@ class Collective:
     axes: tuple[str, ...]
     """Mesh axes along which they talk, in mesh order."""
     asynchronous: bool
-    """Whether it runs beside what stands between its start and its done."""
+    """Whether it is overlapped with what stands between its start and its done."""
     hidden_by: int
     """Instructions between start and done that take time on the device."""
     hidden_by_heavy: int

@@ -1,7 +1,8 @@
 """Libraries' calls of XLA:GPU by their definitions: cuDNN's attention and cuBLAS's products.
 
 The backward pass of attention takes the statistics and the output that the forward pass saved, as cuDNN's does, so
-that wrong residuals show. What a call does not write is NaN: tokens of a packed batch that belong to no document.
+that wrong residuals show. Results that a call does not write are NaN: tokens of a packed batch that belong to no
+document.
 """
 
 import json

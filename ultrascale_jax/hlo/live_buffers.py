@@ -65,7 +65,7 @@ class Buffer(NamedTuple):
     """One value in the allocation of temporary buffers."""
 
     instruction: str
-    """Name of the instruction that makes it."""
+    """Name of the instruction that computes it."""
     dtype: str
     start: int
     """Position in the schedule at which it is made."""

@@ -55,14 +55,14 @@ def _share_read(body: list[Instruction], name: str) -> float:
 
 
 def _returned_alone(body: list[Instruction], made: Instruction) -> bool:
-    """Return whether `body` returns what this instruction makes, and reads it for nothing else."""
+    """Return whether `body` returns what this instruction computes, and reads it for nothing else."""
     users = [i for i in body if made.name in i.operands]
     views = ("tuple", "bitcast", "reshape")
     return all(user.opcode in views and _returned_alone(body, user) for user in users)
 
 
 def _written(body: list[Instruction]) -> list[tuple[Array, float]]:
-    """Return each array that the last instruction of `body` makes, and the bytes of it that it writes."""
+    """Return each array that the last instruction of `body` computes, and the bytes of it that it writes."""
     by_name = {i.name: i for i in body}
     root = body[-1]
     results = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]

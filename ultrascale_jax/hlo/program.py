@@ -127,7 +127,7 @@ class Module:
     def dots(self, instruction: Instruction, computation: str) -> list[Dot]:
         """List the matrix products that an instruction of `computation` is or holds.
 
-        Of `kernels/grouped_matmul.py` it is one of all the rows that its buffer holds.
+        A call of `kernels/grouped_matmul.py` is one product of all the rows that its buffer holds.
         """
         if instruction.opcode == "custom-call" and GROUPED.search(instruction.attributes):
             *_, left, right = (

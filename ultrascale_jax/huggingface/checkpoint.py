@@ -370,7 +370,7 @@ def _replicate(
             else:
                 array = lax.dynamic_index_in_dim(array, index, keepdims=False)
         array = array.astype(jnp.float32) - offset if offset else array
-        # Cast before the gather, so that only the bytes to be written travel.
+        # Cast before the gather, so that only the bytes to be written are communicated.
         return array.astype(dtype).transpose(order).reshape(shape)
 
     whole = PartitionSpec(*[None] * len(shape))

@@ -2,8 +2,8 @@
 
 A key that would make `transformers` compute something else than our decoder is refused, never
 skipped: a model that loads is the same model. Absent keys take the default that the family has in
-`transformers`. The keys written are those that both transformers 4 and 5 read. What is special to
-a family is in `families.py`.
+`transformers`. The keys written are those that both transformers 4 and 5 read. `families.py` has the
+differences between families.
 """
 
 import dataclasses

@@ -174,7 +174,7 @@ class Family:
     window_switch: bool = False
     """Whether there is no window unless `use_sliding_window` is true."""
     pattern: int = 0
-    """Of `pattern`: the last of so many layers has no window, where no key says how many."""
+    """Period of the window `pattern`: the last of so many layers has no window, where no key says how many."""
     activation_key: str = "hidden_act"
     expert_keys: Mapping[str, str] = field(default_factory=dict)
     """Field of `Experts` to its key."""
@@ -494,7 +494,7 @@ FAMILIES = {
 
 def model_type_of(cfg: ModelConfig) -> str:
     """Return the family that computes exactly this model. Raises `UserError` where there is none."""
-    # Of Llama's features there are two: Llama's config refuses heads that do not divide the width, and has no window.
+    # Two families have Llama's features: Llama's config refuses heads that do not divide the width, and has no window.
     found = [name for name, family in FAMILIES.items() if family.has(cfg)]
     parts = f"{', '.join(FIXED)}, latent and experts"
     features = tuple(getattr(cfg, name) for name in FIXED)

@@ -158,7 +158,7 @@ MODULE: Rows = [
     ("w_join", "PD", "DP"),
     ("norm", "D", "D"),
 ]
-"""Of a module of `mtp_layers` what is no part of its layer."""
+"""Parameters of a module of `mtp_layers` that are no part of its layer."""
 
 
 def copies(cfg: ModelConfig) -> dict[str, str]:

@@ -45,9 +45,9 @@ class Memory:
     """Bytes of memory."""
 
     total: float
-    """Of the machine; 0 without /proc."""
+    """Memory of the machine; 0 without /proc."""
     limit: float
-    """Of the control groups of this process, the tightest; infinite without one."""
+    """Limit of the tightest control group of this process; infinite without one."""
 
 
 def memory(root: Path = Path("/")) -> Memory:

@@ -158,7 +158,7 @@ def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs, s
 
 
 def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs, sinks):
-    """Attend on this device's heads; keys and values are whole over cp, in natural order."""
+    """Attend on this device's heads; keys and values are unsharded over cp, in natural order."""
 
     def core(q, k, v, index, segments, full, sinks):
         return attention(

@@ -157,7 +157,7 @@ class Block(_Parts):
         return layers.mlp(cfg, key) if kind == "mlp" else MoE(cfg, key, kernels=kernels)
 
     def gather_params(self, inputs: LayerInputs) -> "Block":
-        """Return this layer with whole parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s."""
+        """Return this layer with full parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s."""
         sizes, fp8 = zero_sizes(self.cfg), inputs.fp8
 
         def leaf(path, param):
@@ -242,7 +242,7 @@ class Block(_Parts):
 
 @jax.named_scope("norm")
 def normed(x_BRD: jax.Array, norm: Any, cfg: ModelConfig, kernels: KernelsConfig) -> jax.Array:
-    """Apply a norm as `Layers.make_norm` makes it, its parameters whole."""
+    """Apply a norm as `Layers.make_norm` makes it, its parameters unsharded."""
     if is_variable(norm):
         return rms_norm(x_BRD, norm[...], "D", "BRD", cfg.norm_eps, kernels.norm)
     y_BRD = norm(x_BRD)

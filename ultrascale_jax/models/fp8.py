@@ -7,9 +7,9 @@
 
 Every product contracts dims that both operands have at their ends, so each operand is quantised along the dim that is
 contracted: x and the gradient of y once for the forward pass (or the input's gradient) and once, along the tokens, for
-the weight's gradient. What is kept for the backward pass is fp8: x in the form that the weight's gradient wants.
+the weight's gradient. The forward pass keeps fp8 for the backward pass: x in the form that the weight's gradient wants.
 
-Scales are powers of 2, made of the values at hand (current scaling), on this device's pieces: another mesh changes only
+Scales are powers of 2, made of the values at hand (current scaling), on this device's shards: another mesh changes only
 what is too small to be held. The weights' per-tensor scales alone are known before: `weight_amaxes` finds them once a
 step, in one reduction, and so ZeRO gathers fp8 and not bfloat16. Experts' matrices are gathered in bfloat16.
 """
@@ -50,7 +50,7 @@ class Recipe:
     wgrad: Literal["fp8", "bf16"]
     """Type in which the weight's gradient is multiplied."""
     implementation: str
-    """Of products with scales for each block."""
+    """Implementation of products with scales for each block."""
     bf16_layers: tuple[int, int] = (0, 0)
     """So many of the first and of the last layers stay in the type of compute."""
 

@@ -136,7 +136,7 @@ def _generate(
 ):
     """Generate after the first `prompt_length` tokens of each row; the others are written over, one by one.
 
-    A step takes the token of `given_SB` where there is one. Of a row the first `skipped_B` steps are left out.
+    A step takes the token of `given_SB` where there is one. The result leaves out the first `skipped_B` steps of a row.
     """
     cfg = model.cfg
     (rows, padded), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
@@ -196,7 +196,7 @@ def _stacked(dims: str) -> P:
 def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, dtype, cache):
     """Return hidden states `[B, R, D]` after the final norm, and the cache with these positions added.
 
-    The cache: keys and values `[L, B, S, K, H]` of all layers, as the layers rest, and how many positions are filled.
+    The cache: keys and values `[L, B, S, K, H]` of all layers, stored as the layers, and how many positions are filled.
     """
     if mesh_size("pp") == 1:
         inputs = LayerInputs.of(model.cfg, positions_BT, dtype=dtype, cache=cache)
@@ -215,7 +215,7 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 
 
 def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
-    """Return, of this device's pieces, the residual stream after all layers, and its own layers' keys and values."""
+    """Return, of this device's shards, the residual stream after all layers, and its own layers' keys and values."""
     inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
     for rank, layers, first, first_of_kind, window, kind in visits:
         count = len(layers)

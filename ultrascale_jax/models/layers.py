@@ -59,7 +59,7 @@ def param(
     fix = f"dims={dims!r} has {len(dims)} letters; give as many sizes"
     require(len(dims) == len(shape), "shape", shape, fix)
     for letter, size in zip(dims, shape, strict=True):
-        # Few kv heads are repeated, and a vocabulary may rest whole.
+        # Few kv heads are repeated, and a vocabulary may be stored unsharded.
         axes = () if letter in "KV" else act_axes(letter)
         fix = f"{letter} is {size}, and must be divisible by mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}"
         require(size % mesh_size(*axes) == 0, "shape", shape, fix)
@@ -113,7 +113,7 @@ def has_adapters(module: Any) -> bool:
 
 
 def zero_sizes(cfg: ModelConfig) -> dict[str, int]:
-    """Return the whole sizes of the dims that ZeRO splits, by letter."""
+    """Return the full sizes of the dims that ZeRO splits, by letter."""
     latent = cfg.latent
     latents = {} if latent is None else {"Q": latent.q_rank, "J": latent.kv_rank}
     return {"D": cfg.d_model} | latents
@@ -175,7 +175,7 @@ def rms_norm(
 ) -> jax.Array:
     """Compute x / rms(x) * weight over the dims of `weight`, in float32, back in x's type (arXiv 1910.07467).
 
-    The kernel takes a norm over the last dim, whole on each device.
+    The kernel takes a norm over the last dim, unsharded on each device.
     """
     require_choice("implementation", implementation, Implementation)
     if implementation == "mosaic":

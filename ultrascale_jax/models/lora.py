@@ -4,7 +4,7 @@
     row-parallel (o, down)                x split over the tensor group -> A, summed to [B, R, U] -> B -> [B, R, D]
 
 U is the rank, which no axis splits in an activation. A and B have the base's other dims, split as the base is, so only
-activations as narrow as the rank travel over the tensor group.
+activations as narrow as the rank are communicated over the tensor group.
 """
 
 import math

@@ -78,7 +78,7 @@ def token_losses(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) ->
     """Return the negative log-likelihood of each target, float32 `[B, T]`, 0 where the target is -1.
 
     Differentiable as `cross_entropy` is, whose arguments these are, by any function of the losses; the backward pass
-    makes the logits again.
+    computes the logits again.
     """
     weight = jnp.float32(1.0)
     return _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)[1][0]
@@ -207,7 +207,7 @@ def _gradients(x_MD, targets_M, weights_M, head_DV, z_loss):
     """Visit one chunk of a device's tokens: return dhead in float32, and (dx, nll, z-loss term).
 
     The softmax of a token is its exponentials over their sum. Both products take the exponentials, and the factor is
-    put to their few other rows, so that no pass makes the gradient of the logits.
+    put to their few other rows, so that no pass computes the gradient of the logits.
     """
     dtype, f32 = exps_type(x_MD.dtype), jnp.float32
     picked_M, columns_M, counted_M = _target_logits(x_MD, targets_M, head_DV)
@@ -248,11 +248,11 @@ def _nan_unless_words(logits_M, targets_M, local_vocab_size):
 
 
 def _exponentials(x_MD, head_DV, picked_M, counted_M):
-    """Return `exp(logit - shift)` in `exps_type`, its sum over the whole vocabulary, and the shift of each token.
+    """Return `exp(logit - shift)` in `exps_type`, its sum over the full vocabulary, and the shift of each token.
 
     The shift is the target's logit, known before the product, whose epilogue then writes the exponentials. Should that
-    be too low for any token, the loop runs once, and makes them all again from the highest logits. The exponentials of
-    a token that does not count are 0.
+    be too low for any token, the loop runs once, and computes them all again from the highest logits. The exponentials
+    of a token that does not count are 0.
     """
 
     def shifted(shift_M):
@@ -298,7 +298,7 @@ def _logits(x_MD, head_DV):
 
 
 def _log_sum_exp(logits_MV, gold_MV):
-    """Return, over the whole vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
+    """Return, over the full vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
     lowest = jnp.finfo(jnp.float32).min
     own, total = jax.lax.reduce(
         (logits_MV, jnp.ones_like(logits_MV)), (lowest, jnp.float32(0)), _join_sums, (1,)
@@ -327,7 +327,7 @@ def cross_entropy_of_pieces(
     z_loss: float = 0.0,
     implementation: str = "mosaic",
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's pieces."""
+    """Compute `cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's shards."""
     partial = act("", unreduced=axes_of("BT"))
 
     def local(x_BTD, head_DV, targets_BT, weight):

@@ -4,8 +4,9 @@
     x_BRD -> w_kv_a -> J: norm -> gathered over sp -> w_kv_b -> keys without positions, and values, of N heads
                        the rest: gathered over sp -> one key with rotary positions, which all heads share
 
-The latents are a small part of D, so it is they that travel over sp and not the residual stream. In training keys and
-values are made whole, as the report's own code does; values are narrower than keys and get zeros up to their width.
+The latents are a small part of D, so it is they that are sent over sp and not the residual stream. In training keys and
+values are computed in full, as the report's own code does; values are narrower than keys and get zeros up to their
+width.
 """
 
 import jax

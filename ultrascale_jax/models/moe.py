@@ -1,6 +1,6 @@
 """Experts in place of the feed-forward layer: a router, the experts that it chooses for each token, shared experts.
 
-The router is computed in float32. What it did (`Routed.statistics_Z`) is an auxiliary result: each device's own sum
+The router is computed in float32. Its statistics (`Routed.statistics_Z`) are an auxiliary result: each device's own sum
 over its tokens, added up over micro-batches like gradients, and over devices once a step.
 """
 

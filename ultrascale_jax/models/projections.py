@@ -1,6 +1,6 @@
 """Project one activation to queries, keys and values, with one product backward for the gradient of the activation.
 
-Differentiated one by one, each of the three makes a gradient as large as the activation, and these go to memory and
+Differentiated one by one, each of the three computes a gradient as large as the activation, and these go to memory and
 back to be added. Keys and values of few heads have little arithmetic to set against that.
 """
 

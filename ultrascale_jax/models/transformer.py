@@ -47,7 +47,7 @@ from ultrascale_jax.sharding.rules import stored_spec
 
 
 def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, first: int):
-    """Stack `make(key)` of layers `first + i`, each made where it rests, the same on any mesh and in any order."""
+    """Stack `make(key)` of layers `first + i`, each made where it is stored, the same on any mesh and in any order."""
     layers = np.array([0 if layer is None else first + layer for layer in order])
     spec = stored_spec("L", layers.shape)
     keys = jax.reshard(jax.random.split(key, cfg.num_layers)[layers], spec)
@@ -282,7 +282,7 @@ class Transformer(nnx.Module):
         return normed(x_BRD, norm, self.cfg, self.kernels)
 
     def gathered[M](self, module: M, dtype: jax.typing.DTypeLike) -> M:
-        """Return a parameter or a module beside the blocks with whole parameters, matrices in `dtype`."""
+        """Return a parameter or a module beside the blocks with full parameters, matrices in `dtype`."""
         return gather_params(module, dtype, zero_sizes(self.cfg))
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -312,7 +312,7 @@ class Transformer(nnx.Module):
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
-        """Return logits `[B, T, V]` float32, whole: for tests and small models; training uses `loss`."""
+        """Return logits `[B, T, V]` float32, unsharded: for tests and small models; training uses `loss`."""
         inputs = LayerInputs.of(self.cfg, positions_BT, segment_ids_BT, dtype=dtype)
         x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
         return self.unembed(x_BTD, self.head_weight(dtype))

@@ -34,7 +34,7 @@ sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8
 def matmul_params(model: ModelConfig) -> int:
     """Count the parameters that multiply a token: all matrices of the blocks and the head, not the lookup.
 
-    Of the routed experts it counts those that one token visits; the head once more for each of `mtp_layers`.
+    The count has the routed experts that one token visits, and the head once more for each of `mtp_layers`.
     """
     shape = model if isinstance(model, ModelShape) else ModelShape.of(model)
     return shape.active_params

@@ -1,7 +1,7 @@
 """GPUs and clusters: memory, bandwidths, peaks and links, each with its source.
 
-What the chip itself can do is read from its description in `targets/` (XLA's `GpuTargetConfig` as a text proto, which
-the compiler reads too); the links between chips are in `targets/gpus.csv` and `clusters.csv`, and the peaks in
+The properties of the chip itself are read from its description in `targets/` (XLA's `GpuTargetConfig` as a text proto,
+which the compiler reads too); the links between chips are in `targets/gpus.csv` and `clusters.csv`, and the peaks in
 `plan/flops.py`.
 """
 

@@ -52,7 +52,7 @@ class ModelShape(ModelConfig):
     def attention_matrices(self) -> tuple[int, int, int]:
         """Matrix parameters of the attention of one layer: split by heads, by kv heads, and by neither.
 
-        Latent attention makes its latents with matrices that every member of a tensor group has whole.
+        Latent attention makes its latents with matrices that every member of a tensor group has in full.
         """
         D, heads, latent = self.d_model, self.num_heads, self.latent
         if latent is None:

@@ -36,7 +36,7 @@ class StepPrediction:
     side_by_side_s: float | None = None
     """The step if collectives of different links never waited for each other; none by formula."""
     contended_s: float | None = None
-    """The step if all work beside a collective were `costs.CONTENTION` times as slow; none by formula."""
+    """The step if all work overlapped with a collective were `costs.CONTENTION` times as slow; none by formula."""
 
     @property
     def tokens_per_s_gpu(self) -> float:

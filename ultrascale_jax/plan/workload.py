@@ -184,7 +184,7 @@ class Run:
 
     @property
     def gathers_whole_layers(self) -> bool:
-        """Whether all that a layer gathers ahead travels in one collective."""
+        """Whether one collective sends all that a layer gathers ahead."""
         return GATHER_TOGETHER in self.lowering.xla_options
 
     @property

@@ -1,4 +1,4 @@
-"""The one door to `jax.shard_map`: a region in which each device sees its own piece."""
+"""The one door to `jax.shard_map`: a region in which each device sees its own shard."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from ultrascale_jax.sharding.rules import check_axes
 def smap(
     fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] | None = None
 ) -> Callable:
-    """Run `fn` on this device's pieces, manual over `axes` of the current mesh (default: all).
+    """Run `fn` on this device's shards, manual over `axes` of the current mesh (default: all).
 
     Axes that are manual already, because the call stands inside another region, are left as they are; when all are,
     `fn` is returned unchanged. Varying-axes checks are always on: without them a differentiated `psum` gives wrong

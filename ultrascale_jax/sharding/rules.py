@@ -17,7 +17,7 @@ Two words of JAX's explicit sharding do the work of Megatron's conjugate pairs a
 there and has an unreduced cotangent. So a parameter gathered as `reduced` over the batch axes collects its gradient
 locally, and the reduction happens once, where the gradient is resharded.
 
-Inside a region that is manual over all axes (`sharding/manual.py`) the same text works on this device's pieces: specs
+Inside a region that is manual over all axes (`sharding/manual.py`) the same text works on this device's shards: specs
 come out empty, and the operations of `sharding/primitives.py` communicate by `jax.lax` collectives. Both kinds of
 value, `reduced` and `unreduced`, are *varying* there: a cotangent of a varying value stays local, and is summed where
 the text says so.
@@ -86,7 +86,7 @@ def check_axes(axes: object) -> None:
 
 
 def manual() -> bool:
-    """Return whether values are this device's pieces: the call stands in a region that is manual over all axes."""
+    """Return whether values are this device's shards: the call stands in a region that is manual over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 

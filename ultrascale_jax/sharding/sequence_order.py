@@ -6,7 +6,7 @@ stretches wait. In zigzag each place of a ring of r has two of 2r chunks, one ea
     place    0     1     2     3
     chunks  0 7   1 6   2 5   3 4
 
-The loader hands out the data in this order, once a batch, and the model runs in it: positions travel with their tokens.
+The loader hands out the data in this order, once a batch, and the model runs in it: positions go with their tokens.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ from ultrascale_jax.config import ContextConfig, require, require_type
 def sequence_order(seq_len: int, cp: int, context: ContextConfig) -> np.ndarray:
     """Return int64 [T], the token at each place: an array in the strategy's order is `x[:, order]`.
 
-    Rank c of `cp` holds the c-th of `cp` equal pieces of that. The ranks of one place of the ring (`cp.ulysses`) divide
-    its two chunks in this order; of a piece with an odd number of tokens the early chunk has one more. It is the
+    Rank c of `cp` holds the c-th of `cp` equal shards of that. The ranks of one place of the ring (`cp.ulysses`) divide
+    its two chunks in this order; of a shard with an odd number of tokens the early chunk has one more. It is the
     natural order for `ring`, `ulysses` and a ring of one.
 
     Args:

@@ -1,7 +1,7 @@
 """Run the micro-batches of a step through a pipeline, by `parallel/pipeline/executor.py`.
 
 One region is manual over all mesh axes. Parameters enter it in their sharding at rest, and their gradients leave it so;
-inside, the model's own code runs on this device's pieces, and gathers them as without a pipeline (`zero.py` says when).
+inside, the model's own code runs on this device's shards, and gathers them as without a pipeline (`zero.py` says when).
 Every rank holds its part of the vocabulary, for the embedding and for the head.
 """
 
@@ -141,7 +141,7 @@ def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
     """Convert a rank's statistics by position to rows of the stack of experts."""
     order, size = params.layer_order, len(statistics)
     stack, first = params.layer_order_of("blocks.moe."), params.layers_with("moe").start
-    # Of a row that pads the stack beyond the end.
+    # A row that pads the stack gets an index beyond the end, which reads 0.
     places = [size if i is None else order.index(first + i) % size for i in stack]
     places = np.reshape(places, (params.ranks, -1)).astype(np.int32)
     here = jnp.asarray(places)[jax.lax.axis_index("pp")]
@@ -203,7 +203,7 @@ def _stages(
         accumulate=each_param(accumulate, one),
         accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
         numbered=True,
-        # Of a stage with layers of both kinds only the branch of dense layers reads their parameters.
+        # In a stage with layers of both kinds only the branch of dense layers reads their parameters.
         in_place=jax.tree.map_with_path(is_dense_part, one) if _is_mixed(cfg) else None,
         hides_exchanges=Lowering.of(cfg).orders_exchanges,
     )

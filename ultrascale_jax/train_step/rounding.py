@@ -25,7 +25,7 @@ def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
     """Return `adam` (`optax.scale_by_adam` in float32) with both moments in bfloat16, rounded stochastically.
 
     The random numbers depend on the seed, the step, the parameter and its layer alone: the same on every mesh, and
-    after a resume. Each device makes those of its own pieces.
+    after a resume. Each device computes those of its own shards.
     """
 
     def init(params):

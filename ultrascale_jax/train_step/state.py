@@ -149,7 +149,7 @@ def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -
 
 
 def init_state(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) -> TrainState:
-    """Make a fresh state of a `model` on the devices of `mesh`; each device makes only its own pieces."""
+    """Make a fresh state of a `model` on the devices of `mesh`; each device makes only its own shards."""
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
     options = {"xla_backend_optimization_level": 1}
     check_mesh(cfg.mesh, mesh)

@@ -1,8 +1,8 @@
 """The training loop: feed the compiled step, and call the hooks around it.
 
 The device never waits for the host. Step n+1 is dispatched before the metrics of step n are read, batches are prepared
-ahead by the loader's threads, and checkpoints are written in the background. What a run does depends on its config, the
-data and the step number alone, so a run that stops anywhere and resumes computes the same numbers.
+ahead by the loader's threads, and checkpoints are written in the background. A step depends on the config, the data and
+the step number alone, so a run that stops anywhere and resumes computes the same numbers.
 
 Everything else that a run does is a hook: `ultrascale_jax/hooks.py` says how to add one, `setup.py` lists the built-in.
 """
@@ -40,11 +40,11 @@ def train(
         profile: write a trace of the steps from the first number up to, not including, the second to `run_dir/profile`.
 
     Returns:
-        What happened: `step` (the last one done), `stopped` (by SIGTERM, before the last step), `run_dir`, `loss`,
+        Results by name: `step` (the last one done), `stopped` (by SIGTERM, before the last step), `run_dir`, `loss`,
         `eval_loss`, `eval_tokens`, `eval_loss_NAME` of each named source of `data.eval_source`, `skipped` (steps of
         this process that changed nothing), and of its steps after the first `step_s` and `tokens_per_s` (means),
         `tflops_per_device`, `mfu`; then `compile_s`, `first_step_s` (from the call to the end of the first step) and
-        `hbm_gib`. What did not happen or is not known is none.
+        `hbm_gib`. Results that did not happen or are not known are none.
 
     Raises:
         UserError: the checkpoint is of another run, or the data or the pipeline's schedule cannot be used.

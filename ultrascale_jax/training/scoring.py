@@ -79,8 +79,8 @@ class Scorer:
         Batches are of similar lengths. `done` is called after each with the number of its pairs.
 
         Returns:
-          Of each the log-likelihood of the continuation given the context, and whether no other token is likelier at
-          any place of it.
+          For each pair the log-likelihood of the continuation given the context, and whether no other token is likelier
+          at any place of it.
         """
         mesh = self._cfg.mesh
         fix = "choices are scored without a pipeline; use fsdp or tp"

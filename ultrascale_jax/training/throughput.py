@@ -27,7 +27,7 @@ class Throughput(Hook):
         flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters, reference=reference)
         self._flops = flops / mesh.size
         kind = mesh.devices.flat[0].device_kind
-        # Of a token a second.
+        # Utilization at one token a second.
         self._mfu = mfu(self._flops, kind, cfg.train.precision)
         self._steps: list[tuple[float, int]] = []
         """Seconds and tokens of each step."""

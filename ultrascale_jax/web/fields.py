@@ -62,7 +62,7 @@ class Field:
     """One field of the form, as the dataclass says it that has the option."""
 
     name: str
-    """Of the option and of errors."""
+    """Name of the option, also in errors."""
     help: str
     choices: tuple[str, ...]
     """Values in a list; none for a number."""

@@ -36,11 +36,11 @@ class RunMetrics:
         self.columns: dict[str, array] = {}
         self.length = 0
         self.last: dict[str, Any] = {}
-        """The newest row of training, whole."""
+        """Newest row of training, with all columns."""
         self.damaged = 0
         """Lines that hold no row."""
         self._inode: int | None = None
-        """Of the file: a run that resumes writes a new one."""
+        """Inode of the file: a run that resumes writes a new one."""
         self._offset = 0
 
     def update(self) -> None:

@@ -88,7 +88,7 @@ class GuideReport:
     parameters: int
     seq_len: int
     tokens: int
-    """Of the whole training."""
+    """Tokens of the full training."""
     fit: list[dict[str, Any]]
     """Step 1: ways that hold ever less on each GPU."""
     batch: dict[str, Any]
@@ -96,10 +96,10 @@ class GuideReport:
     throughput: list[dict[str, Any]]
     """Step 3: the fastest mesh of each kind."""
     changes: list[dict[str, Any]]
-    """What one change to the best does."""
+    """Effects of single changes to the best."""
     answer: str
     command: str | None
-    """Trains the best; none where nothing can be recommended."""
+    """Command that trains the best; none where nothing can be recommended."""
     step: dict[str, Any] | None
     bill: dict[str, Any] | None
     other_clusters: list[dict[str, Any]]

@@ -1,7 +1,7 @@
 """Find the mesh, micro-batch, ZeRO stage and recomputation that train the model fastest: `ultrascale plan search`.
 
-Formulas rank every legal configuration; the best few are compiled and timed. What the command line sets, as --mesh or
---train.zero, stays; --fixed takes several values.
+Formulas rank every legal configuration; the best few are compiled and timed. Fields that the command line sets, as
+--mesh or --train.zero, stay; --fixed takes several values.
 """
 
 import json
@@ -36,7 +36,7 @@ class Options(common.Options):
 
     fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
     """Keep to these, as tp=8,pp=1: axes, zero, remat, global_batch, microbatches, sequences, schedule, virtual_stages,
-    stash, a2a_groups, ulysses. Of several, as global_batch=256,512, the one with the most tokens/s wins."""
+    stash, a2a_groups, ulysses. Among several, as global_batch=256,512, the one with the most tokens/s wins."""
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
     """Number of meshes to list."""
     compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8

@@ -1,15 +1,15 @@
 """Compute exact causal attention over a sequence that a mesh axis splits (context parallelism).
 
-Every function here is called where `axis` is manual (inside `jax.shard_map` or `smap`), on this rank's piece of the
-sequence, in the strategy's order (`sharding/sequence_order.py`), and returns this rank's piece of the result:
+Every function here is called where `axis` is manual (inside `jax.shard_map` or `smap`), on this rank's shard of the
+sequence, in the strategy's order (`sharding/sequence_order.py`), and returns this rank's shard of the result:
 
-    ring       keys and values travel from rank to rank, each attending to the block that it has while the next one is
+    ring       keys and values are sent from rank to rank, each attending to the block that it has while the next one is
                on its way (arXiv 2310.01889); sequence in natural order, so late ranks work while early ones wait
     zigzag     the same, but rank i of r holds chunks i and 2r-1-i, so that all ranks have the same work. After the
                rank's own block each step is two half-blocks without a mask: the second chunk's queries with
                the first chunk's keys, and the first or the second chunk's with its like
     allgather  zigzag's order and blocks; keys and values are gathered once instead (Llama 3, arXiv 2407.21783)
-    ulysses    all-to-all: each rank gets the whole sequence for a part of the heads (arXiv 2309.14509)
+    ulysses    all-to-all: each rank gets the full sequence for a part of the heads (arXiv 2309.14509)
 
 With `ulysses=u` groups of u neighbouring ranks exchange heads for sequence and then act as one position of a ring of
 n/u (arXiv 2405.07719). Blocks are joined by their log-sum-exp in float32; the backward pass is a ring of its own that
@@ -103,7 +103,7 @@ def context_attention(
 def _attend(
     spec: RingSpec, q, k, v, positions, segment_ids, full, sinks, with_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend on whole packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
+    """Attend on full packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
 
     Where a block needs a mask, its positions are those given or the places in the sequence.
     """

@@ -1,9 +1,9 @@
-"""Compute ring attention on the pieces of one mesh axis: send blocks of keys round, and join their results.
+"""Compute ring attention on the shards of one mesh axis: send blocks of keys round, and join their results.
 
 A rank's own block needs no other rank. Then, for each distance on the ring, comes a block with the keys of the rank so
-far before; meanwhile the next keys travel. The backward pass goes round in the same way, and the sums of the keys'
-gradients follow them one step behind, so that they too travel beside a block. The rank's own block waits for none and
-fills the time until they are home. Equal steps are one loop, compiled once.
+far before; meanwhile the next keys are sent. The backward pass goes round in the same way, and the sums of the keys'
+gradients follow them one step behind, so that sending them too is overlapped with a block. The rank's own block waits
+for none and fills the time until they are home. Equal steps are one loop, compiled once.
 
 `attention.py` has the public functions, and the strategies.
 """
@@ -32,7 +32,7 @@ from ultrascale_jax.kernels.residuals import name_attention
 from ultrascale_jax.parallel.context.window import distances_in_reach
 
 NEVER = 2**30
-"""Position of the padding of an odd piece: no query sees it."""
+"""Position of the padding of an odd shard: no query sees it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RingSpec:
     chunks: int
     """1: natural order; 2: chunks i and 2r-1-i."""
     gathered: bool
-    """Keys and values are gathered and do not travel."""
+    """Whether keys and values are gathered, and not sent from rank to rank."""
     window: int | None
     local_mask: bool
     """The rank's own block needs more than a causal mask."""
@@ -60,7 +60,7 @@ class RingSpec:
         return jax.lax.axis_index(self.axis) // self.ulysses
 
     def index(self, T: int) -> jax.Array:
-        """Return `[1, T]` int32: the places in the sequence that this rank's piece has."""
+        """Return `[1, T]` int32: the places in the sequence that this rank's shard has."""
         rank = self.rank()
         if self.chunks == 1:
             return (rank * T + jnp.arange(T))[None]
@@ -120,7 +120,7 @@ class RingSpec:
 def _by_window(run, spec: RingSpec, positions, segment_ids, full, T: int):
     """Return `run(spec, positions)`, of a ring without a window where `full` says so.
 
-    Without one, blocks need masks, and so positions, only of documents or of an odd piece.
+    Without one, blocks need masks, and so positions, only of documents or of an odd shard.
     """
     apart = segment_ids is not None or not spec.placed
     masked = apart or T % spec.chunks > 0
@@ -228,7 +228,7 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
     start = (jnp.zeros_like(last["q"], jnp.float32),) * spec.chunks
     back = _backward_gathered if spec.gathered else _backward_blocks
     dqs, sums, return_grads = back(spec, distances, keys, start, add)
-    # Not before the ring is through: then the sums' way home passes beside the own block.
+    # Not before the ring is through: then sending the sums home is overlapped with the own block.
     q, sums = jax.lax.optimization_barrier((q, sums))
     theirs = spec.join(return_grads(sums), T, 2)
     dq, dk, dv = attend_back(q)
@@ -243,7 +243,7 @@ ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _own_mask(spec: RingSpec, positions, segment_ids) -> BlockMask:
-    """Return the mask of the rank's own block. Its piece is in increasing order, so it is causal by index."""
+    """Return the mask of the rank's own block. Its shard is in increasing order, so it is causal by index."""
     if not spec.local_mask:
         return BlockMask(causal=True, window=spec.window)
     segments = None if segment_ids is None else (segment_ids, segment_ids)

@@ -71,7 +71,7 @@ def scaled(rows: int, tokens: int, first: int) -> int:
 
 
 def num_chunks(moe: MoEConfig, ranks: int, tokens: int) -> int:
-    """Return the parts of a rank's tokens, of which one travels while another is computed; an odd number is not cut."""
+    """Return the parts of a rank's tokens: one is sent while another is computed; an odd number is not cut."""
     return 2 if moe.overlap and ranks > 1 and tokens % 2 == 0 else 1
 
 

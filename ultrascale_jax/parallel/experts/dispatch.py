@@ -275,7 +275,7 @@ def _all_rounds_forward(one_round, rows, busiest, ints, floats):
 def _all_rounds_backward(one_round, rows, saved, g):
     pull_back, given = saved
     ((d_tokens, d_matrices),) = pull_back(g)
-    # The tokens' gradients do not wait for the matrices', which can be made while the first travel.
+    # The tokens' gradients do not wait for the matrices', which can be computed while the first are sent.
     d_tokens, later = _later_gradients(one_round, rows, given, g, d_tokens)
     return None, None, (d_tokens, _add_if_any(rows, given[0], d_matrices, later))
 

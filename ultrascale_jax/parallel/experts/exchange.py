@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens travel to the ranks of a mesh axis that hold their experts, and back.
+"""Expert parallelism: tokens are sent to the ranks of a mesh axis that hold their experts, and back.
 
     dropless   each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold
                `capacity_factor` times what balanced routing sends. Where some rank has more, the ranks take another
@@ -91,7 +91,7 @@ def expert_layer(
       w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on.
       w_up: `[E, D, F]`.
       w_down: `[E, F, D]`.
-      moe: how the tokens travel.
+      moe: how the tokens are sent.
       experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
       product: multiplies padded rows and matrices, as `jnp.einsum`; None: the Mosaic kernel multiplies ragged groups.

@@ -6,7 +6,7 @@ activation lives exactly as long as its slot in the table (`program.py`). A tick
 
     layers    one loop over the layers of a stage. An iteration does layer l of this tick's forward stage, and layer
               L-1-l of its backward stage and of its weight-gradient stage: they do not depend on each other, so that
-              the communication of one runs beside the matmuls of another
+              the communication of one is overlapped with the matmuls of another
     send      what was computed, to the next rank and to the one before: in flight during what follows
     head      loss and its gradient for the micro-batch that left the last stage; its backward pass begins a tick later
     embed     the first stage's input of the next tick, and the gradient of the embedding, each rank with its part of
@@ -54,7 +54,7 @@ class Pipelined:
     blocks: Tree
     """Gradients of this rank's `blocks`; None where the schedule has forward operations alone."""
     shared: Tree
-    """Gradients of `shared`, or None: of a parameter that is whole on every rank of the pipeline a partial sum, to be
+    """Gradients of `shared`, or None: of a parameter that is unsharded over the pipeline a partial sum, to be
     added over them."""
 
 
@@ -76,7 +76,7 @@ def pipeline(
     Args:
       schedule: a checked schedule over as many ranks as the axis has.
       stages: the functions.
-      blocks: this rank's layers, each leaf `[virtual * layers of a stage, ...]`, chunk by chunk: its piece of stacks in
+      blocks: this rank's layers, each leaf `[virtual * layers of a stage, ...]`, chunk by chunk: its shard of stacks in
         the order `order`.
       shared: parameters of embedding and head, this rank's part.
       microbatches: inputs, each leaf `[M, ...]`, the same on every rank of the pipeline.

@@ -1,4 +1,4 @@
-"""Order the operations of independent functions so that the exchanges of one travel while another computes.
+"""Order the operations of independent functions so that the exchanges of one are overlapped with another's work.
 
 In a tick a stage runs a layer forward and another backward, of two micro-batches. Left alone, XLA's scheduler, which
 counts operations and not their time, computes the attention of both and then waits for the exchanges of both. Here both
@@ -41,8 +41,8 @@ LIGHT = 1e-3
 def interleave(*runs: tuple[Callable[[Any], Any], Any]) -> list:
     """Return `fn(activations)` for each `(fn, activations)`, in an order that hides their exchanges.
 
-    Barriers hold activations, and what is made of them. What else the functions use, such as parameters, XLA may read
-    at any time.
+    Barriers hold activations, and what is computed from them. XLA may read the other inputs of the functions, such as
+    parameters, at any time.
     """
     functions = [_Function(*run) for run in runs]
     if any(map(_is_exchange, itertools.chain.from_iterable(fn.eqns for fn in functions))):
@@ -96,7 +96,7 @@ class _Program:
         for sources in self.before:
             behind.append(set().union(*({m} if m in heavy else behind[m] for m in sources)))
         self.sources = {n: behind[n] for n in sorted(heavy)}
-        """Of each equation that takes time those that it waits for, directly or through light ones."""
+        """Equations that take time, each with those that it waits for, directly or through light ones."""
 
     def run(self) -> None:
         """Run all equations: each that takes time in its turn, behind the light ones that it needs."""
@@ -131,8 +131,8 @@ class _Program:
         return sorted(found)
 
     def execute(self, n: int) -> None:
-        """Run an equation. Barriers hold what it makes, except elementwise values wider than the activations, which XLA
-        would have to write to memory, and what is in flight."""
+        """Run an equation. Barriers hold what it computes, except elementwise values wider than the activations, which
+        XLA would have to write to memory, and what is in flight."""
         eqn, fn = self.eqns[n], self.owners[n]
         fn.run(eqn)
         self.todo.remove(n)
@@ -213,7 +213,7 @@ class _Schedule:
         return all(self.done.get(m, math.inf) <= self.now for m in self.sources[n])
 
     def may_run(self, n: int, soon: dict[int, tuple[float, set[int]]]) -> bool:
-        """Return whether computation n would not run on when an exchange could start, which then runs beside it."""
+        """Return whether computation n would not run on when an exchange could start, which then overlaps it."""
         return all(
             at == self.now or n in before or self.seconds[n] <= at - self.now
             for at, before in soon.values()
@@ -261,7 +261,7 @@ def _seconds(eqn) -> float:
         case "while":
             return 0.0
         case "cond":
-            # Of layers of two kinds the smaller one, which most layers have.
+            # The branch of the smaller of two kinds of layers, which most layers are.
             branches = [branch.eqns for branch in inner_jaxprs(eqn)]
             busy = [eqns for eqns in branches if "dot_general" in primitives(eqns)]
             return min(sum(map(_seconds, eqns)) for eqns in busy or branches)

@@ -171,7 +171,7 @@ class LayerLoop:
                 )
             if "residuals" in written:
                 if backward:
-                    # Written after the backward pass has read its own, or XLA would copy the whole buffer.
+                    # Written after the backward pass has read its own, or XLA would copy the full buffer.
                     names = {"residuals", "g", "blocks", "weights"} & set(after)
                     after |= lax.optimization_barrier({name: after[name] for name in names})
                 for index, kept in zip(indices, new, strict=True):
@@ -288,7 +288,7 @@ class LayerLoop:
     def _params(self, tick: Tick, k: str, index) -> Tree:
         """Return the parameters of a layer; of stacks that it is not in, another layer's.
 
-        Those that the layer reads itself are zeros, shaped like the sums of their gradients.
+        Parameters that the layer reads itself are zeros, shaped like the sums of their gradients.
         """
         leaves, tree = jax.tree.flatten(self.blocks)
         rows = enumerate(zip(leaves, self._rows_of(tick, k, index), strict=True))
@@ -327,7 +327,8 @@ class LayerLoop:
     def _add(self, after: dict, grads: list, tick: Tick, k: str, index) -> None:
         """Add one layer's gradients, none for those that come at another time.
 
-        Of stacks that the layer is not in they are zeros. What the layer reads itself it has added itself.
+        Gradients of stacks that the layer is not in are zeros. The layer itself has added those of the parameters that
+        it reads itself.
         """
         sums, on = list(after["blocks"]), self._on(tick, k, index)
         rows = self._rows_of(tick, k, index)

@@ -224,7 +224,8 @@ class Traced:
     def shrink_residuals(self, variables: Iterable, moved: set) -> list:
         """Replace those `variables` that a collective or an elementwise operation makes of fewer bytes by these.
 
-        What waits for the weight gradients fills a queue; gathering a sequence again is cheaper than keeping it whole.
+        Values that wait for the weight gradients fill a queue; gathering a sequence again is cheaper than keeping it
+        unsharded.
         """
         makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
         found = dict.fromkeys(variables)

@@ -19,7 +19,7 @@ def float32(grads: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The functions of a pipeline. All see this device's pieces and may use collectives."""
+    """The functions of a pipeline. All see this device's shards and may use collectives."""
 
     layer: Callable[..., tuple]
     """`(params of one layer, x, context) -> (y, auxiliary loss[, statistics])`: x and y alike, the loss a float32
@@ -28,7 +28,7 @@ class Stages:
     embed: Callable[[Tree, Tree], jax.Array]
     """`(shared, micro-batch) -> x`, the first stage's input; every rank of the pipeline computes it (`embed_parts`)."""
     head: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
-    """`(shared, y, micro-batch) -> (objective, metrics)`: y is the last stage's output, whole on every rank; each
+    """`(shared, y, micro-batch) -> (objective, metrics)`: y is the last stage's output, unsharded over the ranks; each
     computes with its part of the vocabulary and sums over the ranks itself. The objective, a float32 scalar equal on
     all ranks of the pipeline, is differentiated; the metrics, scalars, are added up. A head that is not split ends in
     `lax.pmean` over the ranks."""

@@ -6,7 +6,7 @@ which: `loop` sends stage s to rank s % p, `v` folds the chain, so that odd chun
     loop, p=3, v=2:  rank 0: 0 3   rank 1: 1 4   rank 2: 2 5
     v,    p=3, v=2:  rank 0: 0 5   rank 1: 1 4   rank 2: 2 3
 
-One cell holds at most one operation of each kind, run in the order F, B, W. What a tick produces can be used
+One cell holds at most one operation of each kind, run in the order F, B, W. Results of a tick can be used
 from the next tick on, also on the same rank and also the gradient of the loss; only a W may share the tick of
 its B.
 """
@@ -86,7 +86,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """Stages of the full model."""
         return self.ranks * self.virtual
 
     @property

@@ -59,7 +59,7 @@ class CompiledProgram:
     axes: dict[str, int]
     """Mesh axis to size."""
     argument_bytes: int
-    """Of a step state and batch; what is donated gives its place to results."""
+    """Size of a step state and batch; what is donated gives its place to results."""
     temporary_bytes: int
     """Everything else that lives at once, at most."""
     host_bytes: int
@@ -218,11 +218,11 @@ def simulate_step(
 ) -> Timeline:
     """Predict how one GPU of `cluster` spends its time on `step`, if all packed documents have `document_tokens`.
 
-    No length is a whole row, the most work. Collectives are on the streams that XLA put them on; beside it the timeline
-    tells the step with all of them on one stream, with none that waits for another of another link, and with the most
-    that a study found collectives to slow what runs beside them. A conditional takes its slowest branch as often as the
-    pipeline's schedule, or the layers with experts, make it. Of the loops of unknown length only further rounds of
-    unbalanced experts may count nothing: others raise a warning.
+    Without a length a document is a full row, the most work. Collectives are on the streams that XLA put them on; the
+    timeline also tells the step with all of them on one stream, with none that waits for another of another link, and
+    with the most that a study found collectives to slow work overlapped with them. A conditional takes its slowest
+    branch as often as the pipeline's schedule, or the layers with experts, make it. A loop of unknown length may count
+    nothing only if it runs further rounds of unbalanced experts: others raise a warning.
 
     Raises `UserError` where the cluster has another number of GPUs than the mesh of the program.
     """

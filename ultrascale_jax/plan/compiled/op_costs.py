@@ -5,9 +5,9 @@ has not chosen one yet. Everything else is timed by the bytes it really touches,
 fusion that reads one layer of a stack, or updates one in place, moves that layer.
 
 XLA writes its own estimate next to a fusion (`reification_cost`) if compiled with `xla_gpu_collect_cost_model_stats`.
-Of that only the arithmetic is taken, as a lower bound: it knows how dear an exponential or a cosine is. Its memory time
-is not: it assumes peak bandwidth and charges broadcast operands as if every read went to memory (2.3 times the bytes
-of a rotary embedding, 1.6 times those of a norm's backward pass, in the Llama-3-8B step). Nor are its times of matrix
+Only its arithmetic is taken, as a lower bound: it knows how dear an exponential or a cosine is. Its memory time is not:
+it assumes peak bandwidth and charges broadcast operands as if every read went to memory (2.3 times the bytes of a
+rotary embedding, 1.6 times those of a norm's backward pass, in the Llama-3-8B step). Nor are its times of matrix
 products, 18 to 150 times what the peak allows.
 """
 
@@ -50,7 +50,7 @@ class Operations:
     module: Module
     gpu: Gpu
     document_tokens: int | None = None
-    """Length of all packed documents; none is a whole row."""
+    """Length of all packed documents; none is a full row."""
 
     @cached_property
     def _packed_lengths(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Replay one training step on a GPU, second by second, from the program that XLA scheduled.
 
-The program is replayed in its own order on one GPU. What computes waits its turn on the compute stream. A collective
-that XLA starts and finishes apart runs beside it:
+The program is replayed in its own order on one GPU. Computations wait their turn on the compute stream. A collective
+that XLA starts and finishes apart is overlapped with them:
 
     compute    | gather-start | matrix product ........ | gather-done waits | next product ...
     in node                   | gather .......................... |
@@ -74,11 +74,11 @@ class Timeline:
 
     step_s: float
     busy_s: dict[str, float]
-    """Of the compute stream, by kind of work."""
+    """Busy time of the compute stream, by kind of work."""
     link_s: dict[tuple[str, ...], float]
-    """Of the links: by kind of collective and by axes, as `("all-gather", "fsdp*sp")`, or `("copy",)`."""
+    """Busy time of the links, by kind of collective and by axes, as `("all-gather", "fsdp*sp")`, or `("copy",)`."""
     waited_s: dict[tuple[str, ...], float]
-    """As `link_s`, of the time that the compute stream waits."""
+    """Time that the compute stream waits for each of `link_s`."""
     streams: dict[str, list[Event]]
     """The first iterations of each loop in full, the others as one event of kind `loop`."""
     left_out: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class Timeline:
     side_by_side_s: float | None = None
     """The step if collectives of different links never waited for each other."""
     contended_s: float | None = None
-    """The step if all work beside a collective were `costs.CONTENTION` times as slow."""
+    """The step if all work overlapped with a collective were `costs.CONTENTION` times as slow."""
     work_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """As `busy_s`, by kind and block of the model (`hlo/classes.py`); kind `copy` only moves data."""
 
@@ -127,9 +127,9 @@ def simulate(
       comm_streams: the stream of each asynchronous collective; one that is not named waits for its link only.
       share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
         the trip counts of the loops around it, outermost first. By default always.
-      document_tokens: length of all packed documents; none is a whole row.
-      contention: how many times as slow all work is beside a collective, in place of what `costs.NCCL_CORES` take from
-        products and attention.
+      document_tokens: length of all packed documents; none is a full row.
+      contention: how many times as slow all work overlapped with a collective is, in place of what `costs.NCCL_CORES`
+        take from products and attention.
       shown: iterations of each loop that the events show in full.
     """
     operations = Operations(module, cluster.gpu, document_tokens)
@@ -208,7 +208,7 @@ class _Replay:
         self.now += seconds
 
     def beside_collectives(self, seconds: float) -> float:
-        """Return how long work of so many seconds takes from now on, beside the collectives that run meanwhile."""
+        """Return how long work of so many seconds takes from now on, overlapped with the collectives that run."""
         running = [w for w in self.works if w.end > self.now and w.key != ("copy",)]
         now, left = self.now, seconds
         for change in sorted({at for w in running for at in (w.start, w.end) if at > now}):
@@ -220,7 +220,7 @@ class _Replay:
         return now + left - self.now
 
     def speed(self, collectives: int) -> float:
-        """Return the speed of work beside so many collectives, 1 beside none."""
+        """Return the speed of work overlapped with so many collectives, 1 with none."""
         if self.contention is not None:
             return 1 / self.contention if collectives else 1.0
         return 1 - collectives * self.nccl_share

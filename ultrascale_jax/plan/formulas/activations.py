@@ -213,7 +213,7 @@ def working_set(run: Run, layer: Layer) -> float:
     mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
-    # Of norms behind the half-blocks: their inputs, once in float32.
+    # Inputs of the norms behind the half-blocks, once in float32.
     normed = 2 * (a + 4) * layer.residual if shape.norm_placement == "both" else 0
     return (
         max(mlp, attention)

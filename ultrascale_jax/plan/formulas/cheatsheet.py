@@ -62,9 +62,9 @@ class Row:
 
     strategy: str
     axis: str
-    """Of the mesh."""
+    """Axis of the mesh."""
     size: int
-    """Of the axis in the run; where it is not used there, one that the cluster suggests."""
+    """Size of the axis in the run; where the run does not use it, one that the cluster suggests."""
     used: bool
     """Whether the run uses it."""
     axes: tuple[str, ...]
@@ -77,9 +77,9 @@ class Row:
     volume: float
     """Bytes that one GPU sends in a step."""
     communication_s: float
-    """Of one micro-batch, and for dp and ZeRO-1 of the step."""
+    """Time of the communication of one micro-batch, and for dp and ZeRO-1 of the step."""
     computation_s: float
-    """Of the computation that it can hide behind."""
+    """Time of the computation that the communication can hide behind."""
 
     @property
     def ratio(self) -> float:

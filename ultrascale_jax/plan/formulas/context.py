@@ -1,8 +1,8 @@
 """Costs of splitting a sequence over cp, beside the blocks of its attention; no JAX.
 
 `parallel/context/ring.py` has the program: before and after the ring the ranks of one place exchange heads for
-sequence; on it a block is computed for each distance while the next keys travel, backward also the float32 sums of
-their gradients. What its copies move, and what is in memory at once, was read off XLA's programs
+sequence; on it a block is computed for each distance while the next keys are sent, backward also the float32 sums of
+their gradients. The bytes that its copies move, and those in memory at once, were read off XLA's programs
 (`docs/planning/context.csv`).
 """
 
@@ -38,7 +38,7 @@ def ring_groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
 
 
 def block_share(run: Run) -> float:
-    """Return scores of one step over those of a whole piece: two half blocks, or in natural order one whole."""
+    """Return scores of one step over those of a full shard: two half blocks, or in natural order one full block."""
     return 1.0 if run.context.strategy == "ring" else 0.5
 
 
@@ -89,8 +89,8 @@ def exposed_seconds(
 ) -> tuple[float, float]:
     """Time how long a layer waits for cp, forward and backward, if all its blocks together take that long.
 
-    A hop is hidden by a block. Gathered keys come beside the own block; what is scattered at the end nothing hides, and
-    neither exchanges of heads.
+    A hop is hidden by a block. Gathering keys is overlapped with the own block; nothing hides what is scattered at the
+    end, nor exchanges of heads.
     """
     steps, (query, key) = mean_steps(run), query_key_values(run)
     near, ring = ring_groups(run, cluster.gpus_per_node)

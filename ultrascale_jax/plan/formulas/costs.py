@@ -12,42 +12,44 @@ from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Group
 
 MATMUL_SHARE = 0.8
-"""Of the peak, for the arithmetic alone. With reading and writing, [8192]^3 in bfloat16 comes to 718 TFLOP/s (cuBLAS on
-an H100 with random data: 798), and [4096, 4096] x [4096, 128256] to 6.2 ms (XLA, in tokamax 0.0.17's timings: 6.29)."""
+"""Share of the peak that a matrix product reaches, for the arithmetic alone. With reading and writing, [8192]^3 in
+bfloat16 comes to 718 TFLOP/s (cuBLAS on an H100 with random data: 798), and [4096, 4096] x [4096, 128256] to 6.2 ms
+(XLA, in tokamax 0.0.17's timings: 6.29)."""
 
 BUSY_SHARE = 0.80
 """Speed of a matrix product within a training step over that of the product alone: clocks fall under the power limit.
 Fitted on the calibration half of the playbook's runs, whose products are cuBLAS's too."""
 
 MEMORY_SHARE = 0.85
-"""Of the data sheet's bandwidth: an H100 copies 3.0 TB/s of 3.35 at best, fusions of more streams less."""
+"""Share of the data sheet's memory bandwidth: an H100 copies 3.0 TB/s of 3.35 at best, fusions of more streams less."""
 
 NCCL_CORES = 16
 """Multiprocessors that a collective keeps: `NVLS_NCHANNELS_SM90` of NCCL (src/transport/nvls.cc), for every GPU."""
 
 CONTENTION = 1.4
-"""How many times as slow work beside a collective was in the worst case of arXiv 2507.03114 (A100, H100, MI250, MI210;
-1.19 on average). `NCCL_CORES` make it 1.14 on an H100."""
+"""Slowdown of work overlapped with a collective, in the worst case of arXiv 2507.03114 (A100, H100, MI250, MI210; 1.19
+on average): its time over that alone. `NCCL_CORES` make it 1.14 on an H100."""
 
 LAUNCH_S = 3e-6
-"""From one kernel to the next of the same stream (XLA's own estimate of a launch)."""
+"""Time from one kernel to the next of the same stream (XLA's own estimate of a launch)."""
 
 ATTENTION_SHARE = {"forward": 0.60, "backward": 0.44}
-"""Of the bfloat16 peak, causal, head_dim 128, 4,096 to 8,192 tokens: cuDNN 595 to 629 TFLOP/s forward, Mosaic 408 to
-438 backward (tokamax 0.0.17's timings on H100). Alone cuDNN 9.19 reaches 474 to 541 backward and 591 to 644 forward (an
-H200, `benchmark/sdpa_benchmark_training` of NVIDIA/cudnn-frontend); `BUSY_SHARE` of that backward is 379 to 433."""
+"""Share of the bfloat16 peak that attention reaches, causal, head_dim 128, 4,096 to 8,192 tokens: cuDNN 595 to 629
+TFLOP/s forward, Mosaic 408 to 438 backward (tokamax 0.0.17's timings on H100). Alone cuDNN 9.19 reaches 474 to 541
+backward and 591 to 644 forward (an H200, `benchmark/sdpa_benchmark_training` of NVIDIA/cudnn-frontend); `BUSY_SHARE` of
+that backward is 379 to 433."""
 
 NARROW_HEAD_SHARE = 0.8
-"""Of that, with heads of 64: 468 to 514 TFLOP/s forward and 286 to 307 backward in the same tables."""
+"""Share of that speed with heads of 64: 468 to 514 TFLOP/s forward and 286 to 307 backward in the same tables."""
 
 LINK_SHARE = 0.8
-"""Of NVLink's bandwidth: NCCL's own model has 360 GB/s for Hopper's 450 and 720 for Blackwell's 900."""
+"""Share of NVLink's bandwidth: NCCL's own model has 360 GB/s for Hopper's 450 and 720 for Blackwell's 900."""
 
 SWITCH_SHARE = 0.97
-"""Of NVLink's bandwidth, where the switch adds (NVLS, Hopper and later): the playbook's 436 GB/s of all-reduce."""
+"""Share of NVLink's bandwidth where the switch adds (NVLS, Hopper and later): the playbook's 436 GB/s of all-reduce."""
 
 NETWORK_SHARE = 0.98
-"""Of the node's network: see `HOP_S`."""
+"""Share of the bandwidth of the node's network: see `HOP_S`."""
 
 HOP_S = {"all-reduce": 33e-6, "all-gather": 43e-6, "reduce-scatter": 43e-6}
 """On EFA a collective over nodes takes this for each rank, beside its bytes. Fitted with `NETWORK_SHARE` to the
@@ -60,16 +62,16 @@ SMALL_BYTES = 0.5e6
 """Bytes from rank to rank from which on a hop takes `HOP_S`: the smallest of the playbook's figure."""
 
 NETWORK_HOP_S = 14e-6
-"""From node to node elsewhere (InfiniBand, RoCE): `hwLat`, network, Simple of NCCL's model (src/graph/tuning.cc)."""
+"""Hop between nodes elsewhere (InfiniBand, RoCE): `hwLat`, network, Simple of NCCL's model (src/graph/tuning.cc)."""
 
 NODE_HOP_S = 3.4e-6
-"""From GPU to GPU of a node: the same table, NVLink, ring, Simple."""
+"""Hop between GPUs of a node: the same table, NVLink, ring, Simple."""
 
 START_S = 8.4e-6
-"""Beginning a collective: `baseLat` of the same model, ring, Simple."""
+"""Time of beginning a collective: `baseLat` of the same model, ring, Simple."""
 
 HOST_SHARE = 0.85
-"""Of the link to the host: what packets of 256 bytes leave of PCIe 4.0 and 5.0."""
+"""Share of the bandwidth of the link to the host: what packets of 256 bytes leave of PCIe 4.0 and 5.0."""
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from ultrascale_jax.plan.workload import Group, Run, group
 
 
 def num_chunks(run: Run) -> int:
-    """Return parts of a GPU's tokens that travel one after the other."""
+    """Return parts of a GPU's tokens that are sent one after the other."""
     return 2 if run.moe.overlap and run.mesh.ep > 1 else 1
 
 

@@ -53,9 +53,9 @@ class Overheads:
     travel: float = 1.0
     """Share of the time of tokens on their way to experts and back that is waited for."""
     overlapped: float = 1.0
-    """The same where half of them travel while experts work on the other half."""
+    """The same where half of them are sent while experts work on the other half."""
     hide: float
-    """Share of the arithmetic beside it that communication of parameters and gradients can hide behind."""
+    """Share of the overlapped arithmetic that communication of parameters and gradients can hide behind."""
     nccl_cores: int = 0
     """Multiprocessors that hidden communication of parameters and gradients keeps from matrix products."""
     step_s: float
@@ -77,7 +77,7 @@ ULTRASCALE = Overheads(
 """XLA's program of the trainer. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA 0.12
 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
 writes the exponentials of its logits in bfloat16 and reads them once beside its products (models/loss.py). A layer is
-some 90 kernels of 4 microseconds (XLA's own launch estimate). Where its matrices do not travel together they are
-gathered one by one, those of keys and values together. Of the way of tokens to their experts XLA's schedules hide a
-seventh, or a third (docs/planning/experts.csv). What else hides and what a step adds (`hide`, `step_s`) are
-estimates."""
+some 90 kernels of 4 microseconds (XLA's own launch estimate). Where its matrices are not sent together they are
+gathered one by one, those of keys and values together. XLA's schedules hide a seventh, or a third, of the time in which
+tokens are sent to their experts (docs/planning/experts.csv). The share of the arithmetic that hides other communication
+(`hide`) and the time that a step adds (`step_s`) are estimates."""

@@ -30,12 +30,12 @@ class Passes:
 
     @property
     def forward(self) -> float:
-        """The whole forward pass."""
+        """Time of the full forward pass."""
         return sum(self.products.values()) + self.attention + self.traffic / 3
 
     @property
     def backward(self) -> float:
-        """The whole backward pass."""
+        """Time of the full backward pass."""
         return self.backward_products + self.attention_backward + self.traffic * 2 / 3
 
 
@@ -51,7 +51,7 @@ class LayerTime:
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """Of a mean layer."""
+        """Passes of one micro-batch through a mean layer."""
         products = self.products()
         return Passes(
             {name: self.gemms(shapes, backward=False) for name, shapes in products.items()},
@@ -136,9 +136,9 @@ class LayerTime:
     def document_bytes(self) -> tuple[float, float]:
         """Count what ends of documents inside a sequence move in memory, forward and backward.
 
-        A mask has two bytes a score, read once for all heads. Of packed documents the results and gradients of each
+        A mask has two bytes a score, read once for all heads. For packed documents the results and gradients of each
         class are read, and one is written; the backward pass of a class clears float32 gradients for its segments.
-        Attention itself is counted as if a document were a whole row.
+        Attention itself is counted as if a document were a full row.
         """
         run, layer = self.run, layer_of(self.run)
         if not run.document_mask or layer.scores:

@@ -1,7 +1,7 @@
 """Predict the memory of one GPU, part by part, from formulas; no JAX.
 
-`breakdown` follows `train_step/step.py`: what rests between steps, what lives through a micro-batch, and the moment at
-which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
+`breakdown` follows `train_step/step.py`: what is stored between steps, what lives through a micro-batch, and the moment
+at which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
 `docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
 in `pipeline_memory.py`. fp8 has been compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
 """
@@ -80,7 +80,7 @@ def host_bytes(run: Run) -> int:
 def state(run: Run, weights: Weights) -> dict[str, float]:
     """Count the bytes between steps: float32 master parameters, AdamW's moments, the batch of int32.
 
-    The base of adapters rests in the type of compute, and has no moments; so does the reference of `train.dpo`.
+    The base of adapters is stored in the type of compute, and has no moments; so is the reference of `train.dpo`.
     """
     trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
@@ -138,9 +138,9 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 
     Where layers gather ahead and scatter late, the parameters of two layers are there, and a layer's gradients.
     Gradients of the blocks collect in the type and sharding in which the blocks are used: shards with zero 3.
-    The head's waits in the type of compute until the backward pass is over. Of the layer's own parameters attention's
-    and two of the feed-forward layer's are there: gathered, cut out of the stack, or as gradients; of the routed
-    experts more.
+    The head's gradient waits in the type of compute until the backward pass is over. The layer's own parameters in
+    memory are attention's and two of the feed-forward layer's: gathered, cut out of the stack, or as gradients; of the
+    routed experts there are more.
     """
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one step."""
+    """Counts of a pipeline's operations and values in one step."""
 
     ticks: dict[str, int]
     """By the kind of operation: ticks that run it, on whatever rank (in lock step all wait for it); and `all`."""
@@ -82,8 +82,8 @@ def kinds_by_tick(schedule: Schedule) -> list[frozenset[str]]:
 def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:
     """Return the shares of time in which a conditional of the step takes its slowest branch, for the timeline.
 
-    Of head or embedding that is the share of the ticks that run it: a loop over ticks is the segment of the table that
-    has as many, or else the nearest. Of layers of both kinds it is the share of those with experts, and of attention
+    For head or embedding it is the share of the ticks that run it: a loop over ticks is the segment of the table that
+    has as many, or else the nearest. For layers of both kinds it is the share of those with experts, and for attention
     with and without a window the share of the layers without. A pipeline's stages have layers of both kinds in one
     iteration, and all wait for the slower kind: for the experts, or for the dense layer in their place.
     """

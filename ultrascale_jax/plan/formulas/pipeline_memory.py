@@ -58,8 +58,8 @@ def _saved(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
 def w_queue_bytes(run: Run, layer: Layer) -> float:
     """Count the bytes of one layer's waiting weight gradients: what its products read, and their cotangents.
 
-    The product of gate and up is made again, except where it is kept. What the norms give waits as it is kept: with
-    `none` gathered, with `dots` as the norms' float32 inputs.
+    The product of gate and up is computed again, except where it is kept. The norms' results wait as they are kept:
+    with `none` gathered, with `dots` as the norms' float32 inputs.
     """
     a = layer.width
     norms = {"none": a * layer.whole, "dots": 4 * layer.residual}.get(run.remat, a * layer.residual)

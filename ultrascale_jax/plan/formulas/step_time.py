@@ -100,9 +100,9 @@ class Step:
         return parts | {"step overhead": self.overheads.step_s}
 
     def reference(self) -> float:
-        """Time the forward pass of one micro-batch through the reference of `train.dpo`, and making logits again.
+        """Time the forward pass of one micro-batch through the reference of `train.dpo`, and computing logits again.
 
-        Those are the policy's: its loss is known before the gradients of its tokens.
+        The logits are the policy's: its loss is known before the gradients of its tokens.
         """
         if not self.run.reference:
             return 0.0
@@ -131,15 +131,15 @@ class Step:
 
     @property
     def passes_overlap(self) -> bool:
-        """Return whether ticks of a pipeline run one stage's forward pass beside another's backward pass."""
+        """Return whether ticks of a pipeline overlap one stage's forward pass with another's backward pass."""
         return self.mesh.pp > 1 and pipeline_memory.overlaps_passes(self.run)
 
     @property
     def waited_share(self) -> float:
         """Return the share of the tensor group's communication that a layer waits for.
 
-        Where a tick runs a forward and a backward pass, one's travels beside the products of the other, as far as these
-        last. With ZeRO-3 parameters take that time.
+        Where a tick runs a forward and a backward pass, the communication of one is overlapped with the products of the
+        other, as far as these last. With ZeRO-3 parameters take that time.
         """
         passes = self.passes
         if not self.passes_overlap or self.run.zero == 3 or self.tensor.ranks == 1:
@@ -206,7 +206,7 @@ class Step:
         """Time the output projection of one micro-batch, and gathering its table and the embedding's.
 
         Each module of `model.mtp_layers` has one too, and a projection of its own. The embedding's columns that ZeRO-3
-        splits may stay so, and looked-up tokens travel (`embed_lookup` of sharding/primitives.py).
+        splits may stay so, and looked-up tokens are communicated (`embed_lookup` of sharding/primitives.py).
         """
         shape, n = self.shape, self.tensor.ranks
         forward, backward = self.head_products(), self.head_products(backward=True)
@@ -233,7 +233,7 @@ class Step:
         return self.layer_time.gemms(shapes, backward=backward, fp8=False)
 
     def loss(self) -> float:
-        """Time the cross-entropy of one micro-batch beside its matrix products.
+        """Time the cross-entropy of one micro-batch without its matrix products.
 
         Where logits come in several chunks, each reads and writes the head's gradient in float32.
         """
@@ -292,7 +292,7 @@ class Step:
         """Time copying activations to the host in the forward pass, and back in the backward pass, beyond their work.
 
         In DGX machines a GPU reaches its network card over the same PCIe link, so what a layer's parameters and
-        gradients send between nodes travels there too. The simulation of compiled programs does not charge that.
+        gradients send between nodes uses it too. The simulation of compiled programs does not charge that.
         """
         copied = offloaded_bytes(self.run)
         if not copied:
@@ -342,7 +342,7 @@ class Step:
         return max(0.0, self.exchanges() - self.overheads.hide * beside)
 
     def exchanges(self) -> float:
-        """Time tokens to their experts and back, and there again if what came is not kept, with nothing beside them."""
+        """Time tokens to their experts and back, and there again if what came is not kept, overlapped with nothing."""
         if self.shape.experts is None:
             return 0.0
         halves = experts.num_chunks(self.run) == 2
@@ -377,7 +377,7 @@ class Step:
 
     @property
     def ways(self) -> tuple[int, int]:
-        """Return the times that tokens travel to experts or back, forward and backward."""
+        """Return the times that tokens are sent to experts or back, forward and backward."""
         remat = self.run.remat
         kept = remat in ("none", "selective") or "dispatched" in remat
         return 2, 2 if kept else 3
@@ -414,7 +414,7 @@ class Step:
         return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
 
     def hiding_passes(self, forward: float, backward: float) -> tuple[float, float]:
-        """Return what of a layer's passes a neighbour's parameters and gradients travel beside, on XLA's one stream.
+        """Return what of a layer's passes overlaps sending a neighbour's parameters and gradients, on XLA's one stream.
 
         Behind a ring, whose hops would wait for them; and if attention runs again between sp's reductions, behind the
         MLP's input gradient (`Lowering.delay`).

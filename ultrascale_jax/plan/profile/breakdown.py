@@ -4,7 +4,7 @@ At every moment a device does one of these, in this order:
 
 * it computes: the moment is that of the kernels that run, in equal parts;
 * it communicates: the moment is exposed, and belongs to the collectives that run;
-* it copies beside the compute stream: the moment is a wait for copies;
+* it copies on another stream than the compute stream: the moment is a wait for copies;
 * nothing runs: the device idles, for the host or for another device.
 
 So the parts add up to the step, as they do in the planner's timeline (`plan/compiled/timeline.py`).
@@ -49,9 +49,9 @@ class Breakdown:
     work_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """By class of kernel and block."""
     collective_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Of all collectives, hidden or not, by kind and axes."""
+    """Time of all collectives, hidden or not, by kind and axes."""
     exposed_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Of those that nothing hid."""
+    """Time of the collectives that nothing hid, by kind and axes."""
     copies_s: float = 0.0
     """The device waited for copies."""
     idle_s: float = 0.0

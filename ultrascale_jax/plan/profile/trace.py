@@ -51,7 +51,7 @@ def read_trace(content: bytes) -> dict[str, list[TraceEvent]]:
     """
     devices: dict[str, list[TraceEvent]] = defaultdict(list)
     with warnings.catch_warnings():
-        # Of the types of the binding that reads the file, which name no module.
+        # The types of the binding that reads the file name no module, of which Python warns.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in _parse(content).planes:
             gpu = GPU_PLANE.fullmatch(plane.name)

@@ -35,14 +35,14 @@ class Collectives:
     sent_bytes: int
     """The larger side of each, together."""
     synchronous: int
-    """How many of the times nothing can run beside."""
+    """How many of the times no work can be overlapped."""
     seconds: float
     exposed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledReport:
-    """What one GPU does and holds in a compiled step."""
+    """Work and memory of one GPU in a compiled step."""
 
     prediction: StepPrediction
     argument_bytes: int
@@ -58,9 +58,9 @@ class CompiledReport:
     memory_over_step: tuple[list[float], dict[str, list[int]]]
     """When the memory in use changes, in seconds, and the bytes of each class of buffers from then on."""
     config: Config
-    """What was compiled."""
+    """Configuration that was compiled."""
     executed: "Executed | None" = None
-    """What running the program on a CPU showed, if it was asked for."""
+    """Result of running the program on a CPU, if it was asked for."""
 
     @classmethod
     def of(
@@ -206,7 +206,7 @@ class CompiledReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Executed:
-    """What running the program on this machine's CPU showed."""
+    """Result of running the program on this machine's CPU."""
 
     seconds: float
     largest: float

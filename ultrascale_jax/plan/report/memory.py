@@ -28,7 +28,7 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
 
 type Section = Literal["mesh", "roofline"]
-"""What `--explain` explains."""
+"""Parts of a plan that `--explain` explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class MemoryReport:
     hint_bytes: int = 0
     """Peak of the run with these options."""
     sections: Sequence[MeshReport | RooflineReport] = ()
-    """What `--explain` asked for."""
+    """Reports that `--explain` asked for."""
 
     @classmethod
     def of(

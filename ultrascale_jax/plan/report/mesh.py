@@ -25,7 +25,7 @@ class MeshReport:
     run: Run
     cluster: Cluster
     axes: list[Placement]
-    """Those larger than 1, from the slowest link to the fastest."""
+    """Axes larger than 1, from the slowest link to the fastest."""
 
     @classmethod
     def of(cls, run: Run, cluster: Cluster) -> "MeshReport":

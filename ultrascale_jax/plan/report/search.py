@@ -34,19 +34,19 @@ class Row:
     """One candidate of a search."""
 
     section: str
-    """Of the table."""
+    """Section of the table."""
     candidate: Candidate
     step: StepPrediction
-    """Of the compiled program, or by formula and corrected."""
+    """Prediction from the compiled program, or by formula and corrected."""
     correction: float
-    """By which the formula's time was multiplied."""
+    """Factor by which the formula's time was multiplied."""
     why: str
-    """Why it lost, or that it is the best."""
+    """Reason why it lost, or that it is the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchReport:
-    """What a search has found so far."""
+    """Results of a search so far."""
 
     search: Search
     recipe: str
@@ -85,7 +85,7 @@ class SearchReport:
 
     @property
     def label(self) -> str:
-        """What was searched, in words."""
+        """Recipe and cluster that were searched, in words."""
         return f"{self.recipe} on {self.search.cluster.num_gpus} {self.search.cluster.gpu.name}"
 
     @property

@@ -287,8 +287,8 @@ class Search:
     def recommend(self, ranking: Sequence[Candidate]) -> Candidate | None:
         """Choose among candidates.
 
-        Of those that were compiled and fit, or else that fit by formula, the simplest that is as fast as the fastest
-        within `EQUAL`; if there are none, the leanest that may fit.
+        The choice among those that were compiled and fit, or else that fit by formula, is the simplest that is as fast
+        as the fastest within `EQUAL`; if there are none, the leanest that may fit.
         """
         fitting = [c for c in ranking if c.verdict == FITS]
         compiled = [c for c in fitting if c.compiled]

@@ -7,7 +7,7 @@ Left out, and counted where it is not the same run under another name:
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
 * a tensor group across nodes, unless sp or tp is pinned.
 
-Tokens travel to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
+Tokens are sent to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
 `a2a_groups` is pinned. Attention crosses cp in the recipe's way, and where that is a ring, without a pipeline also with
 heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
 """
@@ -58,8 +58,8 @@ OFFLOADED = (
 but `attn_core` saves as much arithmetic, so the widest go first, and of `attn_core` the statistics would go along."""
 
 OFFLOADED_EXPERTS = (OFFLOADED[0], "save:k,v,attn_core,attn_out,up+offload:gate")
-"""The same with one expert a rank: tokens travel again in the backward pass, so `dispatched` is not kept. More experts
-on a rank were not compared with a compiled program."""
+"""The same with one expert a rank: tokens are sent again in the backward pass, so `dispatched` is not kept. More
+experts on a rank were not compared with a compiled program."""
 
 POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
@@ -191,7 +191,7 @@ OPTIONS = {
 def named_choices(cfg: Config, names: Collection[str], num_gpus: int) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a command line named, by its options `names`, as choices of one value each.
 
-    Of the mesh those are all axes (`mesh`), or one (`mesh.tp`). Raises `UserError` for a mesh of other GPUs.
+    The fields of the mesh are all axes (`mesh`), or one (`mesh.tp`). Raises `UserError` for a mesh of other GPUs.
     """
     found: dict[str, tuple[Any, ...]] = {}
     for field_name, option in OPTIONS.items():
@@ -303,8 +303,8 @@ def _can_offload(run: Run, remat: str, cluster: Cluster) -> bool:
 def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:
     """Yield `run` with every stash and recompute policy, from what repeats the least.
 
-    What is offloaded is tried where layers gather ahead, and are dense or have one expert a rank, and the host has
-    the memory.
+    Policies that offload are tried where layers gather ahead, and are dense or have one expert a rank, and the host
+    has the memory.
     """
     if run.mesh.pp > 1:
         named = () if run.shape.experts is None else NAMED_EXPERTS
