@@ -41,11 +41,13 @@ def test_fully_sharded_fits_in_24_gib_beside_what_is_ahead_and_late(fully_sharde
 @pytest.mark.slow
 def test_fully_sharded_waits_for_no_collective(fully_sharded):
     waits = [c for c in fully_sharded.collectives if not c.asynchronous]
-    # Once a step: the first layer, with the head in the same gather (`one_gather`), which nothing could hide; and the
-    # gradients of the norms, with a few sums of the metrics.
-    assert [(c.kind, c.loops) for c in waits] == [("all-gather", ()), ("all-reduce", ())]
+    # Once a step: the first layer, with the head in the same gather (`one_gather`), which nothing could hide.
+    assert [(c.kind, c.loops) for c in waits] == [("all-gather", ())]
+    # The gradients of the norms are summed in one all-reduce, with a few sums of the metrics.
     norms = 4 * (2 * RUN.model.num_layers + 1) * RUN.model.d_model
-    assert norms <= waits[1].operand_bytes <= norms + 64
+    sums = [c.operand_bytes for c in fully_sharded.collectives if c.kind == "all-reduce"]
+    assert norms <= max(sums) <= norms + 64
+    assert sum(sums) <= norms + 128
 
 
 @pytest.mark.slow

@@ -151,6 +151,7 @@ def test_the_trainer_resumes_own_layers_on_another_mesh_and_generates(tmp_path):
         now = on(change(cfg, train={"steps": steps}), mesh)
         us.train(now, mesh_of(now), model=OwnModel)
     assert [row["step"] for row in step_rows(tmp_path)] == [1, 2]
+    expected = None
     for mesh in ("fsdp=2,tp=2", "pp=2,tp=2"):
         devices = mesh_of(on(CFG, mesh))
         _, model = us.load_run(tmp_path, devices, model=OwnModel)
@@ -158,7 +159,7 @@ def test_the_trainer_resumes_own_layers_on_another_mesh_and_generates(tmp_path):
             prompt = np.arange(16, dtype=np.int32).reshape(2, 8)
             settings = {"temperature": 0, "key": jax.random.key(0)}
             found = us.generate(model, prompt, 4, **settings)
-            if mesh == "pp=2,tp=2":
+            if expected is not None:
                 np.testing.assert_array_equal(found, expected)
                 continue
             tokens, expected = prompt, np.asarray(found)

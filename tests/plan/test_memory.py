@@ -16,7 +16,7 @@ from ultrascale_jax.config import Experts, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
-from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, state, timeline
+from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, state, timeline, verdict
 from ultrascale_jax.plan.formulas.parameters import sharded_params, weights_of
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.model_shape import ModelShape

@@ -36,6 +36,7 @@ from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.hooks import Hook
 from ultrascale_jax.kernels.document_classes import max_documents
 from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.plan.flops import flops_per_token
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.loop import train

@@ -39,7 +39,7 @@ def load_recipe(name: str) -> Config:
         # As `python -m` does; the console command has its own folder there.
         sys.path.append(os.getcwd())
     is_file = path.suffix.lower() == ".py"
-    require(not is_file or path.is_file(), "recipe", name, "there is no such file")
+    require(not is_file or os.path.isfile(path), "recipe", name, "there is no such file")
     module_name = name if is_file else _module_name(name)
     try:
         module = _run_file(path) if is_file else importlib.import_module(module_name)
@@ -60,7 +60,9 @@ def _module_name(name: str) -> str:
     if (stem := name.replace("-", "_")) in known:
         return f"{configs.__name__}.{stem}"
     fix = "give a file that ends in .py and sets `config`, or a .json that --print-config printed"
-    require(path.suffix.lower() not in OTHER_LANGUAGES and not path.is_file(), "recipe", name, fix)
+    require(
+        path.suffix.lower() not in OTHER_LANGUAGES and not os.path.isfile(path), "recipe", name, fix
+    )
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         return name
     files = [file for file in (f"{name}.py", f"{name}/config.json") if os.path.isfile(file)]
@@ -72,7 +74,7 @@ def _module_name(name: str) -> str:
 
 def _saved(path: Path) -> Config:
     """Return the configuration in a run's config.json, or in a file that `--print-config` printed."""
-    require(path.is_file(), "recipe", str(path), "there is no such file")
+    require(os.path.isfile(path), "recipe", str(path), "there is no such file")
     values = read_json(path)
     fix = f"is a Hugging Face model's; write --train.init-from hf:{path.parent}"
     require("model_type" not in values, "recipe", str(path), fix)
