@@ -1,13 +1,13 @@
 """Compile runs for H100s with each rule of `config/lowering.py` off, and simulate them, for a page of the benchmarks.
 
-python -m scripts.lowering_rules                      # every rule on every run that it is for, into the page
-python -m scripts.lowering_rules --runs 8b --out -    # one run, onto the screen
+python -m scripts.lowering_rules              # the rows that docs/benchmarks/lowering.csv lacks, into it and the page
+python -m scripts.lowering_rules --runs 8b    # of one run
 """
 
 import argparse
+import csv
 import dataclasses
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -21,7 +21,8 @@ from ultrascale_jax.config import Config, MeshConfig
 from ultrascale_jax.config import lowering as rules
 from ultrascale_jax.launch.distributed import set_environment
 
-PAGE = Path("docs/benchmarks/h100_lowering.md")
+PAGE = Path("docs/benchmarks/h100.md")
+TABLE = Path("docs/benchmarks/lowering.csv")
 BEGIN = "<!-- made by scripts.lowering_rules -->\n"
 PLAIN = "all of them"
 """Name of the row of a run without any rule."""
@@ -122,66 +123,78 @@ def measure(name: str, without: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown: what each rule brings, `without -> with`."""
-    whole = {row.case: row for row in rows if not row.without}
-    lines = [
-        "| rule | run | step without -> with it | | GiB without -> with it |",
-        "|---|---|---|---|---|",
-    ]
-    order = [PLAIN, *(rule.name for rule in rules.RULES)]
-    for row in sorted((r for r in rows if r.without), key=lambda r: order.index(r.without)):
-        base = whole[row.case]
-        if row.error:
-            lines.append(f"| {row.without} | {row.case} | {row.error.replace('|', '')} | | |")
-            continue
-        gain = 1 - base.step_s / row.step_s
-        lines.append(
-            f"| {row.without} | {row.case} | {1e3 * row.step_s:,.0f} -> {1e3 * base.step_s:,.0f} ms "
-            f"| {gain:+.1%} | {row.peak_gib:.1f} -> {base.peak_gib:.1f} |"
+    """Return Markdown with the runs to which each rule brings most and least, `without -> with`."""
+    whole = {row.case: row.step_s for row in rows if not row.without}
+    lines = ["| rule | runs | most | least |", "|---|---|---|---|"]
+    for name in [PLAIN, *(rule.name for rule in rules.RULES)]:
+        gains = sorted(
+            (1 - whole[row.case] / row.step_s, row.case, row.step_s)
+            for row in rows
+            if row.without == name and not row.error
         )
+        if gains:
+            cells = [
+                f"{case} {1e3 * step_s:,.0f} -> {1e3 * whole[case]:,.0f} ms, {gain:+.1%}"
+                for gain, case, step_s in (gains[-1], gains[0])
+            ]
+            lines.append(f"| {name} | {len(gains)} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def read_rows() -> list[Row]:
+    """Read the rows that were measured before."""
+    if not TABLE.exists():
+        return []
+    with TABLE.open(newline="") as file:
+        return [
+            Row(
+                case=row["case"],
+                without=row["without"],
+                step_s=float(row["step_s"]),
+                peak_gib=float(row["peak_gib"]),
+                error=row["error"],
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def write_rows(rows: Sequence[Row]) -> None:
+    """Write all rows, and the page's table of them."""
+    with TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(
+            file, [f.name for f in dataclasses.fields(Row)], lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(map(dataclasses.asdict, rows))
+    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + table(rows))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--rules", nargs="*", help="only these rules")
-    parser.add_argument(
-        "--rows", type=Path, help="file of rows that are there already, and to add to"
-    )
-    parser.add_argument(
-        "--out", default=str(PAGE), help="page whose table is replaced; -: the screen"
-    )
+    parser.add_argument("--anew", action="store_true", help="measure rows of the table again")
     options = parser.parse_args(argv)
     os.environ |= {"JAX_PLATFORMS": "cpu"}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     set_environment(os.environ)
-    rows: list[Row] = []
-    if options.rows and options.rows.exists():
-        rows = [Row(**json.loads(line)) for line in options.rows.read_text().splitlines()]
-    done = {(row.case, row.without) for row in rows}
+    rows = {(row.case, row.without): row for row in read_rows()}
     jobs = [
         (name, without)
         for name in options.runs
         for without in ["", *applied(config_of(CASES[name])), PLAIN]
-        if (name, without) not in done
-        and (options.rules is None or without in ("", *options.rules))
+        if options.rules is None or without in ("", *options.rules)
     ]
+    jobs = [job for job in jobs if options.anew or job not in rows]
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         for row in pool.map(measure, *zip(*jobs, strict=True)) if jobs else ():
-            rows.append(row)
+            rows[row.case, row.without] = row
             print(f"{time.perf_counter() - start:6.0f} s  {row}", file=sys.stderr, flush=True)
-            if options.rows:
-                with options.rows.open("a") as file:
-                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-    if options.out == "-":
-        print(table(rows))
-    else:
-        page = Path(options.out)
-        page.write_text(page.read_text().partition(BEGIN)[0] + BEGIN + table(rows))
-    return 0
+            write_rows(list(rows.values()))
+    write_rows(list(rows.values()))
+    print(table(list(rows.values())))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

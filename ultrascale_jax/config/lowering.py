@@ -179,14 +179,14 @@ RULES: tuple[Rule, ...] = (
             "xla_gpu_pipeline_reduce_scatter": OFF,
         },
         effect="ZeRO-3's layers gather ahead and scatter late",
-        evidence="llama32_1b on one GPU, where nothing is gathered but no stack is set to zero: 2% faster",
+        evidence="70B, fsdp 256 x sp 2: 5.05 -> 3.82 s; 1B on one GPU, whose stacks are not set to zero: 744 -> 733 ms",
     ),
     Rule(
         name="overlap_gathers",
         applies=lambda _, lowering: lowering.gathers_ahead,
         xla={OVERLAP: 8},
         effect="a layer's gathers and the last one's scatters are in flight together",
-        evidence="70B on 512: with 4 or 6 some wait in line",
+        evidence="Mixtral on 64, full: 1.58 -> 1.11 s; 70B on 512: with 4 or 6 some wait in line",
     ),
     Rule(
         name="overlap_sends",
@@ -237,7 +237,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fields=lambda _: {"orders_exchanges": True},
         effect="the passes of a pipeline's tick hide each other's exchanges of tokens",
-        evidence="docs/benchmarks/h100_experts.md",
+        evidence="docs/benchmarks/h100.md, experts",
     ),
     Rule(
         name="start_early",
@@ -266,7 +266,7 @@ RULES: tuple[Rule, ...] = (
         applies=lambda run, lowering: lowering.gathers_ahead and run.ring == 1,
         fields=lambda _: {"unrolls": True},
         effect="two layers in the body of the compiled loop, so that nothing is copied between them",
-        evidence="docs/benchmarks/h100_compiled.md",
+        evidence="8B, fsdp 8: 939 -> 917 ms; 70B, fsdp 256 x sp 2: 3.91 -> 3.82 s",
     ),
     Rule(
         name="sum_by_layer",
@@ -297,7 +297,7 @@ RULES: tuple[Rule, ...] = (
         applies=lambda run, lowering: lowering.gathers_ahead and run.shards > 1,
         fields=lambda _: {"bounds_written_rows": True},
         effect="asynchronous copies of gradients do not delay reduce-scatters",
-        evidence="not written down",
+        evidence="8B, fsdp 8: 940 -> 917 ms",
     ),
     Rule(
         name="gradients_together",
@@ -314,7 +314,7 @@ RULES: tuple[Rule, ...] = (
         fields=lambda _: {"sums_in_product": True},
         effect="the residual stream after attention is added up once, in the product. A sum after a reduce-scatter XLA "
         "would add up three times: to keep it, for the norm, and for the MLP's residual connection",
-        evidence="not written down; in a pipeline not measured",
+        evidence="8B, fsdp 8: 920 -> 917 ms, below 2%; in a pipeline not measured",
     ),
     Rule(
         name="fp8_products",
