@@ -137,6 +137,11 @@ class MeshConfig:
         return self.dp * self.fsdp * self.ep
 
     @property
+    def shards(self) -> int:
+        """Number of parts into which ZeRO splits a parameter."""
+        return self.fsdp * self.cp * self.ep
+
+    @property
     def tensor(self) -> int:
         """Number of parts that heads, feed-forward layer and vocabulary are split into."""
         return self.sp * self.tp
@@ -625,7 +630,7 @@ def check_split(
     require(shared, "model.num_kv_heads", kv, fix)
     if mesh.cp > 1:
         context.check(mesh.cp, model.num_heads // mesh.tensor, max(1, kv // mesh.tensor))
-    shards, latent = mesh.fsdp * mesh.cp * mesh.ep if zero else 1, model.latent
+    shards, latent = mesh.shards if zero else 1, model.latent
     sizes = {"d_model": model.d_model}
     if latent is not None:
         sizes |= {"latent.q_rank": latent.q_rank, "latent.kv_rank": latent.kv_rank}

@@ -66,11 +66,9 @@ class Lowering:
     @classmethod
     def of(cls, cfg: Config, without: Collection[str] = ()) -> "Lowering":
         """Choose for a run that `cfg.check(num_devices)` returned; rules named in `without` stay off."""
-        return (
-            cls.plain()
-            if cfg.train.lowering == "plain"
-            else choose(Traits.of(cfg), frozenset(without))
-        )
+        if cfg.train.lowering == "plain":
+            return cls.plain()
+        return choose(Traits.of(cfg), frozenset(without))
 
     @classmethod
     def plain(cls) -> "Lowering":
@@ -125,11 +123,6 @@ class Traits:
         )
 
     @property
-    def shards(self) -> int:
-        """Parts into which ZeRO splits a parameter."""
-        return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
-
-    @property
     def parameters_alone(self) -> bool:
         """Whether the only collectives of a layer are those of its parameters and sp's: no ring's sends, no tensor
         group's all-reduces, no tokens on their way to experts, which would queue behind them on XLA's one stream."""
@@ -147,6 +140,8 @@ class Rule:
     """Fields of `Lowering` that it sets."""
     xla: dict[str, int | bool | str] = dataclasses.field(default_factory=dict)
     """Options of XLA that it adds."""
+    disables: tuple[str, ...] = ()
+    """Passes of XLA that it switches off."""
     effect: str
     evidence: str
 
@@ -199,20 +194,18 @@ RULES: tuple[Rule, ...] = (
         name="keep_results",
         applies=lambda run, lowering: lowering.gathers_ahead or run.mesh.pp > 1,
         # XLA takes the unrolled loop for 76 GiB where it needs 53.
-        xla={"xla_disable_hlo_passes": "rematerialization"},
+        disables=("rematerialization",),
         effect="`train.remat` alone chooses what is recomputed",
         evidence="8B, selective: 5% slower without",
     ),
     Rule(
         name="copies_for_offload",
         applies=lambda run, lowering: lowering.gathers_ahead and bool(remat_names(run.remat)[1]),
-        xla={
-            # XLA counts copies into stacks and out of them as computations, of which two may be in flight.
-            "xla_gpu_experimental_parallel_async_compute_limit": 8,
-            # From O1 on these would fetch from the host ahead once more: they take a layer out of the loop, which is
-            # then not unrolled.
-            "xla_disable_hlo_passes": "rematerialization,collective-pipeliner-forward,collective-pipeliner-backward",
-        },
+        # XLA counts copies into stacks and out of them as computations, of which two may be in flight.
+        xla={"xla_gpu_experimental_parallel_async_compute_limit": 8},
+        # From O1 on these would fetch from the host ahead once more: they take a layer out of the loop, which is then
+        # not unrolled.
+        disables=("collective-pipeliner-forward", "collective-pipeliner-backward"),
         effect="copies to the host and back are in flight together",
         evidence="405B on 1,024: 86 -> 80 s",
     ),
@@ -285,7 +278,7 @@ RULES: tuple[Rule, ...] = (
         applies=lambda run, lowering: (
             lowering.gathers_ahead
             and run.mesh.ep * run.mesh.cp * run.mesh.tensor == 1
-            and not (lowering.sums_late and run.mesh.dp < run.shards)
+            and not (lowering.sums_late and run.mesh.dp < run.mesh.shards)
         ),
         fields=lambda _: {"copies_rows": True},
         effect="copy engines move rows of the scan's stacks",
@@ -294,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="bound_rows",
-        applies=lambda run, lowering: lowering.gathers_ahead and run.shards > 1,
+        applies=lambda run, lowering: lowering.gathers_ahead and run.mesh.shards > 1,
         fields=lambda _: {"bounds_written_rows": True},
         effect="asynchronous copies of gradients do not delay reduce-scatters",
         evidence="8B, fsdp 8: 940 -> 917 ms",
@@ -329,17 +322,20 @@ RULES: tuple[Rule, ...] = (
 """Every decision, in the order in which they are applied."""
 
 
-@functools.cache
+@functools.lru_cache
 def choose(traits: Traits, without: frozenset[str] = frozenset()) -> Lowering:
     """Apply the rules that fit; those in `without` stay off. Raises `UserError` for a name that no rule has."""
     for name in sorted(without):
         names = [rule.name for rule in RULES]
         require(name in names, "without", name, f"is no rule; the rules are {', '.join(names)}")
-    lowering, xla = Lowering.plain(), {}
+    lowering, xla, disabled = Lowering.plain(), {}, []
     for rule in RULES:
         if rule.name not in without and rule.applies(traits, lowering):
             lowering = dataclasses.replace(lowering, **rule.fields(traits))
             xla |= rule.xla
+            disabled += rule.disables
+    if disabled:
+        xla["xla_disable_hlo_passes"] = ",".join(disabled)
     return dataclasses.replace(lowering, xla=tuple(sorted(xla.items())))
 
 

@@ -4,6 +4,7 @@
 micro-batch and how the work is done. It also covers plain feed-forward layers, which the trainer does not have.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -158,9 +159,9 @@ class Run:
     @property
     def shards(self) -> int:
         """Into how many parts ZeRO splits a parameter."""
-        return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
+        return self.mesh.shards
 
-    @property
+    @functools.cached_property
     def lowering(self) -> Lowering:
         """How the trainer has XLA run it."""
         traits = Traits(

@@ -246,7 +246,7 @@ def _candidate_config(
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
     """Return global batches, ZeRO stages and micro-batches, without two names for one run where neither is pinned."""
     zeros = sorted(choices.get("zero", (0, 1, 2, 3)))
-    if mesh.fsdp * mesh.cp * mesh.ep == 1:
+    if mesh.shards == 1:
         zeros = zeros[:1]
     elif mesh.fsdp > 1 and "fsdp" not in choices:
         zeros = [zero for zero in zeros if zero]
