@@ -8,6 +8,7 @@ import argparse
 import csv
 import dataclasses
 import importlib
+import math
 import multiprocessing
 import os
 import sys
@@ -86,9 +87,13 @@ def config_of(case: Case) -> Config:
     """Return the checked configuration of a case."""
     recipe = importlib.import_module(f"ultrascale_jax.configs.{case.recipe}").config
     train = dataclasses.replace(recipe.train, **{"microbatches": 1, **case.train})
-    mesh = MeshConfig.parse(case.mesh)
-    devices = mesh.batch * mesh.tensor * mesh.cp * mesh.pp
-    return dataclasses.replace(recipe, train=train, mesh=mesh).check(devices)
+    cfg = dataclasses.replace(recipe, train=train, mesh=MeshConfig.parse(case.mesh))
+    return cfg.check(num_devices(cfg))
+
+
+def num_devices(cfg: Config) -> int:
+    """Return the GPUs of a run whose mesh has no open axis."""
+    return math.prod(cfg.mesh.sizes.values())
 
 
 def applied(cfg: Config) -> list[str]:
@@ -111,7 +116,7 @@ def measure(name: str, without: str) -> Row:
     elif without:
         rules.RULES = tuple(rule for rule in rules.RULES if rule.name != without)
         rules.choose.cache_clear()
-    devices = cfg.mesh.batch * cfg.mesh.tensor * cfg.mesh.cp * cfg.mesh.pp
+    devices = num_devices(cfg)
     try:
         step = compile_step(cfg, devices, "h100")
         timeline = simulate_step(step, find_cluster(None, "h100", devices))

@@ -18,7 +18,7 @@ def script(monkeypatch, capsys, *words: str) -> str:
 
 
 def completed(script: str, *words: str) -> list[str]:
-    """What bash offers for the last of these words."""
+    """Return what bash offers for the last of these words."""
     line = " ".join(words)
     ask = f"\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _tyro_ultrascale\n"
     ask += 'printf "%s\\n" "${COMPREPLY[@]}"'

@@ -38,7 +38,7 @@ def run_dir(tmp_path):
 
 
 def printed(capsys, *words, code=0):
-    """What `ultrascale inspect` prints: stdout, or stderr where it refuses."""
+    """Return what `ultrascale inspect` prints: stdout, or stderr where it refuses."""
     capsys.readouterr()
     if code:
         with pytest.raises(SystemExit) as stop:

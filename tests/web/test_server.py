@@ -33,7 +33,7 @@ def request(server, path, **headers):
 
 
 def get(server, path, **headers):
-    """What a browser gets that has opened the address of the server."""
+    """Return the answer to a browser that has opened the address of the server."""
     return request(server, path, Cookie=f"ultrascale_{server.port}={server.token}", **headers)
 
 

@@ -31,8 +31,7 @@ from ultrascale_jax.parallel.row_loop import (
     zeros,
 )
 
-AHEAD = Lowering(gathers_ahead=True)
-"""Gathering ahead, and nothing else."""
+PLAIN = Lowering.plain()
 
 
 class Layer(NamedTuple):
@@ -86,7 +85,7 @@ def prefetch_scan(
     x: jax.Array,
     context: Any,
     *,
-    lowering: Lowering = AHEAD,
+    lowering: Lowering = PLAIN,
     offload: Collection[str] = (),
 ) -> tuple[jax.Array, tuple]:
     """Run `layer` for each row of `params` and `constants`, in order.
