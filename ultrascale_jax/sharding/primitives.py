@@ -1,18 +1,18 @@
-"""The operations that communicate: one name and one meaning each, with an Explicit and a manual form behind it.
+"""Define the operations that communicate. Each has one meaning and two forms, an Explicit and a manual one.
 
     gather_param, keep_sharded         a parameter as the layers use it
-    leave_sums, sums_by_layer         the same, its gradient a partial sum over replicas as long as that helps
-    reduce_gradient, scatter_gradient its gradient, summed over the devices
-    reshard, einsum                   an activation split as other letters say
-    name_product                      what a policy of remat keeps in the place of a product
-    all_reduce, mean                  a reduction over dims that may be split
-    partial_axes                      axes over which an activation may be a partial sum
-    offset, piece                     where this device's piece begins, and its size
-    broadcast_param, repeat_kv_heads  a parameter spread over an activation or over more heads
-    embed_lookup                      rows of a table that is split
+    leave_sums, sums_by_layer          the same, its gradient summed over replicas by each layer
+    reduce_gradient, scatter_gradient  its gradient, summed over the devices
+    reshard, einsum                    an activation with another sharding
+    name_product                       a name for remat policies
+    all_reduce, mean                   a reduction over dims that may be sharded
+    partial_axes                       axes over which an activation may be a partial sum
+    offset                             the global index of this device's first element
+    broadcast_param, repeat_kv_heads   a parameter spread over an activation or over more heads
+    embed_lookup                       rows of a sharded table
 
-In an Explicit program an array is the whole value, its type says how it is split, and JAX communicates where types ask
-for it. In a region that is manual over all axes (`rules.manual`) an array is this device's piece, and `jax.lax`
+In an Explicit program an array is the global value, its type holds its sharding, and JAX communicates where types ask
+for it. In a region that is manual over all axes (`rules.manual`) an array is this device's shard, and `jax.lax`
 collectives do the same. Only this package asks which of the two holds, so a model's text has one meaning.
 """
 
@@ -51,19 +51,14 @@ PRODUCT = "product"
 """The name for `jax.checkpoint` of every product with parameters, summed over the devices that share it."""
 
 
-def piece(dim: str, size: int) -> int:
-    """Return the size of this device's piece of an activation's dim, of which `size` is what the text sees."""
-    return size if manual() else size // mesh_size(*act_axes(dim))
-
-
 def offset(dim: str, size: int) -> jax.Array | int:
-    """Return the global index of the first of `size` elements of an activation's dim: 0 unless values are pieces."""
+    """Return the global index of the first of `size` elements of an activation's dim: 0 in an Explicit program."""
     axes = act_axes(dim)
     return jax.lax.axis_index(axes) * size if manual() and axes else 0
 
 
 def partial_axes(x: jax.Array) -> frozenset[str]:
-    """Return the axes over which `x` may be a partial sum, as its type says; with pieces those over which it varies."""
+    """Return the axes over which `x` may be a partial sum: its type's `unreduced`, or a shard's varying axes."""
     return varying(x) if manual() else frozenset(jax.typeof(x).sharding.spec.unreduced)
 
 
@@ -71,10 +66,11 @@ Reduction = Literal["sum", "mean", "max"]
 
 
 def all_reduce[Tree](tree: Tree, dims: str, op: Reduction = "sum") -> Tree:
-    """Finish a reduction over activation `dims` that the text did on what it sees.
+    """Finish a reduction over activation `dims` that was computed on a local array.
 
-    In an Explicit program that was the whole already; pieces are reduced over the axes that split these dims. The mean
-    of equal values says to JAX's types that they are equal: a loss that all members of the tensor group compute.
+    An Explicit program has reduced the global array already; a manual region reduces over the axes that shard these
+    dims. `op="mean"` over equal values only changes their type: it marks a loss that every tensor rank computed as
+    replicated.
     """
     require_choice("op", op, Reduction)
     axes = axes_of(dims)
@@ -105,11 +101,11 @@ def reshard(
     summed: frozenset[str] = frozenset(),
     reduced: frozenset[str] = frozenset(),
 ) -> jax.Array:
-    """Split an activation as other letters say, and add its partial sums: `reshard("BRD->BTD", x)`.
+    """Shard an activation as other letters say, and add its partial sums: `reshard("BRD->BTD", x)`.
 
     Args:
-      subscripts: dims of `x`, and dims of the result, of the same size: a letter that is split less gathers its dim,
-        one that is split more scatters the sum.
+      subscripts: dims of `x` and of the result, of equal sizes. A letter over fewer axes all-gathers its dim, one over
+        more axes reduce-scatters the sum.
       x: an activation, `unreduced` over `summed`.
       summed: axes over which `x` is a partial sum.
       reduced: axes over which the cotangent of the result stays a partial sum.
@@ -119,19 +115,18 @@ def reshard(
     if not manual():
         y = jax.reshard(x, act(to, reduced=reduced))
         return checkpoint_name(y, PRODUCT) if summed else y
-    x, rest = vary(x, reduced), summed
+    x, all_reduced = vary(x, reduced), summed
     for i, (old, new) in enumerate(zip(dims, to, strict=True)):
-        before, after = act_axes(old), act_axes(new)
-        lost = tuple(axis for axis in before if axis not in after)
-        won = tuple(axis for axis in after if axis not in before)
-        assert summed.issuperset(won), f"{subscripts}: only a sum is scattered"
-        if mesh_size(*lost) > 1:
-            x = jax.lax.all_gather(x, lost, axis=i, tiled=True)
-        if mesh_size(*won) > 1:
-            x = jax.lax.psum_scatter(x, won, scatter_dimension=i, tiled=True)
-        rest -= set(won)
-    if rest:
-        x = jax.lax.psum(x, tuple(sorted(rest)))
+        gathered = tuple(axis for axis in act_axes(old) if axis not in act_axes(new))
+        scattered = tuple(axis for axis in act_axes(new) if axis not in act_axes(old))
+        assert summed.issuperset(scattered), f"{subscripts}: only a sum is scattered"
+        if mesh_size(*gathered) > 1:
+            x = jax.lax.all_gather(x, gathered, axis=i, tiled=True)
+        if mesh_size(*scattered) > 1:
+            x = jax.lax.psum_scatter(x, scattered, scatter_dimension=i, tiled=True)
+        all_reduced -= set(scattered)
+    if all_reduced:
+        x = jax.lax.psum(x, tuple(sorted(all_reduced)))
     return checkpoint_name(x, PRODUCT) if summed else x
 
 
@@ -145,9 +140,9 @@ def einsum(
 ) -> jax.Array:
     """Compute `jnp.einsum` over the alphabet, the result sharded as its letters say.
 
-    When a contracted dim is split over the tensor group the partial sums are added on the way to `to` (default: the
-    output's own letters): `to="BRD"` makes that a reduce-scatter over sp, `BTD` an all-reduce. With `partial` they are
-    left as they are, unreduced. `dtype` is the type of accumulation and result, `product` what computes it.
+    Where the tensor group shards a contracted dim, the partial sums are added on the way to `to` (default: the output's
+    letters): `to="BRD"` is a reduce-scatter over sp, `BTD` an all-reduce. With `partial` the result stays unreduced.
+    `dtype` is the type of accumulation and result, `product` computes it.
 
     Raises:
       ValueError: a contracted dim is split over other axes (`contracted_axes`), or a letter is not of the alphabet.
@@ -165,27 +160,27 @@ def einsum(
 
 
 def name_product(x: jax.Array, name: str) -> jax.Array:
-    """Name an activation that alone is read in the backward pass, not the product it is made of: also as `PRODUCT`.
+    """Name an activation that the backward pass reads in place of the product it comes from: also as `PRODUCT`.
 
-    A policy that keeps products then keeps it instead, and nothing makes it again.
+    A policy that keeps products then keeps this activation, and nothing recomputes it.
     """
     return checkpoint_name(checkpoint_name(x, PRODUCT), name)
 
 
 def contracted_axes(subscripts: str) -> frozenset[str]:
-    """Return the axes over which the product of two activations' or parameters' pieces is a partial sum.
+    """Return the axes over which the product of shards is a partial sum: they shard the contracted dims.
 
-    They are those that split the contracted dims, and must be of the tensor group. A product that contracts B, T or R
-    is a weight's gradient: JAX's transpose of `einsum` makes it, unreduced over `rules.gradient_axes`, and
-    `reduce_gradient` adds it up once a step.
+    They must be of the tensor group. A product that contracts B, T or R is a weight's gradient: JAX's transpose of
+    `einsum` computes it, unreduced over `rules.gradient_axes`, and `reduce_gradient` adds it up once a step.
     """
     inputs, out = subscripts.split("->")
     contracted = "".join(sorted(set(inputs) - {",", *out}))
     axes = axes_of(contracted)
-    if others := axes - set(TENSOR):
+    if batch_axes := axes - set(TENSOR):
         raise ValueError(
-            f"einsum {subscripts!r} contracts {contracted}, which {', '.join(sorted(others))} split: it adds partial "
-            f"sums over {', '.join(TENSOR)} alone; differentiate a product for a weight's gradient, or gather first"
+            f"einsum {subscripts!r} contracts {contracted}, which {', '.join(sorted(batch_axes))} split: it adds "
+            f"partial sums over {', '.join(TENSOR)} alone; differentiate a product for a weight's gradient, or gather "
+            "first"
         )
     return axes
 
@@ -204,14 +199,14 @@ def gather_param(
 ) -> jax.Array:
     """Cast a parameter, and all-gather it over the axes (fsdp, cp, ep) that shard it at rest.
 
-    Its cotangent stays unreduced over the axes that split `act_dims`. A parameter that is whole already stays so.
+    Its cotangent stays unreduced over the axes that shard `act_dims`. A gathered parameter stays as it is.
 
     Args:
-      value: a parameter, whole or as it rests.
+      value: a parameter, gathered or as it is stored.
       dims: its dims.
       act_dims: dims of the activation that it is multiplied with.
       dtype: type of compute.
-      sizes: of the whole dims that ZeRO splits, by letter (`rules.zero_dim`).
+      sizes: global sizes of the dims that ZeRO shards, by letter (`rules.zero_dim`).
     """
     if not manual():
         # Before the cast, so that the transpose sums in the parameter's own type what `keep_sharded` left to it.
@@ -233,11 +228,11 @@ def keep_sharded(
     *,
     summed: Set[str] = frozenset(),
 ) -> jax.Array:
-    """Leave a parameter sharded as it rests, for each layer to gather for itself (ZeRO-3).
+    """Leave a parameter sharded as it is stored, for each layer to gather for itself (ZeRO-3).
 
-    Its cotangent stays unreduced over the other axes that split `act_dims`, without those in `summed`, over which each
-    layer sums it, in the parameter's own type. Other stacks of layers are cast here and not in every layer, so their
-    gradients collect in the type of compute. On pieces all parameters are.
+    Its cotangent stays unreduced over the other axes that shard `act_dims`. Axes in `summed` are left out: each layer
+    sums over them in the parameter's own type. Stacks of layers without `summed` are cast here and not in every layer,
+    so their gradients add up in the type of compute; a manual region casts every parameter here.
     """
     if manual():
         return vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
@@ -248,50 +243,50 @@ def keep_sharded(
 
 
 def leave_sums(value: jax.Array, dims: str, act_dims: str) -> jax.Array:
-    """Type a parameter, sharded as it rests, so that its cotangent is a partial sum over the axes that do not shard it.
+    """Type a stored parameter so that its cotangent is a partial sum over the axes that do not shard it.
 
-    The transpose adds up what `keep_sharded` left to each layer, over dp. Pieces stay as they are.
+    The transpose adds up over dp the sums that `keep_sharded` left to each layer. Shards stay as they are.
     """
     if not sums_by_layer(value, dims, act_dims):
         return value
-    own = jax.typeof(value).sharding.spec
-    left = gradient_axes(dims, act_dims) - set(SHARD)
-    return jax.reshard(value, P(*own.partitions, reduced=own.reduced | left))
+    spec = jax.typeof(value).sharding.spec
+    replicas = gradient_axes(dims, act_dims) - set(SHARD)
+    return jax.reshard(value, P(*spec.partitions, reduced=spec.reduced | replicas))
 
 
 def sums_by_layer(value: jax.Array, dims: str, act_dims: str) -> bool:
-    """Return whether each layer sums this parameter's gradient over more axes than those that shard it."""
-    left = gradient_axes(dims, act_dims) - set(SHARD)
-    return not manual() and not left <= jax.typeof(value).sharding.spec.reduced
+    """Return whether each layer sums this parameter's gradient over replicas, and not only over its shards."""
+    replicas = gradient_axes(dims, act_dims) - set(SHARD)
+    return not manual() and not replicas <= jax.typeof(value).sharding.spec.reduced
 
 
 def is_gathered_param(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Return whether an equation makes a parameter whole over the ZeRO axes, or hands one on: for policies of remat.
+    """Return whether an equation gathers a parameter over the ZeRO axes, or forwards a gathered one (for remat).
 
-    In an Explicit program its type tells: `reduced` over fsdp. On pieces it is known by what is done with parameters:
-    gathered, and handed on by operations that cost nothing.
+    In an Explicit program the type is `reduced` over fsdp. In a manual region these are all-gathers, and the operations
+    without a cost between them and the product.
     """
     if manual():
         if primitive.name == "all_gather":
             return "fsdp" in params["axis_name"]
-        return primitive.name in _HANDED_ON
+        return primitive.name in _FORWARDING
     if primitive.name == "reshard":
         return "fsdp" in params["dst_sharding"].spec.reduced
     return any("fsdp" in aval.sharding.spec.reduced for aval in inputs if hasattr(aval, "sharding"))
 
 
-_HANDED_ON = (
+_FORWARDING = (
     *("pvary", "reduced_vary_cast", "stop_gradient"),
     *("reshape", "broadcast_in_dim", "dynamic_slice"),
 )
-"""Operations on a gathered parameter on the way to its product; repeating them costs nothing."""
+"""Operations between a parameter's all-gather and its product; repeating them costs nothing."""
 
 
 def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:
     """Reduce-scatter a matrix's gradient over (fsdp, cp, ep): each device keeps a shard of the sum (ZeRO-2).
 
-    `value` is the parameter as it rests. A vector's gradient, and one that is scattered already, stays as it is; so do
-    pieces of a parameter that rests whole.
+    `value` is the parameter as it is stored. The gradient of a vector, a scattered gradient, and in a manual region one
+    of a parameter that no axis shards stay as they are.
     """
     if not is_matrix(dims):
         return grad
@@ -305,7 +300,7 @@ def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array
 
 
 def reduce_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:
-    """Reduce the devices' partial sums of a gradient to the sharding of `value`, the parameter as it rests."""
+    """Reduce the devices' partial sums of a gradient to the sharding of `value`, the stored parameter."""
     if not manual():
         return jax.reshard(grad, jax.typeof(value).sharding.spec)
     grad = scatter_gradient(grad, dims, act_dims, value)
@@ -316,7 +311,7 @@ def reduce_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array)
 def _varying_axes(dims: str, act_dims: str) -> frozenset[str]:
     """Return the axes over which a parameter differs, or is multiplied with different values.
 
-    They are those of its own letters, even where it rests whole (few kv heads), those of `act_dims`, and pp.
+    Its own letters name them, even where it is stored replicated (few kv heads), `act_dims` do, and pp is one.
     """
     pipeline = {"pp"} if mesh_size("pp") > 1 else set()
     return axes_of(dims + act_dims) | pipeline
@@ -325,8 +320,9 @@ def _varying_axes(dims: str, act_dims: str) -> frozenset[str]:
 def _row_major(weight: jax.Array) -> jax.Array:
     """Lay out a weight, and its gradient, with the last dim contiguous in memory.
 
-    An all-gather wants its dim to be the slowest. Left alone, XLA lays out the whole stack of `w_down` and `w_o` so,
-    and the optimizer copies it back: 1.1 GiB for Llama-3-8B on 8 GPUs. Told here, it turns only one layer's shard.
+    An all-gather requires its dim to be the slowest. Without this constraint XLA lays out the whole stack of `w_down`
+    and `w_o` so, and the optimizer copies it back: 1.1 GiB for Llama-3-8B on 8 GPUs. With it XLA transposes one layer's
+    shard.
     """
     return (
         with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
@@ -347,9 +343,9 @@ def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _broadcast(weight, dims, to, shape):
     spec = act(to)
-    whole = jax.reshard(weight, P(*jax.typeof(weight).sharding.spec.partitions))
+    weight = jax.reshard(weight, P(*jax.typeof(weight).sharding.spec.partitions))
     return jax.lax.broadcast_in_dim(
-        whole, shape, tuple(to.index(dim) for dim in dims), out_sharding=spec
+        weight, shape, tuple(to.index(dim) for dim in dims), out_sharding=spec
     )
 
 
@@ -402,7 +398,7 @@ def embed_lookup(
     type, so that the gradients of a token's row add up in it.
 
     Args:
-      table_VD: the parameter, whole or as it is stored.
+      table_VD: the parameter, gathered or as it is stored.
       tokens_BT: token ids, int32.
       dtype: type of compute.
       sizes: as of `gather_param`.
@@ -432,7 +428,7 @@ def _look_up_rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 def _look_up_columns(
     table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike, columns: tuple[str, ...]
 ) -> jax.Array:
-    """Look up tokens in columns that the axes `columns` and the tensor group split; return `[B, R, D]`, D whole."""
+    """Look up tokens in columns that the axes `columns` and the tensor group shard; return `[B, R, D]`."""
     batch, sequence, residual = (
         tuple(axis for axis in act_axes(dim) if axis not in columns) for dim in "BTR"
     )
@@ -459,11 +455,11 @@ def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
 
 @jax.custom_vjp
 def grad_barrier(tree):
-    """Return `tree`; in the backward pass no gradient of it is used before all of them are there.
+    """Return `tree`; in the backward pass no gradient of it is used before all of them are computed.
 
-    With a half-block's input and weights in it, the reduce-scatter of the input's gradient runs beside the matmuls of
-    the weights' gradients, as in Megatron; XLA's scheduler would leave them for later and wait. Without it
-    the feed-forward layer's activations also live on through the backward pass of attention.
+    With a half-block's input and weights in `tree`, the reduce-scatter of the input's gradient overlaps with the
+    matmuls of the weights' gradients, as in Megatron. Without it XLA computes those later and waits, and the
+    activations of the feed-forward layer live on through attention's backward pass.
     """
     return tree
 
