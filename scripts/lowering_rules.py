@@ -41,6 +41,7 @@ class Case:
 CASES = {
     "1b": Case(recipe="llama32_1b", mesh="dp=1", train={"global_batch": 4, "remat": "selective"}),
     "8b": Case(recipe="llama3_8b", mesh="fsdp=8", train={"global_batch": 8, "remat": "dots"}),
+    "8b_selective": Case(recipe="llama3_8b", mesh="fsdp=8", train={"global_batch": 8, "remat": "selective"}),
     "8b_sp": Case(recipe="llama3_8b", mesh="fsdp=4,sp=2", train={"global_batch": 8, "remat": "selective"}),
     "8b_dp": Case(recipe="llama3_8b", mesh="dp=8,fsdp=8", train={"global_batch": 64, "remat": "full"}),
     "8b_fp8": Case(
@@ -60,7 +61,9 @@ CASES = {
         mesh="fsdp=128,sp=8",
         train={"global_batch": 128, "remat": "save:attn_out+offload:gate,up"},
     ),
+    "405b_full": Case(recipe="llama3_405b", mesh="fsdp=128,sp=8", train={"global_batch": 128, "remat": "full"}),
     "128k": Case(recipe="llama3_8b_128k", mesh="cp=8,fsdp=4", train={"global_batch": 4, "remat": "full"}),
+    "1m": Case(recipe="llama3_8b_1m", mesh="cp=32,fsdp=2", train={"global_batch": 2, "remat": "full"}),
     "mixtral": Case(recipe="mixtral_8x7b", mesh="fsdp=8,ep=8", train={"global_batch": 64, "remat": "full"}),
     "mixtral_pp": Case(
         recipe="mixtral_8x7b",

@@ -6,9 +6,9 @@
     3. compute layer i             3. reduce-scatter the gradients of layer i + 1
                                    4. sum those of layer i + 2 over replicas, and store them
 
-The steps of an iteration do not wait for each other, so its collectives overlap with the products of layer i. A plain
-scan gathers what the same iteration needs, and XLA can hide that only behind the rest of the iteration. The price is
-memory: one more layer of gathered parameters, one layer of whole gradients, and one of their shards.
+The steps of an iteration do not wait for each other, so its collectives overlap with the products of layer i. An
+iteration of a plain scan waits for its own gathers. The price is memory: one more layer of gathered parameters, one
+layer of unreduced gradients, and one of their shards.
 """
 
 import functools
@@ -40,10 +40,10 @@ class Layer(NamedTuple):
     gather: Callable[[Any, Any], Any]
     """`(params, constants) -> gathered`: the all-gathers of one layer; its transpose is the reduce-scatters."""
     run: Callable[[Any, jax.Array, Any, Any], tuple]
-    """`(gathered, x, context, constants) -> (y, aux[, statistics])`: y and x alike, aux a float array."""
+    """`(gathered, x, context, constants) -> (y, aux[, statistics])`: y of x's type, aux a float array."""
     leave_sums: Callable[[Any], Any] | None = None
     """`params -> params`, typed so that the transpose of `gather` leaves sums over replicas to the transpose of this.
-    Without it `gather` makes such sums itself, if there are any."""
+    Without it the transpose of `gather` sums over them too."""
 
 
 class Forward(NamedTuple):
@@ -52,7 +52,7 @@ class Forward(NamedTuple):
     x: jax.Array
     """Its input."""
     gathered: Any
-    """Its parameters, whole."""
+    """Its parameters, gathered."""
     rows: Any
     """Stacks of results and of residuals on the device, written up to layer i - 1."""
     leaving: list
@@ -67,9 +67,9 @@ class Backward(NamedTuple):
     dy: jax.Array
     """Gradient of its result."""
     gathered: Any
-    """Its parameters, whole."""
+    """Its parameters, gathered."""
     unscattered: list
-    """Gradients of layer i + 1, whole, before their reduce-scatter."""
+    """Gradients of layer i + 1 before their reduce-scatter."""
     unsummed: Any
     """Shards of the gradients of layer i + 2, before their sum over replicas; empty without `Layer.leave_sums`."""
     gradients: Any
@@ -97,8 +97,8 @@ def prefetch_scan(
       x: what the first layer gets.
       context: a tree of arrays that every layer gets; it is not differentiated.
       lowering: how XLA runs the scan: its `delay`, `unrolls`, `copies_rows` and `bounds_written_rows`.
-      offload: names of what `layer.run` keeps (`checkpoint_name`) that wait for the backward pass in the host's memory.
-        They go there while the next layer computes, and return one layer ahead; the last layer's stay.
+      offload: names (`checkpoint_name`) of the residuals that wait for the backward pass in the host's memory. They go
+        there while the next layer computes, and return one layer ahead; the last layer's stay on the device.
 
     Returns:
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; statistics are not differentiated.
@@ -124,7 +124,7 @@ class _Scan:
         self.loop, self.delay = RowLoop(num, lowering), lowering.delay
 
     def forward(self, params, constants, x, context, *, keep: bool):
-        """Return what `prefetch_scan` does, and what the backward pass needs: of each layer what `LayerVJP` keeps."""
+        """Return the results of `prefetch_scan`, and the residuals of the backward pass."""
         stacks = params, constants
         first = self.layer.gather(*read_row(stacks, 0))
         vjp = self.vjp(first, x, (context, read_row(constants, 0))) if keep else None
@@ -133,8 +133,8 @@ class _Scan:
             if vjp is None:
                 y, *out = self.layer.run(gathered, x, *static)
                 return y, (tuple(out), None), []
-            floats, others = _split(gathered)
-            y, aux, statistics, kept = vjp.forward(floats, x, (others, static))
+            floats, integers = _split(gathered)
+            y, aux, statistics, kept = vjp.forward(floats, x, (integers, static))
             on_device, on_host = self.part(vjp, kept)
             return y, ((aux, *statistics), on_device), on_host
 
@@ -160,47 +160,52 @@ class _Scan:
         stacks = params, constants
         last = self.layer.gather(*read_row(stacks, self.num - 1))
         vjp = self.vjp(last, x, (context, read_row(constants, 0)))
-        # The gradients of layer i + 1 are whole in this iteration, or with sums over replicas those of layer i + 2.
-        behind = 1 if self.layer.leave_sums is None else 2
+        # A layer's gradients are finished one iteration after it, or two with a sum over replicas.
+        lag = 1 if self.layer.leave_sums is None else 2
 
         def compute(gathered, constants, kept, dy, daux):
-            floats, others = _split(gathered)
-            static = others, (context, constants)
+            floats, integers = _split(gathered)
+            static = integers, (context, constants)
             return vjp.backward(floats, static, self.join(vjp, *kept), (dy, daux))
 
         def reduce(unscattered, unsummed):
             """Return shards that are summed in the next iteration, and a layer's finished gradients."""
             shards = self.scatter(stacks, unscattered)
-            return ((), shards) if behind == 1 else (shards, self.sum(params, unsummed))
+            return ((), shards) if lag == 1 else (shards, self.sum(params, unsummed))
 
         def body(i, row, carry: Backward) -> Backward:
-            constant, kept, aux, before = row
-            returning = move(jax.memory.Space.Device, before)
-            own, dx = compute(carry.gathered, constant, (kept, carry.kept_on_host), carry.dy, aux)
+            constant, kept, aux, preceding_on_host = row
+            returning = move(jax.memory.Space.Device, preceding_on_host)
+            kept = kept, carry.kept_on_host
+            dgathered, dx = compute(carry.gathered, constant, kept, carry.dy, aux)
             preceding, unscattered = self.delayed(
-                read_row(stacks, self.loop.neighbour(i - 1)), carry.unscattered, carry.gathered, own
+                read_row(stacks, self.loop.neighbour(i - 1)),
+                carry.unscattered,
+                carry.gathered,
+                dgathered,
             )
             unsummed, finished = reduce(unscattered, carry.unsummed)
-            gradients = write_row(carry.gradients, finished, self.loop.written(i + behind))
-            return Backward(dx, self.layer.gather(*preceding), own, unsummed, gradients, returning)
+            gradients = write_row(carry.gradients, finished, self.loop.written(i + lag))
+            gathered = self.layer.gather(*preceding)
+            return Backward(dx, gathered, dgathered, unsummed, gradients, returning)
 
         constant, row = read_row((constants, kept), 0)
-        own, _ = jax.eval_shape(compute, last, constant, (row, last_on_host), dy, daux[0])
-        shards = jax.eval_shape(functools.partial(self.scatter, stacks), own)
-        unsummed, finished = jax.eval_shape(reduce, own, shards)
+        dgathered, _ = jax.eval_shape(compute, last, constant, (row, last_on_host), dy, daux[0])
+        shards = jax.eval_shape(functools.partial(self.scatter, stacks), dgathered)
+        unsummed, finished = jax.eval_shape(reduce, dgathered, shards)
         gradients = jax.tree.map(lambda like: empty_stack(like, self.num), finished)
-        own, unsummed = jax.tree.map(zeros, (own, unsummed))
-        start = Backward(dy, last, own, unsummed, gradients, last_on_host)
+        dgathered, unsummed = jax.tree.map(zeros, (dgathered, unsummed))
+        start = Backward(dy, last, dgathered, unsummed, gradients, last_on_host)
         end: Backward = self.loop.each_from_last(body, (constants, kept, daux, host), start)
         unsummed, finished = reduce(end.unscattered, end.unsummed)
-        gradients = write_row(end.gradients, finished, min(behind - 1, self.num - 1))
-        if behind == 2:
+        gradients = write_row(end.gradients, finished, min(lag - 1, self.num - 1))
+        if lag == 2:
             gradients = write_row(gradients, self.sum(params, unsummed), 0)
         no_constants, no_context = jax.tree.map(_no_gradient, (constants, context))
         return gradients, no_constants, end.dy, no_context
 
     def part(self, vjp: LayerVJP, kept: list) -> tuple[list, list]:
-        """Part what a layer keeps: on the device, and on the host."""
+        """Part a layer's residuals: on the device, and on the host."""
         on_host = [name in self.offload for name in vjp.names]
         pairs = list(zip(kept, on_host, strict=True))
         return [a for a, leaves in pairs if not leaves], [a for a, leaves in pairs if leaves]
@@ -224,11 +229,11 @@ class _Scan:
         return jax.vjp(self.layer.leave_sums, read_row(params, 0))[1](shards)[0]
 
     def delayed(
-        self, row: tuple, unscattered: list, gathered: Any, own: list
+        self, row: tuple, unscattered: list, gathered: Any, dgathered: list
     ) -> tuple[tuple, list]:
         """Return a row of the stacks, and unscattered gradients, whose collectives start when `delay` says.
 
-        `own` are the gradients of the layer's parameters `gathered`.
+        `dgathered` are the gradients of the current layer's parameters `gathered`.
         """
         if self.delay is None:
             return row, unscattered
@@ -237,16 +242,16 @@ class _Scan:
         ]
         if self.delay.until not in parts:  # a norm without parameters
             return row, unscattered
-        until = own[parts.index(self.delay.until)]
+        until = dgathered[parts.index(self.delay.until)]
         leaves = jax.tree.leaves_with_path(row[0])
-        late = [leaf for path, leaf in leaves if self.is_late(path)]
-        held = unscattered if self.delay.scatters else []
-        late, held, _ = jax.lax.optimization_barrier((late, held, until))
-        held_back = iter(late)
+        gathers = [leaf for path, leaf in leaves if self.is_late(path)]
+        scatters = unscattered if self.delay.scatters else []
+        gathers, scatters, _ = jax.lax.optimization_barrier((gathers, scatters, until))
+        delayed = iter(gathers)
         params = jax.tree.map_with_path(
-            lambda path, leaf: next(held_back) if self.is_late(path) else leaf, row[0]
+            lambda path, leaf: next(delayed) if self.is_late(path) else leaf, row[0]
         )
-        return (params, row[1]), held or unscattered
+        return (params, row[1]), scatters or unscattered
 
     def is_late(self, path: tuple) -> bool:
         """Return whether the parameter at `path` is gathered when `delay` says."""
@@ -254,18 +259,18 @@ class _Scan:
         return self.delay.gathers is None or _part(path) in self.delay.gathers
 
     def vjp(self, gathered, x, static) -> LayerVJP:
-        """Make the layer's backward pass; what has no gradient among its parameters, as fp8 values, is context."""
+        """Build the layer's backward pass; parameters without a gradient, such as fp8 values, are context."""
         leaves, tree = jax.tree.flatten(gathered)
         are_floats = [_is_float(leaf) for leaf in leaves]
 
         def run(floats, x, context):
-            others, static = context
-            parameters = {True: iter(floats), False: iter(others)}
+            integers, static = context
+            parameters = {True: iter(floats), False: iter(integers)}
             leaves = [next(parameters[is_float]) for is_float in are_floats]
             return self.layer.run(jax.tree.unflatten(tree, leaves), x, *static)
 
-        floats, others = _split(gathered)
-        return LayerVJP(run, floats, x, (others, static), split=False)
+        floats, integers = _split(gathered)
+        return LayerVJP(run, floats, x, (integers, static), split=False)
 
 
 def _part(path: tuple) -> str:
@@ -278,7 +283,7 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _split(tree: Any) -> tuple[list, list]:
-    """Return the leaves of floats, and the others."""
+    """Return the leaves of floats, and the rest, which have no gradient."""
     leaves = jax.tree.leaves(tree)
     return [a for a in leaves if _is_float(a)], [a for a in leaves if not _is_float(a)]
 
