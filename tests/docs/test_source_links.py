@@ -11,10 +11,10 @@ from sphinx.testing.util import SphinxTestApp
 ROOT = Path(__file__).parents[2]
 GOOD = {
     "ultrascale_jax/train_step/zero.py#reduce_gradients": "def reduce_gradients(",
-    "ultrascale_jax/config/__init__.py#Config.mesh": "    mesh:",
+    "ultrascale_jax/config/run.py#Config.mesh": "    mesh:",
     "ultrascale_jax/hooks.py#Hook.after_step": "    def after_step(",
     "ultrascale_jax/kernels/attention.py#attention": "def attention(",
-    "ultrascale_jax/config/__init__.py#AXES": "AXES = ",
+    "ultrascale_jax/config/mesh.py#AXES": "AXES = ",
 }
 BAD = {
     "ultrascale_jax/train_step/zero.py#reduce": "zero.py defines no 'reduce'",
