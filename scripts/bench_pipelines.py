@@ -34,7 +34,6 @@ from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
-from ultrascale_jax.plan.search.search_space import UNEVEN
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -108,7 +107,7 @@ class Sleeper:
         return statistics.fmean(seconds for _, k, seconds in self.naps if k == kind)
 
 
-def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callable[[], float]:
+def compiled(schedule: Schedule, sleeper: Sleeper) -> Callable[[], float]:
     """Compile one step of a pipeline with one layer a stage; return a function that times it, in seconds."""
     stages = Stages(
         layer=lambda w, x, context: (sleeper.layer(w, x), jnp.float32(0.0)),
@@ -120,7 +119,7 @@ def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callab
         order = schedules.layer_order(
             schedule.ranks, schedule.virtual, schedule.placement, schedule.num_stages
         )
-        out = pipeline(schedule, stages, blocks, shared, inputs, order=order, divergent=divergent)
+        out = pipeline(schedule, stages, blocks, shared, inputs, order=order)
         return out.objective, out.blocks
 
     mesh = make_mesh(MeshConfig(pp=schedule.ranks, fsdp=1), jax.devices()[: schedule.ranks])
@@ -142,7 +141,7 @@ def compiled(schedule: Schedule, sleeper: Sleeper, *, divergent: bool) -> Callab
     return seconds
 
 
-def measure(schedule: Schedule, seconds: float, *, divergent: bool = False) -> dict:
+def measure(schedule: Schedule, seconds: float) -> dict:
     """Return one row's figures, where an operation of a micro-batch takes `seconds` on one rank.
 
     `bubble` is the timed step over the work of one rank less one, where the work counts naps as long as they were;
@@ -150,67 +149,60 @@ def measure(schedule: Schedule, seconds: float, *, divergent: bool = False) -> d
     each rank slept, by kind.
     """
     sleeper = Sleeper(schedule.ranks)
-    step = compiled(schedule, sleeper, divergent=divergent)
+    step = compiled(schedule, sleeper)
     step()
     tick = min(step() for _ in range(3)) / len(schedule.ticks)
     sleeper.seconds = seconds / schedule.virtual
     sleeper.naps.clear()
     taken = step()
     work = schedule.microbatches * schedule.virtual * sum(map(sleeper.mean, KINDS))
-    table = (
-        schedule.bubble(runtime="divergent") if divergent else lock_step_bubble(schedule, 1, 1, 1)
-    )
     counts = Counter((rank, kind) for rank, kind, _ in sleeper.naps)
     return {
         "seconds": taken,
         "bubble": taken / work - 1,
-        "table_bubble": table,
+        "table_bubble": lock_step_bubble(schedule, 1, 1, 1),
         "formula": schedule.formula,
         "tick_ms": 1e3 * tick,
         "naps": [{kind: counts[rank, kind] for kind in KINDS} for rank in range(schedule.ranks)],
     }
 
 
-def rows(ranks: int, microbatches: int) -> list[tuple[str, bool, Schedule | str]]:
-    """Return contestant, whether it is divergent, and the schedule, or why there is none."""
-    found: list[tuple[str, bool, Schedule | str]] = []
+def rows(ranks: int, microbatches: int) -> list[tuple[str, Schedule | str]]:
+    """Return each contestant and its schedule, or why there is none."""
+    contestants: list[tuple[str, Schedule | str]] = []
     for name in SCHEDULES:
         try:
             made = schedules.build(name, ranks, microbatches, 2 if name in GROUPED else 0)
         except UserError as error:
-            found.append((name, False, str(error)))
+            contestants.append((name, str(error)))
             continue
         title = name if made.virtual == 1 else f"{name}, v {made.virtual}"
-        found.append((title, False, made))
-        if name in UNEVEN:  # measured as it is drawn too
-            found.append((f"{title}, divergent", True, made))
-    return found
+        contestants.append((title, made))
+    return contestants
 
 
 def bench(options: Options, report: Report) -> None:
     """Measure everything and write it down."""
     console = Console(stderr=True)
-    ratios: dict[str, list[float]] = {"lock step": [], "divergent": []}
+    ratios: list[float] = []
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     for ranks in options.ranks:
         for microbatches in options.microbatches:
             workload = f"{ranks} ranks, {microbatches} micro-batches"
-            for contestant, divergent, made in rows(ranks, microbatches):
+            for contestant, made in rows(ranks, microbatches):
                 console.print(f"{workload}: {contestant}", markup=False)
                 if isinstance(made, str):
                     report.add(workload, contestant, status="skipped", reason=made)
                     continue
                 row = report.add(workload, contestant, status="running")
                 row |= {"ms": options.ms, "load": os.getloadavg()[0], "versions": versions}
-                row |= measure(made, options.ms / 1e3, divergent=divergent)
+                row |= measure(made, options.ms / 1e3)
                 row["status"] = "measured"
-                form = "divergent" if divergent else "lock step"
-                ratios[form].append(row["bubble"] / row["table_bubble"])
+                ratios.append(row["bubble"] / row["table_bubble"])
                 report.save()
-    for form, found in ratios.items():
-        if found:
-            text = f"{form}: largest measured bubble over its table's, at most {ALLOWANCE}"
-            report.goal(text, max(found), max(found) <= ALLOWANCE)
+    if ratios:
+        text = f"largest measured bubble over its table's, at most {ALLOWANCE}"
+        report.goal(text, max(ratios), max(ratios) <= ALLOWANCE)
 
 
 def main(argv: Sequence[str]) -> None:

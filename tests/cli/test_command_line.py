@@ -128,12 +128,9 @@ def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(words, mesh
 def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
     words = ["--mesh", "pp=4,fsdp=2", "--pp.schedule", "interleaved", "--pp.virtual", "2"]
     words += ["--train.microbatches", "16", "--train.global-batch", "32", "--pp.stash", "input"]
-    cfg, _ = parse("debug", *words, "--pp.per_rank_control_flow")
+    cfg, _ = parse("debug", *words)
     assert cfg.mesh == MeshConfig(pp=4, fsdp=2)
-    expected = PipelineConfig(
-        schedule="interleaved", virtual=2, stash="input", per_rank_control_flow=True
-    )
-    assert cfg.pp == expected
+    assert cfg.pp == PipelineConfig(schedule="interleaved", virtual=2, stash="input")
     assert cfg.check(8) == cfg
 
 

@@ -170,18 +170,6 @@ def test_every_schedule_equals_one_device(name, stash):
     assert_equal(got, expected(8, 9, 4))
 
 
-# The hardest of them stays: both directions, and every kind of operation.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [*(pytest.param(n, marks=pytest.mark.wide) for n in ("1f1b", "zb_h1", "zb_v")), "dualpipe_v"],
-)
-def test_ranks_may_run_different_operations(name):
-    mesh = make_mesh(MeshConfig(pp=4, dp=2, fsdp=1))
-    got = run(build(name, 4, 8), mesh, *make_params(8), microbatches(8, 4), divergent=True)
-    assert_equal(got, expected(8, 8, 4))
-
-
 UNEVEN = (("1f1b", 5, 4), ("interleaved", 7, 2), ("zb_v", 5, 2), ("zb_uniform", 9, 8))
 
 
@@ -269,8 +257,6 @@ def test_stages_may_permute_and_exchange():
     inputs = (mesh, *make_params(8), microbatches(8, 4))
     # A table with all three kinds of operations.
     assert_equal(run(build("zb_uniform", 4, 8), *inputs, stages=stages), expected(8, 8, 4))
-    with pytest.raises(ValueError, match="the layer uses ppermute"):
-        run(build("zb_h1", 4, 8), *inputs, stages=stages, divergent=True)
 
 
 @pytest.mark.slow
@@ -361,7 +347,7 @@ def test_an_embedding_that_all_ranks_return_whole_counts_once(look_up, parts):
                 ("1f1b", {}),
                 ("interleaved", {}),
                 ("zb_v", {}),
-                ("dualpipe_v", {"divergent": True}),
+                ("dualpipe_v", {}),
             )
         ),
     ],

@@ -107,7 +107,7 @@ def test_afab_and_1f1b_idle_p_minus_1_over_m(name, p):
     for m in (1, p - 1, p, 2 * p + 1, 8 * p):
         schedule = build(name, p, m)
         assert schedule.formula == approx((p - 1) / m)
-        for runtime, cost in itertools.product(("lockstep", "divergent", "dependencies"), COSTS):
+        for runtime, cost in itertools.product(("lockstep", "dependencies"), COSTS):
             assert schedule.bubble(*cost, runtime) == approx((p - 1) / m), (m, runtime, cost)
 
 
@@ -119,7 +119,7 @@ def test_interleaving_divides_the_bubble_by_v_whatever_the_group(p, v):
     for m, group in (*whole, (p + 1, 0), (3 * p - 1, 0), (5 * p + 2, 0)):
         schedule = build("interleaved", p, m, v, group)
         assert schedule.formula == approx((p - 1) / (v * m))
-        for runtime in ("lockstep", "divergent", "dependencies"):
+        for runtime in ("lockstep", "dependencies"):
             assert schedule.bubble(1, 1.2, 0.8, runtime) == approx((p - 1) / (v * m)), (m, group)
 
 
@@ -177,25 +177,22 @@ def test_the_issues_example():
 
 
 @pytest.mark.parametrize(
-    "name, virtual, ticks, lockstep, divergent, dependencies",
+    "name, virtual, ticks, lockstep, dependencies",
     [
-        ("afab", 0, 22, 0.375, 0.375, 0.375),
-        ("1f1b", 0, 15, 0.375, 0.375, 0.375),
-        ("interleaved", 2, 27, 0.1875, 0.1875, 0.1875),
-        ("zb_uniform", 1, 15, 0.25, 0.25, 0.125),
-        ("zb_uniform", 2, 27, 0.125, 0.125, 0.0625),
-        ("zb_h1", 0, 27, 38 / 24, 0.125, 0.125),
-        ("zb_v", 0, 51, 34 / 24, 0.0625, 0.0625),
-        ("dualpipe_v", 0, 34, 13 / 24, 0.25, 0.0625),
+        ("afab", 0, 22, 0.375, 0.375),
+        ("1f1b", 0, 15, 0.375, 0.375),
+        ("interleaved", 2, 27, 0.1875, 0.1875),
+        ("zb_uniform", 1, 15, 0.25, 0.125),
+        ("zb_uniform", 2, 27, 0.125, 0.0625),
+        ("zb_h1", 0, 27, 38 / 24, 0.125),
+        ("zb_v", 0, 51, 34 / 24, 0.0625),
+        ("dualpipe_v", 0, 34, 13 / 24, 0.0625),
     ],
 )
-def test_bubbles_at_4_ranks_and_8_microbatches(
-    name, virtual, ticks, lockstep, divergent, dependencies
-):
+def test_bubbles_at_4_ranks_and_8_microbatches(name, virtual, ticks, lockstep, dependencies):
     schedule = build(name, 4, 8, virtual)
     assert len(schedule.ticks) == ticks
     assert schedule.bubble() == approx(lockstep)
-    assert schedule.bubble(runtime="divergent") == approx(divergent)
     assert schedule.bubble(runtime="dependencies") == approx(dependencies)
 
 
@@ -207,9 +204,7 @@ def test_bubbles_at_4_ranks_and_8_microbatches(
         ("zb_uniform", 1, "lockstep", (0.146, 0.160, 0.171, 0.164)),
         ("zb_uniform", 2, "lockstep", (0.073, 0.080, 0.085, 0.082)),
         ("zb_uniform", 4, "lockstep", (0.036, 0.040, 0.043, 0.041)),
-        ("zb_h1", 0, "divergent", (0.073, 0.250, 0.423, 0.477)),
         ("zb_h1", 0, "dependencies", (0.073, 0.102, 0.123, 0.109)),
-        ("zb_v", 0, "divergent", (0.036, 0.192, 0.343, 0.391)),
         ("zb_v", 0, "dependencies", (0.036, 0.044, 0.055, 0.055)),
     ],
 )
@@ -287,10 +282,8 @@ def test_lock_step_schedules_have_few_runs_of_equal_ticks(name, phases, p, m):
 @settings(max_examples=60, deadline=None)
 def test_the_more_a_runtime_waits_the_larger_the_bubble(name, p, rounds, cost):
     schedule = build(name, p, p * rounds)
-    runtimes = ("dependencies", "divergent", "lockstep")
-    least, middle, most = (schedule.bubble(*cost, runtime) for runtime in runtimes)
-    assert -1e-9 <= least <= middle + 1e-9
-    assert middle <= most + 1e-9
+    least, most = (schedule.bubble(*cost, runtime) for runtime in ("dependencies", "lockstep"))
+    assert -1e-9 <= least <= most + 1e-9
 
 
 @pytest.mark.parametrize(

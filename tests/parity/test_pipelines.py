@@ -67,8 +67,6 @@ TABLE = {
     "dualpipe_v_sp_input": (
         {"pp": 4, "sp": 2}, {"schedule": "dualpipe_v", "stash": "input"}, {}, UNEVEN | {"num_layers": 11},
     ),
-    "zb_h1_divergent": ({"pp": 4, "sp": 2}, {"schedule": "zb_h1", "per_rank_control_flow": True}, {}, LLAMA),
-    "zb_v_divergent": (FSDP_SP, {"schedule": "zb_v", "per_rank_control_flow": True}, {"remat": "full"}, LLAMA),
     "1f1b_fsdp_cp_zigzag": (FSDP_CP, {}, {"remat": "selective"}, QWEN3),
     "zb_uniform_cp4_ring": (
         {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, QWEN3, {"strategy": "ring"},

@@ -77,13 +77,6 @@ def test_the_lock_step_bubble_of_a_few_segments_is_the_tables(schedule, virtual)
         assert executed == pytest.approx(drawn)
 
 
-def test_a_divergent_bubble_is_continued_too():
-    for schedule, m in (("zb_h1", 20), ("zb_h1", 128), ("zb_v", 128), ("dualpipe_v", 128)):
-        planned = run(schedule, 4, m, per_rank_control_flow=True)
-        exact = build(schedule, 4, m).bubble(1, 1.25, 0.75, "divergent")
-        assert pipeline.divergent_bubble(planned, 2, 2.5, 1.5) == pytest.approx(exact, abs=0.01)
-
-
 def test_zero_bubble_and_interleaving_are_not_slower_than_1f1b_where_they_are_recommended():
     cluster = find_cluster(None, "h100", 8)
     for m in (8, 16, 64):
@@ -92,12 +85,3 @@ def test_zero_bubble_and_interleaving_are_not_slower_than_1f1b_where_they_are_re
             for name, virtual in (("1f1b", 0), ("interleaved", 2), ("zb_uniform", 2))
         }
         assert times["zb_uniform"] < times["interleaved"] < times["1f1b"]
-
-
-def test_a_divergent_run_is_faster_than_the_same_in_lock_step():
-    cluster = find_cluster(None, "h100", 8)
-    lock_step, divergent = (
-        estimate(run("zb_h1", 4, 16, per_rank_control_flow=d), cluster).step_s
-        for d in (False, True)
-    )
-    assert divergent < lock_step

@@ -14,7 +14,6 @@ from ultrascale_jax.config import (
     SCHEDULES,
     ContextConfig,
     MeshConfig,
-    PipelineConfig,
     UserError,
     with_changes,
 )
@@ -116,16 +115,12 @@ def test_more_than_a_quarter_of_padding_is_left_out_unless_pinned():
     assert {run.rank_layers for run in pinned.runs} == {2}
 
 
-def test_what_waits_in_lock_step_is_not_recommended_unless_ranks_diverge():
+def test_what_waits_in_lock_step_is_not_recommended():
     runs = enumerate_runs(debug, cluster(), {"pp": (2,)}, SPLIT).runs
     assert {run.schedule for run in runs if drawback(run)} == set(UNEVEN)
     text = next(text for run in runs if run.schedule == "zb_v" and (text := drawback(run)))
-    assert text == "zb_v is slow in lock step, and pp.per_rank_control_flow is experimental"
-    cfg = dataclasses.replace(debug, pp=PipelineConfig(per_rank_control_flow=True))
-    assert not any(drawback(run) for run in enumerate_runs(cfg, cluster(), {}, SPLIT).runs)
-    assert {run.schedule for run in enumerate_runs(cfg, cluster(), {}, SPLIT).runs} == set(
-        SCHEDULES
-    )
+    assert text == "zb_v is slow in lock step"
+    assert {run.schedule for run in runs} == set(SCHEDULES)
 
 
 def test_a_pipeline_offloads_nothing():

@@ -34,19 +34,10 @@ def test_in_lock_step_every_rank_sleeps_as_long_as_the_table_says(name, ranks, m
     assert row["tick_ms"] > 0 and row["seconds"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zb_h1", pytest.param("dualpipe_v", marks=pytest.mark.wide)])
-def test_divergent_ranks_sleep_for_their_own_operations_alone(name):
-    schedule = build(name, 2, 4)
-    row = measure(schedule, 0.001, divergent=True)
-    assert row["naps"] == [dict.fromkeys(KINDS, 4 * schedule.virtual)] * 2
-    assert row["table_bubble"] == schedule.bubble(runtime="divergent")
-
-
 def test_a_schedule_that_does_not_exist_is_skipped_with_the_reason(tmp_path, monkeypatch):
-    found = {contestant: made for contestant, _, made in rows(8, 4)}
+    found = dict(rows(8, 4))
     assert "must be at least 8" in str(found["interleaved"])
-    assert not isinstance(found["zb_v, v 2, divergent"], str)
+    assert not isinstance(found["zb_v, v 2"], str)
 
     monkeypatch.setattr("scripts.bench_pipelines.SCHEDULES", ("interleaved",))
     report = Report(tmp_path / "out.json", "pipelines", [])
@@ -64,9 +55,9 @@ def test_the_command_measures_every_schedule(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
-    assert report["complete"] and len(report["goals"]) == 2
+    assert report["complete"] and len(report["goals"]) == 1
     measured = {row["contestant"]: row for row in report["results"]}
-    assert len(measured) == 10
+    assert len(measured) == 7
     assert all(row["status"] == "measured" for row in measured.values())
     assert measured["zb_uniform, v 2"]["table_bubble"] == pytest.approx(2 / 24)
     assert "zb_uniform, v 2" in done.stdout

@@ -100,7 +100,6 @@ class Traits:
     """The norms stand before the halves of a layer, and nowhere else."""
     post_norm: bool = False
     """They stand after the halves, and nowhere else."""
-    per_rank_control_flow: bool = False
 
     @classmethod
     def of(cls, cfg: Config) -> "Traits":
@@ -119,7 +118,6 @@ class Traits:
             fp8=cfg.train.precision in FP8,
             pre_norm=cfg.model.norm_placement == "pre",
             post_norm=cfg.model.norm_placement == "post",
-            per_rank_control_flow=cfg.pp.per_rank_control_flow,
         )
 
     @property
@@ -226,7 +224,6 @@ RULES: tuple[Rule, ...] = (
             and run.mesh.ep > 1
             and run.zero < 3
             and run.dispatch != "allgather"
-            and not run.per_rank_control_flow
         ),
         fields=lambda _: {"orders_exchanges": True},
         effect="the passes of a pipeline's tick hide each other's exchanges of tokens",

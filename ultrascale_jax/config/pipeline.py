@@ -34,8 +34,6 @@ class PipelineConfig:
     """Stages of one rank; 0 is the schedule's own: 2 for interleaved, zb_v and dualpipe_v, 1 for the others."""
     stash: Literal["residuals", "input"] = "residuals"
     """Kept from forward to backward: what `train.remat` keeps of each layer, or the stage's input alone."""
-    per_rank_control_flow: bool = False
-    """Experimental: ranks run different operations in a tick, as zb_h1, zb_v and dualpipe_v are drawn."""
 
     def __post_init__(self):
         put_home(self, "schedule")

@@ -208,8 +208,6 @@ class Config:
         require(
             not (model.full_attention_every and passes_on), "cp.strategy", self.cp.strategy, fix
         )
-        fix = "cannot be with pp.per_rank_control_flow, whose ranks part ways; use allgather or ulysses"
-        require(not (pp.per_rank_control_flow and passes_on), "cp.strategy", self.cp.strategy, fix)
         fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
         require("offload" not in train.remat, "train.remat", train.remat, fix)
 

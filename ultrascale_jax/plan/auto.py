@@ -141,8 +141,7 @@ def _changes(before: Config, after: Config) -> list[str]:
 def _search(cfg: Config, cluster: Cluster, choices: Choices) -> Search:
     """Rank what `choices` leave open by formula, without schedules that are never recommended."""
     own = () if cfg.pp.schedule in SCHEDULES else (cfg.pp.schedule,)
-    uneven = () if cfg.pp.per_rank_control_flow else UNEVEN
-    even = tuple(name for name in (*SCHEDULES, *own) if name not in uneven)
+    even = tuple(name for name in (*SCHEDULES, *own) if name not in UNEVEN)
     search = Search(cfg, cluster, {"schedule": even, **choices})
     search.predict()
     return search

@@ -34,7 +34,7 @@ from ultrascale_jax.plan.flops import flops_per_token, mean_keys, mfu
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
 
-PIPELINE = ("schedule", "stash", "per_rank_control_flow")
+PIPELINE = ("schedule", "stash")
 """Fields that a run has from the section `pp` as they are."""
 
 
@@ -77,8 +77,6 @@ class Run:
     """Stages of the pipeline that one rank holds."""
     stash: Literal["residuals", "input"] = "residuals"
     """As `pp.stash`."""
-    per_rank_control_flow: bool = False
-    """As `pp.per_rank_control_flow`."""
 
     def __post_init__(self):
         check_choices("", self)
@@ -174,7 +172,6 @@ class Run:
             experts=self.shape.experts is not None,
             dispatch=self.moe.dispatch,
             fp8=self.precision == "fp8",
-            per_rank_control_flow=self.per_rank_control_flow,
         )
         return choose(traits)
 

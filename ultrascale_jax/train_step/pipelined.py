@@ -90,7 +90,6 @@ def _run(
         used.with_blocks(None),
         parts,
         stash=cfg.pp.stash,
-        divergent=cfg.pp.per_rank_control_flow,
         order=params.layer_order,
         rows=_rows(cfg, params),
     )

@@ -21,8 +21,6 @@ def _pipeline(cfg: Config) -> list[str]:
         "in lock step": table.bubble(),
         "with true dependencies": table.bubble(runtime="dependencies"),
     }
-    if cfg.pp.per_rank_control_flow:
-        bubbles = {"as it runs": table.bubble(runtime="divergent"), **bubbles}
     if table.formula is not None:
         bubbles = {"by formula": table.formula, **bubbles}
     stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
@@ -31,8 +29,6 @@ def _pipeline(cfg: Config) -> list[str]:
     notes = [f"pipeline {table.name}: {stages}, {count}; bubble {known}"]
     if table.microbatches < table.ranks:
         notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
-    if cfg.pp.per_rank_control_flow:
-        notes.append("pp.per_rank_control_flow is experimental: no GPU has run it")
     return notes
 
 

@@ -28,9 +28,9 @@ WHEN = {
     "1f1b": "the usual: fewest messages, memory does not grow with the micro-batches",
     "interleaved": "the best from m = p on: bubble and memory / v, v times the messages",
     "zb_uniform": "the smallest bubble, for a W queue; not faster than interleaved so far",
-    "zb_h1": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: 1F1B's memory",
-    "zb_v": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: 1F1B's memory",
-    "dualpipe_v": "in lock step for its numerics; experimental with --pp.per_rank_control_flow: F beside B",
+    "zb_h1": "for its numerics alone: in lock step a large bubble",
+    "zb_v": "for its numerics alone: in lock step a large bubble",
+    "dualpipe_v": "for its numerics alone: in lock step a larger bubble than 1f1b",
 }
 
 
@@ -133,7 +133,6 @@ def measure(schedule: Schedule, costs: tuple[float, float, float]) -> dict[str, 
         "bubble": {
             "formula": schedule.formula,
             "lockstep": pipeline.lock_step_bubble(schedule, *costs),
-            "divergent": schedule.bubble(*costs, "divergent"),
             "dependencies": schedule.bubble(*costs, "dependencies"),
         },
         "in_flight": schedule.in_flight,
@@ -150,7 +149,7 @@ def describe(numbers: dict[str, Any]) -> str:
     lines = [
         f"{numbers['name']}: {numbers['ranks']} ranks x {virtual} stages, {numbers['microbatches']} micro-batches, "
         f"{numbers['ticks']} ticks",
-        f"bubble: {formula}lock step {bubble['lockstep']:.1%}, divergent {bubble['divergent']:.1%}, true dependencies "
+        f"bubble: {formula}lock step {bubble['lockstep']:.1%}, true dependencies "
         f"{bubble['dependencies']:.1%} of the work",
         f"in flight, by rank: {', '.join(map(str, numbers['in_flight']))} {chunk}"
         + (f"; waiting for W: at most {queue}" if queue else ""),

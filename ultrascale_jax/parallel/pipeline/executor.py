@@ -13,11 +13,9 @@ activation lives exactly as long as its slot in the table (`program.py`). A tick
               the vocabulary
     write     ring buffers, and then the read of the next tick's inputs (a read before a write would copy the buffer)
 
-Lock step, the default: in a tick every rank runs the same operations, the idle ones on zeros. No control flow differs
+Ranks run in lock step: in a tick every rank runs the same operations, the idle ones on zeros. No control flow differs
 between ranks, so stages may use any collective. Ticks alike are one `lax.scan`; compile time does not grow with the
-number of micro-batches. `divergent` gives each rank its own operations by one `lax.switch` a tick; stages may then
-use only collectives whose groups lie inside one pipeline rank, and no `ppermute`: with one they hang or compute wrong
-numbers.
+number of micro-batches.
 """
 
 import dataclasses
@@ -66,7 +64,6 @@ def pipeline(
     microbatches: Tree,
     *,
     stash: str = "residuals",
-    divergent: bool = False,
     order: LayerOrder | np.ndarray | None = None,
     rows: Sequence | None = None,
     axis: str = "pp",
@@ -82,7 +79,6 @@ def pipeline(
       microbatches: inputs, each leaf `[M, ...]`, the same on every rank of the pipeline.
       stash: `residuals` keeps what a layer's backward pass needs from its forward pass on (choose that with
         `jax.checkpoint` in `layer`); `input` keeps a stage's input and runs its forward pass again.
-      divergent: each rank runs only its own operations; experimental.
       order: the layer at each position of the stacks of all ranks, as of `layer_order`; None there is padding, which is
         masked. Without it each rank has one stage of consecutive layers.
       rows: for each leaf of `blocks` the row `[ranks, virtual * layers of a stage]` of a rank's leaf that holds the
@@ -105,7 +101,7 @@ def pipeline(
         stages=dataclasses.replace(stages, embed=embed),
         blocks=jax.tree.map(lambda a: vary(a, axes), blocks),
         shared=jax.tree.map(lambda a: vary(a, axes), shared),
-        microbatches=microbatches, stash=stash, divergent=divergent,
+        microbatches=microbatches, stash=stash,
         lengths=_lengths(schedule, order), rows=rows, axis=axis,
     )  # fmt: skip
     _check(call, order)

@@ -10,7 +10,7 @@ from ultrascale_jax.config.lowering import orders_whole_stage
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
-from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP, primitives
+from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -33,7 +33,6 @@ class LayerLoop:
         schedule, stages, lengths = call.schedule, call.stages, call.lengths
         self.schedule, self.context, self.axis = schedule, stages.context, call.axis
         self.blocks, self.microbatches = call.blocks, call.microbatches
-        self.divergent = call.divergent
         self.hides_exchanges = stages.hides_exchanges and trains
         self.trains, self.stashes = trains, trains and call.stash == "residuals"
         leaves = jax.tree.leaves(call.blocks)
@@ -68,12 +67,6 @@ class LayerLoop:
         tick = {"forward_chunk": here, "forward_on": here}
         params = self._params(tick, "forward", here)
         context = self._around(tick, "forward", here, self.context(at(self.microbatches, here)))
-        traced = jax.make_jaxpr(self.layer)(params, x, *context).jaxpr if self.divergent else None
-        if traced and "ppermute" in primitives(traced.eqns):
-            raise ValueError(
-                "the layer uses ppermute: where ranks run different operations it hangs or computes wrong numbers "
-                "in silence; use lock step (divergent=False), or gather instead"
-            )
         y, aux, *statistics = self.layer(params, x, *context)
         statistics = statistics[:-1] if self.in_place else statistics
         kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves((y, aux))]
@@ -118,20 +111,7 @@ class LayerLoop:
 
         `read` has `x_forward`, `g` and `x_backward`.
         """
-        if not self.divergent:
-            return self._layers(segment.kinds, state, read, tick)
-        ticks = self.schedule.ticks[segment.start : segment.stop]
-        choices = sorted({frozenset(cell) for cells in ticks for cell in cells}, key=sorted)
-        index = jnp.int32(0)
-        for i, kinds in enumerate(choices):
-            same = [(tick[f"{word}_on"] > 0) == (kind in kinds) for kind, word in PASSES.items()]
-            index = jnp.where(jnp.all(jnp.stack(same)), i, index)
-        branches = [
-            lambda state, read, tick, kinds=kinds: self._layers(kinds, state, read, tick)[:3]
-            for kinds in choices
-        ]
-        state, y, dx = lax.switch(index, branches, state, read, tick)
-        return state, y, dx, self._send_both(segment.kinds, y, dx)
+        return self._layers(segment.kinds, state, read, tick)
 
     def _send_both(self, kinds, y: jax.Array, dx: jax.Array) -> dict[str, list[jax.Array]]:
         """Send what the passes of a tick gave, of those that it has."""

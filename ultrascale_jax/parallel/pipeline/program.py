@@ -12,7 +12,7 @@ import numpy as np
 from ultrascale_jax.parallel.pipeline.table import Schedule
 
 MOST_SEGMENTS = 8
-"""Tables with more runs of like ticks (one operation a tick, drawn for divergent ranks) become one run."""
+"""Tables with more runs of like ticks (one operation a tick) become one run."""
 
 PORTS = ("from_previous", "from_next", "from_self")
 """Sources of a message: the rank before, the rank after, or this one (the turn of a V)."""

@@ -63,7 +63,6 @@ class PipelineCall:
     shared: Tree
     microbatches: Tree
     stash: str
-    divergent: bool
     lengths: Sequence[int] | None
     rows: Sequence | None
     axis: str

@@ -27,7 +27,7 @@ type Cell = Mapping[str, tuple[int, int]]
 """Kind to (microbatch, stage): the operations of one rank in one tick."""
 
 type Placement = Literal["loop", "v"]
-type Runtime = Literal["lockstep", "divergent", "dependencies"]
+type Runtime = Literal["lockstep", "dependencies"]
 
 
 class ScheduleError(UserError):
@@ -196,14 +196,11 @@ class Schedule:
         `f`, `b`, `w` are the times of a forward, an input gradient and a weight gradient of one microbatch
         through all stages of a rank; a backward that is not split takes `b + w`. The runtime is
         `lockstep`: every rank pays for a kind as soon as one rank runs it in the tick;
-        `divergent`: each rank runs its own operations, but waits for its neighbours in every tick;
         `dependencies`: each rank waits for its data alone, as separate programs would.
         """
         cost = self._cost(f, b, w)
         if runtime == "lockstep":
             step = sum(cost[kind] for row in self.ticks for kind in set().union(*row))
-        elif runtime == "divergent":
-            step = self._divergent_time(cost)
         else:
             step = max((op.end for op in self.timeline(f, b, w)), default=0.0)
         return step / (self.microbatches * sum(self._work(f, b, w))) - 1
@@ -216,7 +213,7 @@ class Schedule:
         runtime: Runtime = "dependencies",
         kinds: Sequence[Collection[str]] = (),
     ) -> list[Op]:
-        """Return start and end of every operation; costs and runtime (not `divergent`) as in `bubble`.
+        """Return start and end of every operation; costs and runtime as in `bubble`.
 
         `kinds` are those that lock step runs in each tick, if not only the table's own.
         """
@@ -252,13 +249,6 @@ class Schedule:
     def _cost(self, f: float, b: float, w: float) -> dict[str, float]:
         full = b if self.split else b + w
         return {"F": f / self.virtual, "B": full / self.virtual, "W": w / self.virtual}
-
-    def _divergent_time(self, cost: Mapping[str, float]) -> float:
-        end = [0.0] * self.ranks
-        for row in self.ticks:
-            start = [max(end[r - 1], end[r], end[(r + 1) % self.ranks]) for r in range(self.ranks)]
-            end = [t + sum(cost[k] for k in cell) for t, cell in zip(start, row, strict=True)]
-        return max(end)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:

@@ -54,15 +54,6 @@ def feed_forward_positions(run: Run) -> tuple[int, int]:
     return _positions(_key(run), layers, layers - run.shape.moe_layers)
 
 
-def divergent_bubble(run: Run, f: float, b: float, w: float) -> float:
-    """Return idle over ideal time where each rank runs its own operations and waits for its neighbours each tick.
-
-    `f`, `b`, `w`: forward pass, input gradient, weight gradient of one micro-batch on one rank, in any unit.
-    """
-    total = f + b + w
-    return _divergent_bubble(_key(run), *(round(part / total, 2) for part in (f, b, w)))
-
-
 def lock_step_bubble(schedule: Schedule, f: float, b: float, w: float) -> float:
     """Return idle over ideal time as the executor runs a table; costs as in `Schedule.bubble`.
 
@@ -216,18 +207,3 @@ def _counted(key: Key, stash: str) -> tuple[dict[str, dict], list[dict[str, int]
         segments.append({"ticks": length} | needed)
     peaks = {"in_flight": max(schedule.in_flight), "w_queue": max(schedule.w_queue)}
     return {"ticks": ticks, "slots": vars(program.slots), "peaks": peaks}, segments
-
-
-@functools.cache
-def _divergent_bubble(key: Key, f: float, b: float, w: float) -> float:
-    """Continue the bubble of more than 8 micro-batches a rank from 6 and 8, which is within 1% of the work."""
-
-    def step(m: int) -> float:
-        return m * (1 + _table(key._replace(microbatches=m)).bubble(f, b, w, "divergent"))
-
-    m, p = key.microbatches, key.ranks
-    if key.schedule.lower().endswith(".csv") or m <= 8 * p:
-        return step(m) / m - 1
-    small, larger = 6 * p, 8 * p
-    first = step(small)
-    return (first + (m - small) / (larger - small) * (step(larger) - first)) / m - 1

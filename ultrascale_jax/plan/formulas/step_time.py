@@ -160,12 +160,9 @@ class Step:
         passes, weight = self.passes, self.passes.backward_products / 2
         times = passes.forward, passes.backward - weight + self.recomputed(), weight
         f, b, w = (rank_s * part / sum(times) for part in times)
-        if run.per_rank_control_flow:
-            idle = pipeline.divergent_bubble(run, f, b, w) * m * rank_s
-        else:
-            chunks = {"F": f, "B": b if self.splits_backward else b + w, "W": w}
-            ticks = sum(counts.ticks[kind] * seconds for kind, seconds in chunks.items())
-            idle = ticks / run.virtual_stages - m * rank_s
+        chunks = {"F": f, "B": b if self.splits_backward else b + w, "W": w}
+        ticks = sum(counts.ticks[kind] * seconds for kind, seconds in chunks.items())
+        idle = ticks / run.virtual_stages - m * rank_s
         idle += (counts.times["head"] - m) * head_s
         size = 2 * run.tokens * self.shape.d_model / self.mesh.sp
         summed = self.collective("all-reduce", size, self.group("pp"))

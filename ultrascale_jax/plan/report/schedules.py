@@ -14,7 +14,7 @@ def drawing(
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     runtime: Runtime = "lockstep",
 ) -> Pipeline:
-    """Draw a table as the playbook draws pipelines; costs and runtime (not `divergent`) as in `Schedule.bubble`."""
+    """Draw a table as the playbook draws pipelines; costs and runtime as in `Schedule.bubble`."""
     virtual = f", {schedule.virtual} stages a rank" if schedule.virtual > 1 else ""
     how, kinds = "with true dependencies alone", []
     if runtime == "lockstep":
@@ -51,7 +51,7 @@ def idle(schedule: Schedule, costs: tuple[float, float, float], runtime: Runtime
 def comparison(
     tables: Sequence[Schedule], costs: tuple[float, float, float], runtime: Runtime
 ) -> Pipelines:
-    """Draw tables one above the other; costs and runtime (not `divergent`) as in `Schedule.bubble`."""
+    """Draw tables one above the other; costs and runtime as in `Schedule.bubble`."""
     how = "true dependencies alone" if runtime == "dependencies" else "lock step"
     f, b, w = costs
     panels = {}

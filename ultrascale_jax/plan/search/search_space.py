@@ -118,8 +118,8 @@ class Space:
 
 def drawback(run: Run) -> str:
     """Say why `run` is not recommended although the trainer runs it; empty if it may be."""
-    if run.mesh.pp > 1 and run.schedule in UNEVEN and not run.per_rank_control_flow:
-        return f"{run.schedule} is slow in lock step, and pp.per_rank_control_flow is experimental"
+    if run.mesh.pp > 1 and run.schedule in UNEVEN:
+        return f"{run.schedule} is slow in lock step"
     return ""
 
 
