@@ -26,7 +26,6 @@ from scripts.bench import child
 from scripts.bench.report import Report
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import require
-from ultrascale_jax.kernels import shapes
 
 TINY_MODEL = (
     "--model.vocab-size 256 --model.d-model 64 --model.d-ff 128 --model.num-layers 2 "
@@ -48,11 +47,32 @@ GROUPED_GEMMS = {
 """Rows, experts and their two widths: a GPU's share of 8,192 tokens a GPU, each sent to 8 or 2 experts."""
 
 KERNEL_SHAPES = {
-    "norm": shapes.RMS_NORM,
-    "fp8_product": shapes.FP8_MATMUL,
-    "loss": shapes.LINEAR_CROSS_ENTROPY,
-    "attention": shapes.ATTENTION,
+    "norm": {
+        "llama3_1b": (8192, 2048),
+        "llama3_8b": (8192, 4096),
+        "llama3_70b": (8192, 8192),
+        "tiny": (11, 4096),
+    },
+    "fp8_product": {
+        "llama3_1b": (8192, 8192, 2048),
+        "llama3_8b": (8192, 14336, 4096),
+        "llama3_70b": (8192, 28672, 8192),
+        "tiny": (256, 128, 384),
+    },
+    "loss": {
+        "llama3_1b": (8192, 2048, 128256),
+        "llama3_8b": (8192, 4096, 128256),
+        "llama3_70b": (8192, 8192, 128256),
+        "tiny": (128, 256, 384),
+    },
+    "attention": {
+        "llama3_1b": (1, 8192, 32, 8, 64),
+        "llama3_8b": (1, 8192, 32, 8, 128),
+        "llama3_70b": (1, 8192, 64, 8, 128),
+        "tiny": (1, 384, 2, 1, 128),
+    },
 }
+"""Sizes of each check of `cli/kernel_numerics.py` at 8,192 tokens a GPU; attention's begin with the batch."""
 
 KERNEL_MODELS = ("llama3_8b", "llama3_70b", "llama3_1b")
 """Models whose shapes are timed, the most important first."""

@@ -1,6 +1,6 @@
 """Time the implementations of a part of a run, forward and backward, as they take turns in one process.
 
-The parts are those that a run checks at its start (`kernels/checks.py`). Rates are of the least traffic, or of the
+The parts are those that a run checks at its start (`cli/kernel_numerics.py`). Rates are of the least traffic, or of the
 products that the mathematics needs. The part `roofline` has no kernel: it is how fast this GPU copies and multiplies.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from scripts.bench.child import Rows, Unavailable, require_gpu, serve
 from scripts.bench.report import step_deciles
 from scripts.bench.trainers import pipelined
-from ultrascale_jax.kernels import checks
+from ultrascale_jax.cli import kernel_numerics as numerics
 from ultrascale_jax.kernels.device import on_hopper
 
 XLA, MOSAIC, CUDNN, PACKED = "xla", "mosaic", "cudnn", "cudnn_packed"
@@ -35,7 +35,7 @@ class Case:
     """A part of a run with its sizes."""
 
     name: str
-    check: checks.Check
+    check: numerics.Check
     limit: Literal["copy", "bf16 GEMM", "fp8 GEMM"]
     """The row of the roofline that bounds it."""
     amount: int
@@ -57,27 +57,27 @@ AMOUNTS: dict[str, tuple[Literal["copy", "bf16 GEMM", "fp8 GEMM"], Callable[...,
 def cases(kernel: str, shape: list[int]) -> list[Case]:
     """Return the cases of a part of a run with these sizes."""
     if kernel in AMOUNTS:
-        (limit, amount), check = AMOUNTS[kernel], checks.CHECKS[kernel](*shape)
+        (limit, amount), check = AMOUNTS[kernel], numerics.CHECKS[kernel](*shape)
         return [Case(name=kernel, check=check, limit=limit, amount=amount(*shape))]
     return {"attention": attention, "roofline": roofline}[kernel](*shape)
 
 
 def attention(_: int, T: int, N: int, K: int, H: int) -> list[Case]:
     """Return attention of one row, causal and with documents: two products of visible scores forward, five backward."""
-    lengths = np.bincount(np.asarray(checks.documents_of(T))[0])
+    lengths = np.bincount(np.asarray(numerics.documents_of(T))[0])
     causal, documents = T**2 // 2, sum(int(n) ** 2 // 2 for n in lengths)
     product = 7 * 2 * H * N
     case = functools.partial(Case, limit=BF16)
     return [
         case(
             name="attention, causal",
-            check=checks.plain(T, N, K, H),
+            check=numerics.plain(T, N, K, H),
             amount=product * causal,
             implementations=(CUDNN, MOSAIC),
         ),
         case(
             name="attention, documents",
-            check=checks.plain(T, N, K, H, documents=True),
+            check=numerics.plain(T, N, K, H, documents=True),
             amount=product * documents,
             implementations=(CUDNN, PACKED, MOSAIC),
         ),
@@ -97,13 +97,13 @@ def roofline(size: int) -> list[Case]:
         return multiply(name, *(a.astype(jnp.bfloat16) * jnp.bfloat16(1) for a in (x, y)))
 
     def square(key, dtype, kind=None) -> tuple:
-        return tuple(x.astype(kind or dtype) for x in checks.normals(key, *[(size, size)] * 2))
+        return tuple(x.astype(kind or dtype) for x in numerics.normals(key, *[(size, size)] * 2))
 
     def wide(key, dtype) -> tuple:
-        return checks.normals(key, (2 * size, size), dtype=dtype)
+        return numerics.normals(key, (2 * size, size), dtype=dtype)
 
     def alone(limit, make: Callable, run: Callable, amount: int) -> Case:
-        check = checks.Check(make, lambda name, *arrays: (run(name, *arrays),))
+        check = numerics.Check(make, lambda name, *arrays: (run(name, *arrays),))
         return Case(name=limit, check=check, limit=limit, amount=amount, implementations=(XLA,))
 
     return [
@@ -149,7 +149,7 @@ def measure(spec: dict[str, Any]) -> Rows:
         row: dict[str, Any] = {"workload": f"{spec['workload']}: {case.name}", "contestant": name}
         row["temporary_gb"] = program.memory_analysis().temp_size_in_bytes / 1e9
         row["error"] = float(
-            checks.relative_error(results, expected.setdefault(case.name, results))
+            numerics.relative_error(results, expected.setdefault(case.name, results))
         )
         if case.name == FP8 and spec["needs_gpu"] and FP8_PRODUCT not in program.as_text():
             row |= {"status": "failed", "reason": "XLA made no product in float8 of it"}

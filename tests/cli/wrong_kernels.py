@@ -7,7 +7,7 @@ import time
 import jax.numpy as jnp
 
 from ultrascale_jax.cli.kernel_check import serve
-from ultrascale_jax.kernels.checks import CHECKS, Check, normals
+from ultrascale_jax.cli.kernel_numerics import CHECKS, Check, normals
 
 
 def raises(y):

@@ -26,7 +26,6 @@ from ultrascale_jax.kernels.attention import (
     visible_ranges,
 )
 from ultrascale_jax.kernels.attention_mosaic import Ranges
-from ultrascale_jax.kernels.shapes import ATTENTION
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.manual import smap
@@ -212,7 +211,7 @@ KERNEL = one_device(mosaic.forward), one_device(mosaic.backward)
 @pytest.mark.slow
 def test_the_kernel_in_the_interpreter_equals_the_oracle_and_has_no_races(interpreted):
     # One document is in all tiles, so that buffers are used again.
-    tiny = case(ATTENTION["tiny"], (30, 340, 14))
+    tiny = case((1, 384, 2, 1, 128), (30, 340, 14))
     got = interpreted(whole(tiny, *KERNEL), *tiny.arrays)
     assert [x.dtype for x in got] == [jnp.bfloat16, jnp.float32] + [jnp.bfloat16] * 3
     check(got, tiny.want, ROUNDED)
@@ -303,6 +302,14 @@ def kernels(text: str) -> int:
     return len(re.findall("custom_call_target=.mosaic", text))
 
 
+# Batch, tokens, heads of queries and of keys, head dim.
+SHAPES = {
+    "llama3_1b": (1, 8192, 32, 8, 64),
+    "llama3_8b": (1, 8192, 32, 8, 128),
+    "llama3_70b": (1, 8192, 64, 8, 128),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -315,7 +322,7 @@ def kernels(text: str) -> int:
 )
 def test_h100s_run_three_kernels_that_keep_all_in_registers(h100s, name, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    shape = ATTENTION[name]
+    shape = SHAPES[name]
     B, tokens, N, _, _ = shape
 
     def run(q, k, v, ids):
@@ -344,7 +351,7 @@ def test_on_h100s_a_ring_over_documents_makes_no_mask(h100s):
         return context_attention(context, q, k, v, None, ids, implementation="mosaic")[0]
 
     two = jax.sharding.Mesh(h100s.devices[:2], h100s.axis_names, axis_types=h100s.axis_types)
-    program = compiled(two, run, P(None, "cp"), ATTENTION["llama3_8b"], 2 * tokens, 1)
+    program = compiled(two, run, P(None, "cp"), SHAPES["llama3_8b"], 2 * tokens, 1)
     text = program.as_text()
     # Three for each block: the own one, and two chunks' with those of the other rank.
     assert kernels(text) == 9

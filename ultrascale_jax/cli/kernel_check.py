@@ -2,7 +2,7 @@
 
 The table of `kernels/choices.py` and the fields of `kernels` choose. Process 0 starts a process on one of its GPUs,
 which computes each part of the run that has a kernel, small, and compares it with the reference in float32
-(`kernels/checks.py`). A part that is wrong, or crashes, refuses the run on all processes; a part that could not be
+(`cli/kernel_numerics.py`). A part that is wrong, or crashes, refuses the run on all processes; a part that could not be
 checked, because time was up or memory short, is told. A GPU that a run has taken has no memory left for a check, so the
 check comes first, on the shapes of the GPUs that the driver and the launcher tell of.
 """
@@ -19,12 +19,6 @@ from typing import Any
 
 from ultrascale_jax.cli import command_line, devices
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.kernels import (
-    fp8_matmul_mosaic,
-    grouped_matmul_mosaic,
-    linear_cross_entropy_mosaic,
-    rms_norm_mosaic,
-)
 from ultrascale_jax.kernels.choices import auto_order
 from ultrascale_jax.launch import distributed
 from ultrascale_jax.launch.cluster import Launch, visible_gpus
@@ -36,11 +30,8 @@ from ultrascale_jax.plan.auto import cluster_of
 LIMIT_S = 240.0
 """Seconds for all checks together; most of them are XLA's, which compiles and tries its own products on the GPU."""
 
-MOST_TOKENS = 4096
-"""Tokens of a check at most: the reference of attention holds the scores of all pairs."""
-
-DTYPES = {"fp16": "float16", "fp32": "float32"}
-"""Types of the activations by `train.precision`; the others have bfloat16."""
+TOKENS = 4096
+"""Tokens of a check, of attention's at most: its reference holds the scores of all pairs."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Part:
     implementation: str
     """Its value."""
     check: str
-    """A function of `kernels/checks.py`."""
+    """A function of `cli/kernel_numerics.py`."""
     sizes: tuple[int, ...]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of that function."""
@@ -65,12 +56,11 @@ class Part:
 
 def parts(cfg: Config, kind: str) -> list[Part]:
     """Return the parts of a run on GPUs of `kind` that XLA may not compute; `cfg` is checked, and not open."""
-    dtype, checked = DTYPES.get(cfg.train.precision, "bfloat16"), []
-    if dtype == "float32":
-        return checked
+    if cfg.train.precision == "fp32":
+        return []
     mesh, model, tensor = cfg.mesh, cfg.model, cfg.mesh.tensor
-    tokens = _halved(cfg.data.seq_len // mesh.cp)
-    width, d_ff, words = model.d_model, model.d_ff // tensor, model.vocab_size // (tensor * mesh.pp)
+    dtype = "float16" if cfg.train.precision == "fp16" else "bfloat16"
+    checked = []
 
     def add(field: str, check: str, *sizes: int, **options: Any) -> None:
         value = getattr(cfg.kernels, field)
@@ -79,36 +69,29 @@ def parts(cfg: Config, kind: str) -> list[Part]:
             checked.append(Part(field, value, check, sizes, options, dtype))
 
     ring, ulysses = cfg.cp.ranks(mesh.cp)
-    key_heads = max(1, model.num_kv_heads // (tensor * ulysses))
-    shown = min(key_heads, 2)
-    heads = model.num_heads // (tensor * ulysses) // key_heads * shown, shown, model.head_dim
-    row, documents = _halved(cfg.data.seq_len // ring), cfg.data.document_mask
+    local_key_heads = max(1, model.num_kv_heads // (tensor * ulysses))
+    key_heads = min(local_key_heads, 2)
+    heads = model.num_heads // (tensor * ulysses) // local_key_heads * key_heads
+    row, documents = cfg.data.seq_len // ring, cfg.data.document_mask
+    while row > TOKENS and row % 2 == 0:  # halved, a row of documents keeps its classes
+        row //= 2
+    sizes, sinks = (row, heads, key_heads, model.head_dim), model.attention_sinks
     if ring > 1:
-        add("attention", "ring_block", row, *heads, documents=documents)
+        add("attention", "ring_block", *sizes, documents=documents)
     else:
-        add("attention", "plain", row, *heads, documents=documents, sinks=model.attention_sinks)
+        add("attention", "plain", *sizes, documents=documents, sinks=sinks)
     if model.sliding_window is not None:
-        window = min(model.sliding_window, row // 2)
-        options = {"window": window, "documents": documents and ring == 1}
-        add("attention", "plain", row, *heads, **options, sinks=model.attention_sinks)
-    if rms_norm_mosaic.takes(width):
-        add("norm", "norm", tokens, width)
-    if linear_cross_entropy_mosaic.takes(tokens, width, words):
-        add("loss", "loss", tokens, width, words)
+        window, documents = min(model.sliding_window, row // 2), documents and ring == 1
+        add("attention", "plain", *sizes, window=window, documents=documents, sinks=sinks)
+    width, d_ff = model.d_model, model.d_ff // tensor
+    add("norm", "norm", TOKENS, width)
+    add("loss", "loss", TOKENS, width, model.vocab_size // (tensor * mesh.pp))
     if (experts := model.experts) is not None:
-        expert_ff = model.expert_d_ff // tensor
-        if grouped_matmul_mosaic.takes(0, width, expert_ff):
-            add("grouped_matmul", "experts", 2 * tokens, experts.num // mesh.ep, width, expert_ff)
-    if cfg.train.precision == "fp8_block" and fp8_matmul_mosaic.takes(tokens, d_ff, width):
-        add("fp8_matmul", "fp8_product", tokens, d_ff, width)
+        rows, local_experts = 2 * TOKENS, experts.num // mesh.ep
+        add("grouped_matmul", "experts", rows, local_experts, width, model.expert_d_ff // tensor)
+    if cfg.train.precision == "fp8_block":
+        add("fp8_matmul", "fp8_product", TOKENS, d_ff, width)
     return checked
-
-
-def _halved(tokens: int) -> int:
-    """Halve a length until it is short enough; a row of documents keeps its classes."""
-    while tokens > MOST_TOKENS and tokens % 2 == 0:
-        tokens //= 2
-    return tokens
 
 
 def check_run(
@@ -259,7 +242,7 @@ def answer_of(part: Part) -> dict[str, str]:
     """Check a part on this process's first device; see `run_checks`."""
     import jax
 
-    from ultrascale_jax.kernels.checks import CHECKS, measure
+    from ultrascale_jax.cli.kernel_numerics import CHECKS, measure
 
     try:
         check = CHECKS[part.check](*part.sizes, **part.options)

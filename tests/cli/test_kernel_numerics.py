@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ultrascale_jax.cli.kernel_numerics import CHECKS, measure, plain, ring_block
 from ultrascale_jax.config import MeshConfig
-from ultrascale_jax.kernels.checks import CHECKS, measure, plain, ring_block
 from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.mesh import make_mesh
 

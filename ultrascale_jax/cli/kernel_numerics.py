@@ -1,7 +1,6 @@
-"""Check kernels on a GPU: compare a part of a run, small, with its definition in float32.
+"""Compare the kernels of a run, in small sizes, with their definitions in float32.
 
-Each function returns the check of one part: arguments, results and gradients by an implementation, and the reference.
-Attention is checked on the heads of two key heads, because its reference holds all scores.
+Each function returns the check of one part: its arguments, and its results and gradients by an implementation.
 """
 
 import functools
@@ -34,20 +33,15 @@ A backward pass of attention rounds its probabilities, scores' gradients, result
 DOCUMENTS = 8
 """Documents of a row; their ends are as uneven as uniform random ones."""
 
-SPREAD = 0.3
-"""Standard deviation of the logarithm of an expert's share of the rows."""
-
 
 @dataclass(frozen=True)
 class Check:
     """A part of a run that several implementations compute."""
 
     make: Callable[..., tuple]
-    """Arguments, from a random key and the run's dtype of 16 bits."""
+    """`make(key, dtype)` draws the arguments, in the run's dtype of 16 bits."""
     run: Callable[..., tuple]
-    """Results and gradients, of an implementation's name and the arguments."""
-    reference: Callable[..., tuple] | None = None
-    """The same of arguments in float32; by default XLA's."""
+    """`run(implementation, *arguments)` returns results and gradients."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +59,17 @@ class Errors:
 
 
 def measure(check: Check, implementation: str, dtype: jax.typing.DTypeLike) -> Errors:
-    """Return the errors of an implementation and of XLA's, on this process's first device."""
+    """Return the errors of an implementation and of XLA's in 16 bits from XLA's in float32, on the first device."""
     arguments = jax.jit(functools.partial(check.make, dtype=dtype))(jax.random.key(0))
     widened = [x.astype(jnp.float32) if x.dtype == dtype else x for x in arguments]
-    reference = check.reference or functools.partial(check.run, "xla")
+
+    def results(name: str, arguments: Sequence[jax.Array]) -> tuple:
+        return jax.jit(functools.partial(check.run, name))(*arguments)
+
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(reference)(*widened)
+        expected = results("xla", widened)
     kernel, xla = (
-        float(relative_error(jax.jit(functools.partial(check.run, name))(*arguments), expected))
+        float(relative_error(results(name, arguments), expected))
         for name in (implementation, "xla")
     )
     return Errors(kernel, xla)
@@ -95,8 +92,7 @@ def plain(
                 sinks=sinks, implementation=name,
             )  # fmt: skip
 
-        out, pull_back = jax.vjp(attend, *arrays)
-        return out, *pull_back(dout)
+        return with_gradients(attend, dout, *arrays)
 
     return Check(make, run)
 
@@ -134,15 +130,7 @@ def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Ch
         dq = dqs[0].astype(jnp.float32) + dqs[1].astype(jnp.float32)
         return out, dq, jnp.concatenate(dks, 1), jnp.concatenate(dvs, 1)
 
-    def whole(dout, q, k, v) -> tuple:
-        def attend(q, k, v):
-            segment_ids = (ids[:, second], ids) if documents else None
-            return attention(q, k, v, q_index=second, segment_ids=segment_ids, implementation="xla")
-
-        out, pull_back = jax.vjp(attend, q, k, v)
-        return out, *pull_back(dout)
-
-    return Check(make, run, whole)
+    return Check(make, run)
 
 
 def norm(M: int, D: int) -> Check:
@@ -152,9 +140,10 @@ def norm(M: int, D: int) -> Check:
         weight = jnp.linspace(0.5, 1.5, D, dtype=jnp.float32)
         return *normals(key, (M, D), (M, D), dtype=dtype), weight
 
-    def run(name: str, dy, *arrays) -> tuple:
-        y, pull_back = jax.vjp(functools.partial(rms_norm, eps=1e-5, implementation=name), *arrays)
-        return y, *pull_back(dy)
+    def run(name: str, dy, x, weight) -> tuple:
+        return with_gradients(
+            functools.partial(rms_norm, eps=1e-5, implementation=name), dy, x, weight
+        )
 
     return Check(make, run)
 
@@ -182,17 +171,15 @@ def loss(M: int, D: int, V: int) -> Check:
 
 def experts(R: int, E: int, D: int, F: int) -> Check:
     """Check the product of R rows with the matrices `[D, F]` of E experts, which have uneven parts of the rows."""
-    sizes = uneven_sizes(R, E)
+    rng = np.random.default_rng(0)
+    sizes = jnp.asarray(rng.multinomial(R, rng.dirichlet([10.0] * E)), jnp.int32)
 
     def make(key, dtype) -> tuple:
         return normals(key, (R, F), (R, D), (E, D, F), dtype=dtype)
 
-    def run(name: str, dy, *arrays) -> tuple:
-        def multiply(x, w):
-            return grouped_matmul(x, w, sizes, implementation=name)
-
-        y, pull_back = jax.vjp(multiply, *arrays)
-        return y, *pull_back(dy)
+    def run(name: str, dy, x, w) -> tuple:
+        multiply = functools.partial(grouped_matmul, sizes=sizes, implementation=name)
+        return with_gradients(multiply, dy, x, w)
 
     return Check(make, run)
 
@@ -224,6 +211,12 @@ CHECKS: dict[str, Callable[..., Check]] = {
 }
 
 
+def with_gradients(function: Callable, cotangent: jax.Array, *arguments: jax.Array) -> tuple:
+    """Return a function's result and the gradients of its arguments."""
+    result, pull_back = jax.vjp(function, *arguments)
+    return result, *pull_back(cotangent)
+
+
 def normals(
     key: jax.Array, *shapes: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.bfloat16
 ) -> tuple[jax.Array, ...]:
@@ -240,13 +233,6 @@ def relative_error(results: Sequence[jax.Array], expected: Sequence[jax.Array]) 
         for x, y in zip(results, expected, strict=True)
     ]
     return jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]).max()
-
-
-def uneven_sizes(R: int, E: int) -> jax.Array:
-    """Return the rows of each of `E` experts, int32, `R` in all, as uneven as a router makes them."""
-    shares = np.exp(SPREAD * np.random.default_rng(0).normal(size=E))
-    ends = np.round(R * np.cumsum(shares) / np.sum(shares)).astype(np.int32)
-    return jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
 
 
 def documents_of(T: int) -> jax.Array:
