@@ -55,8 +55,6 @@ class Lowering:
     """A layer's sum over dp starts one layer after its reduce-scatter."""
     gradients_together: bool = False
     """No gradient of a half-block is used before all of them are there (`sharding.primitives.grad_barrier`)."""
-    sums_in_product: bool = False
-    """A layer keeps the sum of its input and its attention, which XLA adds up in the product, not attention alone."""
     orders_exchanges: bool = False
     """The passes of a pipeline's tick are ordered so that each hides the other's exchanges of tokens with experts
     (`parallel/pipeline/interleave.py`)."""
@@ -96,8 +94,6 @@ class Traits:
     experts: bool
     dispatch: str
     fp8: bool
-    pre_norm: bool = True
-    """The norms stand before the halves of a layer, and nowhere else."""
     post_norm: bool = False
     """They stand after the halves, and nowhere else."""
 
@@ -116,7 +112,6 @@ class Traits:
             experts=cfg.model.experts is not None,
             dispatch=cfg.moe.dispatch,
             fp8=cfg.train.precision in FP8,
-            pre_norm=cfg.model.norm_placement == "pre",
             post_norm=cfg.model.norm_placement == "post",
         )
 
@@ -297,14 +292,6 @@ RULES: tuple[Rule, ...] = (
         effect="a tensor group's reduce-scatter overlaps with weight gradients; over cp, the MLP's activations are "
         "free before attention's backward pass",
         evidence="1M tokens over cp: 3 GB less. Elsewhere it costs 0.5% of an 8B step",
-    ),
-    Rule(
-        name="sum_in_product",
-        applies=lambda run, _: run.pre_norm and run.mesh.tensor * run.mesh.pp == 1,
-        fields=lambda _: {"sums_in_product": True},
-        effect="the residual stream after attention is added up once, in the product. A sum after a reduce-scatter XLA "
-        "would add up three times: to keep it, for the norm, and for the MLP's residual connection",
-        evidence="8B, fsdp 8: 920 -> 917 ms, below 2%; in a pipeline not measured",
     ),
     Rule(
         name="fp8_products",

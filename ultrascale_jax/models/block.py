@@ -27,7 +27,6 @@ from ultrascale_jax.models.moe import Dense, MoE, Routed
 from ultrascale_jax.sharding.primitives import (
     gather_param,
     grad_barrier,
-    name_product,
     partial_axes,
 )
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
@@ -201,8 +200,6 @@ class Block(_Parts):
             h, *more = h if isinstance(h, tuple) else (h,)
             _check_partial(attn, h)
             h = sum(more, scatter_sequence(h))
-            if inputs.lowering.sums_in_product:
-                return name_product(x_BRD + h, "attn_out"), cache, feed_forward
             h = checkpoint_name(h, "attn_out")
             return x_BRD + self._after(h, "attn_norm", "attn_out_norm"), cache, feed_forward
 
