@@ -41,6 +41,7 @@ class Case:
 CASES = {
     "1b": Case(recipe="llama32_1b", mesh="dp=1", train={"global_batch": 4, "remat": "selective"}),
     "8b": Case(recipe="llama3_8b", mesh="fsdp=8", train={"global_batch": 8, "remat": "dots"}),
+    "8b_2": Case(recipe="llama3_8b", mesh="fsdp=8", train={"global_batch": 16, "remat": "dots"}),
     "8b_selective": Case(recipe="llama3_8b", mesh="fsdp=8", train={"global_batch": 8, "remat": "selective"}),
     "8b_sp": Case(recipe="llama3_8b", mesh="fsdp=4,sp=2", train={"global_batch": 8, "remat": "selective"}),
     "8b_dp": Case(recipe="llama3_8b", mesh="dp=8,fsdp=8", train={"global_batch": 64, "remat": "full"}),

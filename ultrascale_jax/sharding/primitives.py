@@ -457,9 +457,8 @@ def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
 def grad_barrier(tree):
     """Return `tree`; in the backward pass no gradient of it is used before all of them are computed.
 
-    With a half-block's input and weights in `tree`, the reduce-scatter of the input's gradient overlaps with the
-    matmuls of the weights' gradients, as in Megatron. Without it XLA computes those later and waits, and the
-    activations of the feed-forward layer live on through attention's backward pass.
+    With a half-block's input and weights in `tree`, the activations of the feed-forward layer are free before
+    attention's backward pass; without it XLA may compute weight gradients later.
     """
     return tree
 
