@@ -33,7 +33,7 @@ from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
-from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
+from ultrascale_jax.plan.schedules.measures import bubble, formula
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -160,8 +160,8 @@ def measure(schedule: Schedule, seconds: float) -> dict:
     return {
         "seconds": taken,
         "bubble": taken / work - 1,
-        "table_bubble": lock_step_bubble(schedule, 1, 1, 1),
-        "formula": schedule.formula,
+        "table_bubble": bubble(schedule),
+        "formula": formula(schedule),
         "tick_ms": 1e3 * tick,
         "naps": [{kind: counts[rank, kind] for kind in KINDS} for rank in range(schedule.ranks)],
     }

@@ -42,6 +42,7 @@ from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.schedules.measures import bubble
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
 
@@ -209,7 +210,7 @@ def figure(rows: Sequence[Row]) -> Lines:
     seconds: dict[str, list[Point]] = {}
     for row in growing(rows):
         m, step_s = int(row["microbatches"]), float(row["step_s"])
-        ideal = step_s / (1 + of_config(config(row)[0]).bubble())
+        ideal = step_s / (1 + bubble(of_config(config(row)[0])))
         memory.setdefault(row["schedule"], []).append(Point(x=m, y=int(row["xla_bytes"]) / GIB))
         seconds.setdefault(row["schedule"], []).append(Point(x=m, y=1e3 * step_s / m))
         seconds.setdefault(f"{row['schedule']}, ideal", []).append(

@@ -9,7 +9,7 @@ from ultrascale_jax.cli import plan
 from ultrascale_jax.cli.plan_commands.schedule import compared, measure
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.parallel.pipeline.table_csv import write_csv
+from ultrascale_jax.plan.schedules.text import as_text, write_csv
 
 
 def answer(capsys, *arguments):
@@ -53,7 +53,7 @@ def test_a_new_schedule_needs_no_published_bubble():
 def test_one_schedule_is_shown_with_its_table(capsys):
     shown = text(capsys, "interleaved", "--ranks", "2", "--microbatches", "4", "--virtual", "2")
     table = schedules.build("interleaved", 2, 4, 2)
-    assert shown.startswith(table.text())
+    assert shown.startswith(as_text(table))
     assert "formula 12.5%, lock step 12.5%" in shown
     found = answer(capsys, "interleaved", "--ranks", "2", "--microbatches", "4")
     assert found["ticks"] == len(found["table"]) == len(table.ticks)

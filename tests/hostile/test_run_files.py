@@ -23,7 +23,8 @@ from ultrascale_jax.configs.demo import config as demo
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.goodput import read_ledger
 from ultrascale_jax.parallel.pipeline.schedules import build
-from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv
+from ultrascale_jax.plan.schedules.text import write_csv
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows, truncate_rows
 from ultrascale_jax.training.setup import make_loader, open_run

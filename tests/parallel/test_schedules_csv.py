@@ -16,9 +16,11 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
-from ultrascale_jax.parallel.pipeline.from_costs import from_costs
 from ultrascale_jax.parallel.pipeline.schedules import build, of_config
-from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv
+from ultrascale_jax.plan.schedules.from_costs import from_costs
+from ultrascale_jax.plan.schedules.measures import formula
+from ultrascale_jax.plan.schedules.text import write_csv
 
 TABLE = """\
 0F0,0F1,,,0B0,0B1
@@ -56,7 +58,7 @@ def test_a_table_is_read(file):
     assert (schedule.ranks, schedule.virtual, schedule.microbatches) == (2, 1, 2)
     assert not schedule.split
     assert dict(schedule.ticks[2][1]) == {"F": (1, 1), "B": (0, 1)}
-    assert schedule.formula is None
+    assert formula(schedule) is None
 
 
 def test_spaces_a_byte_order_mark_short_rows_and_empty_last_lines_do_no_harm(file):

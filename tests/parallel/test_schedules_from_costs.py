@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.parallel.pipeline.from_costs import from_costs
 from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.parallel.pipeline.table import Schedule
+from ultrascale_jax.plan.schedules.from_costs import from_costs
+from ultrascale_jax.plan.schedules.measures import bubble, held
 
 COSTS = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.7), (1, 2, 1))
 
@@ -50,7 +51,7 @@ def test_tables_for_any_costs_are_legal_and_keep_to_the_memory(p, v, m, spare, c
     cap = v + spare
     schedule = from_costs(p, m, *cost, cap, virtual=v)
     assert schedule.check() is schedule
-    assert max(schedule.held) <= cap
+    assert max(held(schedule)) <= cap
     assert schedule.num_stages == p * v
     assert schedule.name == "from_costs"
 
@@ -65,11 +66,11 @@ def test_it_is_never_worse_than_1f1b_in_the_same_memory(p, m):
     for cap in range(1, 2 * p + 2):
         plain = capped_1f1b(p, m, cap)
         for cost in COSTS:
-            bubble = from_costs(p, m, *cost, cap).bubble(*cost)
-            assert bubble <= plain.bubble(*cost) + 1e-9, (cap, cost)
+            share = bubble(from_costs(p, m, *cost, cap), *cost)
+            assert share <= bubble(plain, *cost) + 1e-9, (cap, cost)
             if cap >= min(m, 2 * p):
-                whole = build("1f1b", p, m).bubble(*cost)
-                assert bubble <= whole + 1e-9, (cap, cost)
+                whole = bubble(build("1f1b", p, m), *cost)
+                assert share <= whole + 1e-9, (cap, cost)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +79,13 @@ def test_it_is_never_worse_than_1f1b_in_the_same_memory(p, m):
 def test_it_is_never_worse_than_a_named_schedule_in_the_same_memory(name, virtual):
     schedule = build(name, 4, 8, 0 if name == "zb_h1" else virtual)
     for cost in COSTS:
-        made = from_costs(4, 8, *cost, max(schedule.held), virtual=virtual)
-        assert made.bubble(*cost) <= schedule.bubble(*cost) + 1e-9, cost
+        made = from_costs(4, 8, *cost, max(held(schedule)), virtual=virtual)
+        assert bubble(made, *cost) <= bubble(schedule, *cost) + 1e-9, cost
 
 
 def test_more_memory_is_never_worse():
     for cost in COSTS:
-        bubbles = [from_costs(4, 12, *cost, cap).bubble(*cost) for cap in (1, 2, 4, 8)]
+        bubbles = [bubble(from_costs(4, 12, *cost, cap), *cost) for cap in (1, 2, 4, 8)]
         assert bubbles == sorted(bubbles, reverse=True)
 
 

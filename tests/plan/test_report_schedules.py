@@ -4,8 +4,8 @@ import pytest
 
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.parallel.pipeline.schedules import build
-from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
 from ultrascale_jax.plan.report.schedules import comparison, drawing
+from ultrascale_jax.plan.schedules.measures import bubble, held
 
 COSTS = 1.0, 1.5, 0.75
 
@@ -15,9 +15,9 @@ COSTS = 1.0, 1.5, 0.75
 def test_what_a_rank_keeps_at_most_is_what_the_table_holds(name, runtime):
     table = build(name, 4, 8)
     figure = drawing(table, COSTS, runtime)
-    for rank, held in enumerate(table.held):
+    for rank, chunks in enumerate(held(table)):
         times, counts = figure.kept(rank)
-        assert max(counts) * table.virtual == held
+        assert max(counts) * table.virtual == chunks
         assert counts[0] == counts[-1] == 0 and times == sorted(times)
 
 
@@ -25,8 +25,8 @@ def test_what_a_rank_keeps_at_most_is_what_the_table_holds(name, runtime):
 def test_in_lock_step_the_drawing_is_as_long_as_the_executors_step(name):
     table = build(name, 4, 8)
     figure = drawing(table, COSTS)
-    assert figure.width / (8 * sum(COSTS)) - 1 == pytest.approx(lock_step_bubble(table, *COSTS))
-    assert f"{lock_step_bubble(table, *COSTS):.1%}" in figure.caption
+    assert figure.width / (8 * sum(COSTS)) - 1 == pytest.approx(bubble(table, *COSTS))
+    assert f"{bubble(table, *COSTS):.1%}" in figure.caption
 
 
 def test_schedules_side_by_side_say_bubble_and_memory():

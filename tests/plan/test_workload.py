@@ -16,8 +16,8 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.configs import llama3_8b, llama3_70b, llama32_1b, shapes
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.parallel.pipeline.table_csv import write_csv
 from ultrascale_jax.plan.model_shape import ModelShape
+from ultrascale_jax.plan.schedules.text import write_csv
 from ultrascale_jax.plan.workload import Group, Run, group
 
 LLAMA3_8B, LLAMA3_70B = pinned(llama3_8b.config), pinned(llama3_70b.config)

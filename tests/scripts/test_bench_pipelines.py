@@ -11,7 +11,7 @@ from scripts.bench_pipelines import Options, bench, measure, rows
 from ultrascale_jax.config import UserError
 from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.parallel.pipeline.table import KINDS
-from ultrascale_jax.plan.formulas.pipeline import lock_step_bubble
+from ultrascale_jax.plan.schedules.measures import bubble
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_in_lock_step_every_rank_sleeps_as_long_as_the_table_says(name, ranks, m
     work = schedule.microbatches * schedule.virtual * len(KINDS)
     for naps in row["naps"]:
         assert sum(naps.values()) / work - 1 == pytest.approx(row["table_bubble"])
-    assert row["table_bubble"] == lock_step_bubble(schedule, 1, 1, 1)
+    assert row["table_bubble"] == bubble(schedule)
     assert row["tick_ms"] > 0 and row["seconds"] > 0
 
 

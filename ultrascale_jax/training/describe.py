@@ -2,6 +2,7 @@
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.plan.schedules.measures import bubble, formula
 
 
 def parallelism(cfg: Config) -> list[str]:
@@ -18,13 +19,13 @@ def _pipeline(cfg: Config) -> list[str]:
         return []
     table = schedules.of_config(cfg)
     bubbles = {
-        "in lock step": table.bubble(),
-        "with true dependencies": table.bubble(runtime="dependencies"),
+        "in lock step": bubble(table),
+        "with true dependencies": bubble(table, runtime="dependencies"),
     }
-    if table.formula is not None:
-        bubbles = {"by formula": table.formula, **bubbles}
+    if (closed := formula(table)) is not None:
+        bubbles = {"by formula": closed, **bubbles}
     stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
-    known = ", ".join(f"{bubble:.1%} {how}" for how, bubble in bubbles.items())
+    known = ", ".join(f"{share:.1%} {how}" for how, share in bubbles.items())
     count = f"{table.microbatches} micro-batch{'es' * (table.microbatches > 1)}"
     notes = [f"pipeline {table.name}: {stages}, {count}; bubble {known}"]
     if table.microbatches < table.ranks:

@@ -17,11 +17,12 @@ from rich.table import Table
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.parallel.pipeline.from_costs import from_costs
 from ultrascale_jax.parallel.pipeline.table import Schedule
-from ultrascale_jax.parallel.pipeline.table_csv import read_csv, write_csv
-from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.report.layout import table
+from ultrascale_jax.plan.schedules.from_costs import from_costs
+from ultrascale_jax.plan.schedules.measures import bubble, formula, in_flight, w_queue
+from ultrascale_jax.plan.schedules.text import as_text, write_csv
 
 WHEN = {
     "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> None:
         cells = [[dict(cell) for cell in row] for row in schedule.ticks]
         print(output.verb_json("schedule", {"costs": costs, **numbers, "table": cells}))
         return
-    print(f"{schedule.text()}\n\n{describe(numbers)}", *written, sep="\n")
+    print(f"{as_text(schedule)}\n\n{describe(numbers)}", *written, sep="\n")
 
 
 def times(text: str) -> tuple[float, float, float]:
@@ -131,26 +132,26 @@ def measure(schedule: Schedule, costs: tuple[float, float, float]) -> dict[str, 
         "microbatches": schedule.microbatches,
         "ticks": len(schedule.ticks),
         "bubble": {
-            "formula": schedule.formula,
-            "lockstep": pipeline.lock_step_bubble(schedule, *costs),
-            "dependencies": schedule.bubble(*costs, "dependencies"),
+            "formula": formula(schedule),
+            "lockstep": bubble(schedule, *costs),
+            "dependencies": bubble(schedule, *costs, "dependencies"),
         },
-        "in_flight": schedule.in_flight,
-        "w_queue": schedule.w_queue,
+        "in_flight": in_flight(schedule),
+        "w_queue": w_queue(schedule),
     }
 
 
 def describe(numbers: dict[str, Any]) -> str:
     """Describe the numbers of one schedule in words."""
-    bubble, virtual = numbers["bubble"], numbers["virtual"]
-    formula = "" if bubble["formula"] is None else f"formula {bubble['formula']:.1%}, "
+    bubbles, virtual = numbers["bubble"], numbers["virtual"]
+    closed = "" if bubbles["formula"] is None else f"formula {bubbles['formula']:.1%}, "
     chunk = "micro-batches" if virtual == 1 else f"chunks of 1/{virtual} of a rank's layers"
     queue = max(numbers["w_queue"])
     lines = [
         f"{numbers['name']}: {numbers['ranks']} ranks x {virtual} stages, {numbers['microbatches']} micro-batches, "
         f"{numbers['ticks']} ticks",
-        f"bubble: {formula}lock step {bubble['lockstep']:.1%}, true dependencies "
-        f"{bubble['dependencies']:.1%} of the work",
+        f"bubble: {closed}lock step {bubbles['lockstep']:.1%}, true dependencies "
+        f"{bubbles['dependencies']:.1%} of the work",
         f"in flight, by rank: {', '.join(map(str, numbers['in_flight']))} {chunk}"
         + (f"; waiting for W: at most {queue}" if queue else ""),
     ]
@@ -242,9 +243,9 @@ def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> T
         if isinstance(row, str):
             made.add_row(name)
             continue
-        bubble = row["bubble"]
-        percents = [f"{bubble[n]:.1%}" for n in ("lockstep", "dependencies")]
-        formula = "" if bubble["formula"] is None else f"{bubble['formula']:.1%}"
+        bubbles = row["bubble"]
+        percents = [f"{bubbles[n]:.1%}" for n in ("lockstep", "dependencies")]
+        closed = "" if bubbles["formula"] is None else f"{bubbles['formula']:.1%}"
         held = (f"{max(row[n]) / row['virtual']:g}" for n in ("in_flight", "w_queue"))
-        made.add_row(name, str(row["virtual"]), str(row["ticks"]), formula, *percents, *held)
+        made.add_row(name, str(row["virtual"]), str(row["ticks"]), closed, *percents, *held)
     return made

@@ -29,9 +29,10 @@ from jax import lax
 
 from ultrascale_jax.config import require, require_type
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
-from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, Segment, assemble
+from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, assemble
 from ultrascale_jax.parallel.pipeline.rows import at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
+from ultrascale_jax.parallel.pipeline.segments import Segment
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.rules import vary, varying

@@ -8,8 +8,9 @@ from jax import lax
 
 from ultrascale_jax.config.lowering import orders_whole_stage
 from ultrascale_jax.parallel.pipeline.interleave import interleave
-from ultrascale_jax.parallel.pipeline.program import PASSES, Segment, Slots
+from ultrascale_jax.parallel.pipeline.program import PASSES, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
+from ultrascale_jax.parallel.pipeline.segments import Segment
 from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
 from ultrascale_jax.sharding.rules import vary, varying

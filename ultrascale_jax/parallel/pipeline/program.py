@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ultrascale_jax.parallel.pipeline.segments import Segment, segments
 from ultrascale_jax.parallel.pipeline.table import Schedule
-
-MOST_SEGMENTS = 8
-"""Tables with more runs of like ticks (one operation a tick) become one run."""
 
 PORTS = ("from_previous", "from_next", "from_self")
 """Sources of a message: the rank before, the rank after, or this one (the turn of a V)."""
@@ -50,15 +48,6 @@ class Slots:
     """Residuals of a stage's layers for the backward pass; 0 with `stash="input"`."""
     weights: int
     """Inputs of weight gradients that wait; 0 unless the schedule splits the backward pass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Ticks from `start` up to `stop`: one scan, whose every tick runs `kinds` on all ranks."""
-
-    start: int
-    stop: int
-    kinds: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,22 +218,6 @@ def _finish(work: _Assembler) -> Program:
         slots=slots,
         ranks=ranks,
         every=work.every,
-        segments=_segments(work.schedule, work.every["head"]),
+        segments=segments(work.schedule),
         ports={name: tuple(sorted(pairs)) for name, pairs in work.pairs.items() if pairs},
-    )
-
-
-def _segments(schedule: Schedule, head: np.ndarray) -> tuple[Segment, ...]:
-    """Return runs of ticks with equal kinds and head; if too many, with equal kinds; if still too many, one run."""
-    kinds = [frozenset(kind for cell in tick for kind in cell) for tick in schedule.ticks]
-    for marks in (list(zip(kinds, head.tolist(), strict=True)), kinds):
-        stops = [t for t in range(1, len(kinds)) if marks[t] != marks[t - 1]] + [len(kinds)]
-        if len(stops) <= MOST_SEGMENTS:
-            break
-    else:
-        stops, kinds = [len(kinds)], [frozenset().union(*kinds)] * len(kinds)
-    starts = [0, *stops[:-1]]
-    return tuple(
-        Segment(start=start, stop=stop, kinds=kinds[start])
-        for start, stop in zip(starts, stops, strict=True)
     )

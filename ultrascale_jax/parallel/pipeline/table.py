@@ -1,4 +1,4 @@
-"""Represent a pipeline schedule as a table of rank and tick, which checks itself and computes its costs.
+"""Represent a pipeline schedule as a table of rank and tick, which checks itself.
 
 A stage is a run of layers; with v virtual stages a rank holds v of them, its chunks. The placement says
 which: `loop` sends stage s to rank s % p, `v` folds the chain, so that odd chunks run backwards:
@@ -12,11 +12,10 @@ its B.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ultrascale_jax.config import UserError
 
@@ -27,7 +26,6 @@ type Cell = Mapping[str, tuple[int, int]]
 """Kind to (microbatch, stage): the operations of one rank in one tick."""
 
 type Placement = Literal["loop", "v"]
-type Runtime = Literal["lockstep", "dependencies"]
 
 
 class ScheduleError(UserError):
@@ -41,18 +39,6 @@ class ScheduleError(UserError):
         place += [f"rank {rank}"] if rank is not None else []
         place += [entry] if entry is not None else []
         super().__init__(f"schedule: {', '.join(place)}{': ' if place else ''}{why}")
-
-
-class Op(NamedTuple):
-    """One operation of a table and when it runs, in units of the costs it was timed with."""
-
-    rank: int
-    tick: int
-    kind: str
-    microbatch: int
-    stage: int
-    start: float
-    end: float
 
 
 def stage_of(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
@@ -130,7 +116,7 @@ class Schedule:
                 raise ScheduleError(why, rank, tick, self.entry(kind, microbatch, stage))
             when[kind, microbatch, stage] = tick
         for tick, rank, kind, microbatch, stage in self.ops():
-            for need, at in self._needs(kind, stage):
+            for need, at in self.needs(kind, stage):
                 made = when.get((need, microbatch, at))
                 if made is None or made + (kind != "W") > tick:
                     use = "" if kind == "W" else ", for use from the next tick on"
@@ -168,7 +154,7 @@ class Schedule:
         own = self.rank_of(stage)
         return f"stage {stage} is on rank {own}" if rank != own else None
 
-    def _needs(self, kind: str, stage: int) -> Iterator[tuple[str, int]]:
+    def needs(self, kind: str, stage: int) -> Iterator[tuple[str, int]]:
         """Return the (kind, stage) whose results an operation of the same microbatch uses."""
         last = stage == self.num_stages - 1
         if kind == "F" and stage > 0:
@@ -184,132 +170,6 @@ class Schedule:
         """Return whether the inputs of `cell` exist before `tick`; `done` has the tick of each operation."""
         return all(
             (kind == "W" and cell.get("B") == (microbatch, stage))
-            or all(done.get((k, microbatch, s), tick) < tick for k, s in self._needs(kind, stage))
+            or all(done.get((k, microbatch, s), tick) < tick for k, s in self.needs(kind, stage))
             for kind, (microbatch, stage) in cell.items()
         )
-
-    def bubble(
-        self, f: float = 1.0, b: float = 1.0, w: float = 1.0, runtime: Runtime = "lockstep"
-    ) -> float:
-        """Return idle time over ideal time, `step / ideal - 1`.
-
-        `f`, `b`, `w` are the times of a forward, an input gradient and a weight gradient of one microbatch
-        through all stages of a rank; a backward that is not split takes `b + w`. The runtime is
-        `lockstep`: every rank pays for a kind as soon as one rank runs it in the tick;
-        `dependencies`: each rank waits for its data alone, as separate programs would.
-        """
-        cost = self._cost(f, b, w)
-        if runtime == "lockstep":
-            step = sum(cost[kind] for row in self.ticks for kind in set().union(*row))
-        else:
-            step = max((op.end for op in self.timeline(f, b, w)), default=0.0)
-        return step / (self.microbatches * sum(self._work(f, b, w))) - 1
-
-    def timeline(
-        self,
-        f: float = 1.0,
-        b: float = 1.0,
-        w: float = 1.0,
-        runtime: Runtime = "dependencies",
-        kinds: Sequence[Collection[str]] = (),
-    ) -> list[Op]:
-        """Return start and end of every operation; costs and runtime as in `bubble`.
-
-        `kinds` are those that lock step runs in each tick, if not only the table's own.
-        """
-        cost = self._cost(f, b, w)
-        if runtime == "lockstep":
-            return self._in_lock_step(cost, kinds or [set().union(*row) for row in self.ticks])
-        free = [0.0] * self.ranks
-        end: dict[tuple[str, int, int], float] = {}
-        ops = []
-        for tick, rank, kind, microbatch, stage in self.ops():
-            needs = [end[need, microbatch, at] for need, at in self._needs(kind, stage)]
-            start = max(free[rank], *needs) if needs else free[rank]
-            free[rank] = end[kind, microbatch, stage] = start + cost[kind]
-            ops.append(Op(rank, tick, kind, microbatch, stage, start, free[rank]))
-        return ops
-
-    def _in_lock_step(
-        self, cost: Mapping[str, float], kinds: Sequence[Collection[str]]
-    ) -> list[Op]:
-        """Return the operations of each tick one kind after the other, with room for all kinds of the tick."""
-        found, now = [], 0.0
-        for tick, row in enumerate(self.ticks):
-            for kind in KINDS:
-                end = now + cost[kind]
-                ran = [(rank, cell[kind]) for rank, cell in enumerate(row) if kind in cell]
-                found += [Op(rank, tick, kind, *operation, now, end) for rank, operation in ran]
-                now = end if kind in kinds[tick] else now
-        return found
-
-    def _work(self, f: float, b: float, w: float) -> tuple[float, float]:
-        return f, 0.0 if self.forward else b + w
-
-    def _cost(self, f: float, b: float, w: float) -> dict[str, float]:
-        full = b if self.split else b + w
-        return {"F": f / self.virtual, "B": full / self.virtual, "W": w / self.virtual}
-
-    @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """Return each rank's peak number of (microbatch, chunk) that have run F and wait for B."""
-        return self._peak("F", "B")
-
-    @cached_property
-    def w_queue(self) -> tuple[int, ...]:
-        """Return each rank's peak number of (microbatch, chunk) that have run B and wait for W."""
-        return self._peak("B", "W")
-
-    @cached_property
-    def held(self) -> tuple[int, ...]:
-        """Return each rank's peak number of (microbatch, chunk) between F and the last operation on them."""
-        return self._peak("F", self.kinds[-1])
-
-    def _peak(self, begin: str, end: str) -> tuple[int, ...]:
-        now, peak = [0] * self.ranks, [0] * self.ranks
-        ops = self.ops() if end in self.kinds else ()
-        for _, rank, kind, _, _ in ops:
-            now[rank] += (kind == begin) - (kind == end)
-            peak[rank] = max(peak[rank], now[rank])
-        return tuple(peak)
-
-    @property
-    def formula(self) -> float | None:
-        """Return the bubble at f = b = w in closed form, for `dependencies`; None if there is none.
-
-        `afab`, `1f1b`, `interleaved`, `zb_h1` and `dualpipe_v` have their papers' forms. `zb_uniform` is ours and
-        counts lock step. `zb_v` is ours too and counts from the first tick: its paper counts from each rank's first
-        operation and has no bubble then. `zb_h1` reaches its form from m = p on, `zb_v` from m = 2 p - 1 on.
-        `dualpipe_v` counts an F and a B that share a tick as one operation; one after the other, as `dependencies`
-        times them, they idle half as long.
-        """
-        p, m, v = self.ranks, self.microbatches, self.virtual
-        return {
-            "afab": (p - 1) / m,
-            "1f1b": (p - 1) / m,
-            "interleaved": (p - 1) / (v * m),
-            "zb_uniform": 2 * (p - 1) / (3 * v * m),
-            "zb_h1": (p - 1) / (3 * m),
-            "zb_v": (p - 1) / (6 * m),
-            "dualpipe_v": (p - 1) / (3 * m),
-        }.get(self.name)
-
-    def text(self) -> str:
-        """Return text: ranks down, ticks across, microbatches in the cells (`3.1`: microbatch 3, chunk 1)."""
-        fused = any(len(cell) > 1 for row in self.ticks for cell in row)
-        width = 1 + max(len(self._label("", m, s)) for _, _, _, m, s in self.ops()) + (not fused)
-        lines = []
-        for rank in range(self.ranks):
-            row = [ticks[rank] for ticks in self.ticks]
-            for kinds in self.kinds if fused else (self.kinds,):
-                cells = (
-                    next((self._label("" if fused else k, *c[k]) for k in kinds if k in c), ".")
-                    for c in row
-                )
-                head = f"{f'rank {rank}' if kinds[0] == 'F' else '':8}{kinds if fused else ''}"
-                lines.append(head + "".join(cell.rjust(width) for cell in cells))
-        return "\n".join(lines)
-
-    def _label(self, kind: str, microbatch: int, stage: int) -> str:
-        chunk = f".{self.chunk_of(stage)}" if self.virtual > 1 else ""
-        return f"{kind}{microbatch}{chunk}"

@@ -1,4 +1,4 @@
-"""Read and write schedules as CSV: one row a rank, one column a tick, in PyTorch's notation.
+"""Read schedules from CSV: one row a rank, one column a tick, in PyTorch's notation.
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1F1 1B0,1B1,,
@@ -38,15 +38,6 @@ class _Entry(NamedTuple):
 
     def refuse(self, why: str) -> ScheduleError:
         return ScheduleError(why, self.rank, self.tick, self.text)
-
-
-def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write `schedule` as a file that `read_csv` reads."""
-    rows: list[list[list[str]]] = [[[] for _ in schedule.ticks] for _ in range(schedule.ranks)]
-    for tick, rank, kind, microbatch, stage in schedule.ops():
-        rows[rank][tick].append(schedule.entry(kind, microbatch, stage))
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(map(" ".join, row) for row in rows)
 
 
 def read_csv(path: str | Path) -> Schedule:

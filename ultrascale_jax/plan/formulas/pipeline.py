@@ -6,7 +6,6 @@ rows. So the counts of a large table are those of two small ones, continued.
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.model_shape import ModelShape
+from ultrascale_jax.plan.schedules.measures import in_flight, w_queue
 from ultrascale_jax.plan.workload import Run
 
 if TYPE_CHECKING:
@@ -52,22 +52,6 @@ def feed_forward_positions(run: Run) -> tuple[int, int]:
     """Count the dense layers, and the layers of experts, for which each rank of a pipeline has room."""
     layers = run.shape.num_layers
     return _positions(_key(run), layers, layers - run.shape.moe_layers)
-
-
-def lock_step_bubble(schedule: Schedule, f: float, b: float, w: float) -> float:
-    """Return idle over ideal time as the executor runs a table; costs as in `Schedule.bubble`.
-
-    That is `Schedule.bubble` in lock step, and more where so many ticks differ that all run what any of them does.
-    """
-    cost = {"F": f, "B": b if schedule.split else b + w, "W": w}
-    step = math.fsum(cost[kind] for kinds in kinds_by_tick(schedule) for kind in kinds)
-    return step / schedule.virtual / (schedule.microbatches * (f + b + w)) - 1
-
-
-def kinds_by_tick(schedule: Schedule) -> list[frozenset[str]]:
-    """Return the kinds of operation that the executor runs in each tick of a table, on all ranks."""
-    segments = _assembled(schedule, "residuals").segments
-    return [s.kinds for s in segments for _ in range(s.start, s.stop)]
 
 
 def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:
@@ -205,5 +189,5 @@ def _counted(key: Key, stash: str) -> tuple[dict[str, dict], list[dict[str, int]
         part = slice(segment.start, segment.stop)
         needed = {name: int(program.every[name][part].sum()) for name in ENOUGH}
         segments.append({"ticks": length} | needed)
-    peaks = {"in_flight": max(schedule.in_flight), "w_queue": max(schedule.w_queue)}
+    peaks = {"in_flight": max(in_flight(schedule)), "w_queue": max(w_queue(schedule))}
     return {"ticks": ticks, "slots": vars(program.slots), "peaks": peaks}, segments

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ultrascale_jax.figures.pipeline import Operation, Pipeline, Pipelines
-from ultrascale_jax.parallel.pipeline.table import Runtime, Schedule
-from ultrascale_jax.plan.formulas.pipeline import kinds_by_tick, lock_step_bubble
+from ultrascale_jax.parallel.pipeline.table import Schedule
+from ultrascale_jax.plan.schedules.measures import Runtime, bubble, held, timeline
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
@@ -14,20 +14,20 @@ def drawing(
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     runtime: Runtime = "lockstep",
 ) -> Pipeline:
-    """Draw a table as the playbook draws pipelines; costs and runtime as in `Schedule.bubble`."""
+    """Draw a table as the playbook draws pipelines; costs and runtime as in `measures.bubble`."""
     virtual = f", {schedule.virtual} stages a rank" if schedule.virtual > 1 else ""
-    how, kinds = "with true dependencies alone", []
-    if runtime == "lockstep":
-        how = "in lock step: an operation takes its time on all ranks as soon as one runs it"
-        kinds = kinds_by_tick(schedule)
+    how = {
+        "dependencies": "with true dependencies alone",
+        "lockstep": "in lock step: an operation takes its time on all ranks as soon as one runs it",
+    }[runtime]
     f, b, w = costs
-    ops = schedule.timeline(*costs, runtime, kinds)
+    ops = timeline(schedule, *costs, runtime)
     names = NAMES | ({"B": "input gradient"} if schedule.split else {})
     return Pipeline(
         name=f"schedule_{schedule.name}",
         title=f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} micro-batches{virtual}",
         caption=f"Every rank's operations {how}. Forward {f:g}, input gradient {b:g}, weight gradient {w:g}; idle is "
-        f"{idle(schedule, costs, runtime):.1%} of the work.",
+        f"{bubble(schedule, *costs, runtime):.1%} of the work.",
         operations=[
             Operation(
                 op.rank, op.kind, op.microbatch, schedule.chunk_of(op.stage), op.start, op.end
@@ -41,24 +41,17 @@ def drawing(
     )
 
 
-def idle(schedule: Schedule, costs: tuple[float, float, float], runtime: Runtime) -> float:
-    """Return idle over ideal time; in lock step as the executor runs the table."""
-    if runtime == "lockstep":
-        return lock_step_bubble(schedule, *costs)
-    return schedule.bubble(*costs, runtime)
-
-
 def comparison(
     tables: Sequence[Schedule], costs: tuple[float, float, float], runtime: Runtime
 ) -> Pipelines:
-    """Draw tables one above the other; costs and runtime as in `Schedule.bubble`."""
+    """Draw tables one above the other; costs and runtime as in `measures.bubble`."""
     how = "true dependencies alone" if runtime == "dependencies" else "lock step"
     f, b, w = costs
     panels = {}
     for table in tables:
         virtual = f", {table.virtual} stages a rank" if table.virtual > 1 else ""
-        kept = max(table.held) / table.virtual
-        words = f"bubble {idle(table, costs, runtime):.1%}, keeps {kept:g} micro-batches"
+        kept = max(held(table)) / table.virtual
+        words = f"bubble {bubble(table, *costs, runtime):.1%}, keeps {kept:g} micro-batches"
         panels[f"{table.name}{virtual}: {words}"] = drawing(table, costs, runtime)
     first = tables[0]
     return Pipelines(

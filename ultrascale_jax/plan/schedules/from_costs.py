@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from ultrascale_jax.config import require
 from ultrascale_jax.parallel.pipeline import orders as named
 from ultrascale_jax.parallel.pipeline.table import KINDS, Cell, Schedule
+from ultrascale_jax.plan.schedules.measures import bubble, held
 
 type Job = tuple[int, int]
 """(microbatch, stage)."""
@@ -30,7 +31,7 @@ def from_costs(
     """Return the table with the smallest bubble that the rules find, checked.
 
     `f`, `b`, `w` are the times of a forward, an input gradient and a weight gradient (any unit; see
-    `Schedule.bubble`). `memory_cap` bounds `Schedule.held`, the (microbatch, chunk) of a rank between F and the last
+    `measures.bubble`). `memory_cap` bounds `measures.held`, the (microbatch, chunk) of a rank between F and the last
     operation on them; it is at least `virtual`. Raises `UserError` for values that make no schedule.
     """
     for field, value in {
@@ -44,8 +45,8 @@ def from_costs(
     fix = f"must be at least {virtual}: one microbatch in all chunks of a rank"
     require(memory_cap >= virtual, "memory_cap", memory_cap, fix)
     table = Schedule(name="from_costs", ranks=ranks, virtual=virtual, microbatches=microbatches)
-    found = [made for made in _candidates(table, memory_cap) if max(made.held) <= memory_cap]
-    best = min(found, key=lambda s: (round(s.bubble(f, b, w), 9), max(s.held), len(s.ticks)))
+    found = [made for made in _candidates(table, memory_cap) if max(held(made)) <= memory_cap]
+    best = min(found, key=lambda s: (round(bubble(s, f, b, w), 9), max(held(s)), len(s.ticks)))
     return dataclasses.replace(best, name="from_costs").check()
 
 
