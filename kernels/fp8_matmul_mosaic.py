@@ -53,8 +53,6 @@ def products(
     b: jax.Array,
     b_scales: jax.Array,
     out_dtype: jax.typing.DTypeLike,
-    *,
-    programs: int | None = None,
 ) -> jax.Array:
     """Return `a b^T` of each group, with scales.
 
@@ -64,7 +62,6 @@ def products(
       b: `[G, N, K]` of one of `TYPES`.
       b_scales: `[G, N / 128, K / 128]` float32, or `[G, N, K / 128]`.
       out_dtype: bfloat16 or float32.
-      programs: programs that run at once; none is one on each SM.
 
     Returns:
       `[G, M, N]`.
@@ -113,7 +110,7 @@ def products(
         visit_tiles(grid, visit, buffers, out_s, lambda used: quiesce(used, steps, math.prod(grid)))
 
     out = jax.ShapeDtypeStruct((G, M, N), out_dtype)
-    return launch(body, "fp8_matmul", [out], programs, [*operands, b_scales])[0]
+    return launch(body, "fp8_matmul", [out], [*operands, b_scales])[0]
 
 
 def _specs(row: Any, column: Any, *, waves: int, by_rows: bool) -> list:

@@ -59,23 +59,12 @@ def products(
     sizes: jax.Array,
     *,
     transposed: bool = False,
-    axis: int = 0,
-    programs: int | None = None,
 ) -> jax.Array:
-    """Multiply each row by the matrix of its expert.
+    """Compute `grouped_matmul`; rows that belong to no expert may hold anything.
 
-    Args:
-      x: `[R, D]` bfloat16, sorted by expert; R is a multiple of 8, D of 128.
-      w: `[E, D, F]` bfloat16, F a multiple of 128; `[E, F, D]` if transposed.
-      sizes: `[E]` int32, rows of each expert.
-      transposed: multiply by the transposes of `w`, which are not made.
-      axis: dim of `w` that counts the experts, 0 or 1: with 1 `w` is `[D, E, F]`, or `[F, E, D]` if transposed.
-      programs: programs that run at once; none is one on each SM.
-
-    Returns:
-      `[R, F]` bfloat16; zeros in the rows that belong to no expert, whatever they hold in x.
+    No transpose of `w` is made. Below, D is the dim of x, and F that of the result.
     """
-    (R, D), E, F = x.shape, w.shape[axis], w.shape[1 - axis if transposed else 2]
+    (R, D), E, F = x.shape, w.shape[1], w.shape[0 if transposed else 2]
     half = _half(F)
     width = WARPGROUPS * half
     plan, count = _row_tiles(sizes, R)
@@ -108,32 +97,20 @@ def products(
             steps = jnp.where(expert < E, D // DEPTH, 0)
             epilogue = _epilogue((ROWS, half), out_s, store)
             run = pipeline(multiply, steps, specs(start, column), epilogue)
-            run(x_g, _matrix(w_g, jnp.minimum(expert, E - 1), axis), allocations=buffers)
+            run(x_g, w_g.at[:, jnp.minimum(expert, E - 1)], allocations=buffers)
 
-        buffers = pipeline(multiply, STAGES, specs(0, 0)).get_allocations(
-            x_g, _matrix(w_g, 0, axis)
-        )
+        buffers = pipeline(multiply, STAGES, specs(0, 0)).get_allocations(x_g, w_g.at[:, 0])
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW)
         visit_tiles((tiles[0] * tiles[1],), visit, buffers, out_s)
 
     out = jax.ShapeDtypeStruct((R, F), x.dtype)
-    return launch(body, "grouped_matmul", [out], programs, (plan, count, x, w))[0]
+    return launch(body, "grouped_matmul", [out], (plan, count, x, w))[0]
 
 
-def weight_gradient(
-    x: jax.Array, dy: jax.Array, sizes: jax.Array, *, axis: int = 0, programs: int | None = None
-) -> jax.Array:
-    """Return for each expert the transpose of its rows of `x` times its rows of `dy`.
+def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return `[D, E, F]`: for each expert the transpose of its rows of `x` times its rows of `dy`, zeros without rows.
 
-    Args:
-      x: `[R, D]` bfloat16, sorted by expert; R is a multiple of 8, D of 128.
-      dy: `[R, F]` bfloat16, finite in all rows; F is a multiple of 128.
-      sizes: `[E]` int32, rows of each expert.
-      axis: dim of the result that counts the experts, 0 or 1.
-      programs: programs that run at once; none is one on each SM.
-
-    Returns:
-      `[E, D, F]` bfloat16, or `[D, E, F]`; zeros for an expert without rows.
+    `x` is `[R, D]`, and `dy` `[R, F]` is finite in all rows.
     """
     D, F, E = x.shape[1], dy.shape[1], sizes.shape[0]
     half, width = _half(D), MULTIPLE
@@ -168,7 +145,7 @@ def weight_gradient(
             def store(out_s, part):
                 rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
                 columns = pl.ds(column * width + part, 64)
-                plgpu.copy_smem_to_gmem(out_s, _matrix(dw_g, expert, axis).at[rows, columns])
+                plgpu.copy_smem_to_gmem(out_s, dw_g.at[rows, expert, columns])
 
             steps, step = (
                 lax.div(length + DEPTH - 1, DEPTH),
@@ -183,13 +160,8 @@ def weight_gradient(
         out_s = plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED)
         visit_tiles((E, tiles[0] * tiles[1]), visit, buffers, out_s)
 
-    out = jax.ShapeDtypeStruct((D, E, F) if axis else (E, D, F), x.dtype)
-    return launch(body, "grouped_matmul_weight_gradient", [out], programs, (plan, x, dy))[0]
-
-
-def _matrix(w_g, expert, axis: int):
-    """Return the matrix of an expert, which dim `axis` of `w_g` counts."""
-    return w_g.at[:, expert] if axis else w_g.at[expert]
+    out = jax.ShapeDtypeStruct((D, E, F), x.dtype)
+    return launch(body, "grouped_matmul_weight_gradient", [out], (plan, x, dy))[0]
 
 
 def _clear_foreign_rows(block_s, first, end) -> None:

@@ -1,12 +1,11 @@
-"""Fuse output head and cross-entropy without the logits in memory, for the whole vocabulary or a piece of it.
+"""Fuse output head and cross-entropy without the logits in memory, for the whole vocabulary or a shard of it.
 
-The forward pass keeps each token's log-sum-exp. The backward pass computes the logits again, for a chunk of the
-vocabulary at a time, and from them their gradient in the inputs' type, which two plain products take: so what it holds
-at once does not grow with the vocabulary. The kernels (`linear_cross_entropy_mosaic.py`) hold no logits at all. In
-`models/loss.py` the gradients are made in the forward pass, for a chunk of tokens at a time: three products, not four.
+A loss needs two numbers of each token: the log-sum-exp of its logits, and the logit of its target. The reference makes
+all logits. The kernels (`linear_cross_entropy_mosaic.py`) hold none: the backward pass computes them again, and writes
+their gradient for a chunk of the vocabulary at a time, which two plain products take. A run's other implementation,
+`models/loss.py`, makes the gradients in the forward pass by chunks of tokens: three products, not four.
 """
 
-import functools
 import math
 from collections.abc import Collection
 
@@ -18,7 +17,7 @@ from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
 from ultrascale_jax.kernels.device import choose, match_vma
 
 CHUNK_BYTES = 2**28
-"""Upper bound of one chunk's logits in float32; with the kernels, of their gradients."""
+"""Upper bound of the gradients of a chunk's logits."""
 
 
 def linear_cross_entropy(
@@ -59,89 +58,69 @@ def linear_cross_entropy(
         got=f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}",
         field="loss",
     )
-    # A target that does not count, or is no word of this piece, hits no column.
+    # A target that does not count, or is no word of this shard, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
-    counted = jnp.where(targets >= 0, weight, 0.0)
-    is_word = (targets >= -1) & (targets < V * lax.axis_size(tuple(axes)))
-    counted = jnp.where(is_word, counted, jnp.nan)
-    arrays = match_vma(x, head, columns)
-    return _cross_entropy(*arrays, counted, z_loss, tuple(sorted(axes)), fused)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _cross_entropy(x, head, columns, counted, z_loss: float, axes: tuple[str, ...], fused: bool):
-    """Compute `linear_cross_entropy` of targets as columns of `head`, with each token's weight."""
-    return _forward(x, head, columns, counted, z_loss, axes, fused)[0]
-
-
-def _forward(x, head, columns, counted, z_loss, axes, fused):
-    statistics = mosaic.statistics if fused else _statistics
-    lse, gold = statistics(x, head, columns)
+    statistics = fused_statistics if fused else reference_statistics
+    lse, target_logit = statistics(*match_vma(x, head, columns))
     if axes:
-        highest = lax.pmax(lse, axes)
-        total, gold = lax.psum((jnp.exp(lse - highest), gold), axes)
+        axes = tuple(sorted(axes))
+        highest = lax.pmax(lax.stop_gradient(lse), axes)
+        total, target_logit = lax.psum((jnp.exp(lse - highest), target_logit), axes)
         lse = highest + jnp.log(total)
-    loss = jnp.sum(counted * (lse - gold))
-    objective = loss + z_loss * jnp.sum(counted * jnp.square(lse))
-    return (objective, loss), (x, head, columns, counted, lse)
+    is_word = (targets >= -1) & (targets < V * lax.axis_size(tuple(axes)))
+    weights = jnp.where(is_word, jnp.where(targets >= 0, weight, 0.0), jnp.nan)
+    loss = jnp.sum(weights * (lse - target_logit))
+    return loss + z_loss * jnp.sum(weights * jnp.square(lse)), loss
 
 
-def _backward(z_loss, axes, fused, saved, g):
-    x, head, columns, counted, lse = saved
-    gold_scale = counted * (g[0] + g[1])
-    scale = gold_scale + counted * g[0] * 2 * z_loss * lse
-    lse, scale, gold_scale, _ = match_vma(lse, scale, gold_scale, x)
-    dx, dhead = _gradients(x, head, columns, lse, scale, gold_scale, fused)
-    return dx.astype(x.dtype), dhead, None, None
+def reference_statistics(
+    x: jax.Array, head: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return each token's log-sum-exp, and its target's logit (0 if that is no column), `[M]` float32 both."""
+    logits = jnp.einsum("MD,DV->MV", x, head, preferred_element_type=jnp.float32)
+    hits = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == columns[:, None]
+    return jax.nn.logsumexp(logits, axis=1), jnp.sum(jnp.where(hits, logits, 0.0), axis=1)
 
 
-_cross_entropy.defvjp(_forward, _backward)
+@jax.custom_vjp
+def fused_statistics(
+    x: jax.Array, head: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `reference_statistics` by the kernels."""
+    return mosaic.statistics(x, head, columns)
 
 
-def _statistics(x: jax.Array, head: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each token's log-sum-exp, and its target's logit (0 if that is no column), a chunk of tokens at a time."""
-    rows = max(CHUNK_BYTES // (4 * head.shape[1]), 1)
-
-    def token(inputs):
-        x_D, column = inputs
-        logits_1V = _logits(x_D[None], head)
-        gold = jnp.sum(jnp.where(_hits(logits_1V, column[None]), logits_1V, 0.0))
-        return jax.nn.logsumexp(logits_1V), gold
-
-    return lax.map(token, (x, columns), batch_size=rows)
+def _forward(x, head, columns):
+    lse, target_logit = mosaic.statistics(x, head, columns)
+    return (lse, target_logit), (x, head, columns, lse)
 
 
-def _gradients(x, head, columns, lse, scale, gold_scale, fused: bool) -> tuple:
-    """Return gradients of x, float32, and head, a chunk of the vocabulary at a time."""
+def _backward(residuals, cotangents):
+    """Return the gradients of x and head, a chunk of the vocabulary at a time."""
+    x, head, columns, lse = residuals
     (M, D), V = x.shape, head.shape[1]
-    count = math.ceil(M * V * (x.dtype.itemsize if fused else 4) / CHUNK_BYTES)
-    width = mosaic.WIDTH * math.ceil(V / (count * mosaic.WIDTH))
+    chunks = math.ceil(M * V * x.dtype.itemsize / CHUNK_BYTES)
+    width = mosaic.WIDTH * math.ceil(V / (chunks * mosaic.WIDTH))
 
-    def visit(start, width, dx, dhead):
-        part = lax.dynamic_slice_in_dim(head, start, width, axis=1)
-        if fused:
-            d = mosaic.gradient(x, head, columns, lse, scale, gold_scale, start, width)
-        else:
-            logits = _logits(x, part)
-            d = jnp.exp(logits - lse[:, None]) * scale[:, None]
-            d -= jnp.where(_hits(logits, columns - start), gold_scale[:, None], 0.0)
-            d = d.astype(x.dtype)
-        dx += jnp.einsum("MV,DV->MD", d, part, preferred_element_type=jnp.float32)
-        more = jnp.einsum("MD,MV->DV", x, d)
-        return dx, lax.dynamic_update_slice_in_dim(dhead, more, start, axis=1)
+    def visit(start, width, gradients):
+        dx, dhead = gradients
+        dlogits = mosaic.gradient(x, head, columns, lse, *cotangents, start, width)
+        head_part = lax.dynamic_slice_in_dim(head, start, width, axis=1)
+        dx += jnp.einsum("MV,DV->MD", dlogits, head_part, preferred_element_type=jnp.float32)
+        dhead_part = jnp.einsum("MD,MV->DV", x, dlogits)
+        return dx, lax.dynamic_update_slice_in_dim(dhead, dhead_part, start, axis=1)
 
     zeros = jnp.zeros((M, D), jnp.float32), jnp.zeros_like(head)
-    state = tuple(match_vma(*zeros, x)[:2])
-    whole, rest = divmod(V, width)
-    if whole:
-        state = lax.fori_loop(0, whole, lambda n, state: visit(n * width, width, *state), state)
-    return visit(jnp.int32(whole * width), rest, *state) if rest else state
+    gradients = tuple(match_vma(*zeros, x)[:2])
+    whole_chunks, last_width = divmod(V, width)
+    if whole_chunks:
+        gradients = lax.fori_loop(
+            0, whole_chunks, lambda n, gradients: visit(n * width, width, gradients), gradients
+        )
+    if last_width:
+        gradients = visit(jnp.int32(whole_chunks * width), last_width, gradients)
+    dx, dhead = gradients
+    return dx.astype(x.dtype), dhead, None
 
 
-def _logits(x: jax.Array, head: jax.Array) -> jax.Array:
-    return jnp.einsum("MD,DV->MV", x, head, preferred_element_type=jnp.float32)
-
-
-def _hits(logits: jax.Array, columns: jax.Array) -> jax.Array:
-    """Return a mask of each token's target."""
-    return lax.broadcasted_iota(jnp.int32, logits.shape, 1) == columns[:, None]
+fused_statistics.defvjp(_forward, _backward)

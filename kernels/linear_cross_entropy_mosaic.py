@@ -52,16 +52,13 @@ def takes(M: int, D: int, V: int) -> bool:
     return M % ROWS == D % DEPTH == V % ALIGNED == 0
 
 
-def statistics(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, programs: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def statistics(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return for each token the log-sum-exp of its logits, and its target's logit (0 if that is no column of head).
 
     Args:
       x: `[M, D]` bfloat16; M is a multiple of 128, D of 64.
       head: `[D, V]` bfloat16; V is a multiple of 32.
       targets: `[M]` int32.
-      programs: programs that run at once; none is one on each SM.
 
     Returns:
       `[M]` float32, twice.
@@ -81,7 +78,7 @@ def statistics(
     targets = jnp.where(targets < V, targets, -1)
     parts = jax.ShapeDtypeStruct((-(-V // WIDTH) * WARPGROUPS, M), jnp.float32)
     lse, gold = _for_each_tile(
-        finish, "linear_cross_entropy", x, head, None, V, [targets], [parts] * 2, programs
+        finish, "linear_cross_entropy", x, head, None, V, [targets], [parts] * 2
     )
     return jax.nn.logsumexp(lse, axis=0), jnp.sum(gold, axis=0)
 
@@ -91,18 +88,19 @@ def gradient(
     head: jax.Array,
     targets: jax.Array,
     lse: jax.Array,
-    scale: jax.Array,
-    gold_scale: jax.Array,
+    d_lse: jax.Array,
+    d_target: jax.Array,
     start: jax.Array,
     width: int,
-    *,
-    programs: int | None = None,
 ) -> jax.Array:
-    """Return `scale * exp(logits - lse) - gold_scale * (word is target)` of the words from `start` on.
+    """Return the gradients of the logits of the words from `start` on.
+
+    They are `d_lse * exp(logits - lse)`, and `d_target` more for the target.
 
     Args:
-      x, head, targets, programs: as in `statistics`.
-      lse, scale, gold_scale: `[M]` float32.
+      x, head, targets: as in `statistics`.
+      lse: log-sum-exp over the whole vocabulary, `[M]` float32.
+      d_lse, d_target: gradients of the log-sum-exp and of the target's logit, `[M]` float32.
       start: int32 scalar, a multiple of 256.
       width: of the result, a multiple of 32; `start + width` is at most V.
 
@@ -112,12 +110,12 @@ def gradient(
 
     def finish(logits, rows, part, word, out, out_s):
         *rows_g, d_g = out
-        target, lse, scale, gold_scale = [_load(g, rows) for g in rows_g]
+        target, lse, d_lse, d_target = [_load(g, rows) for g in rows_g]
         for first in range(0, HALF, 64):
             some = logits[:, first : first + 64]
-            d = jnp.exp(some - _broadcast(lse, some)) * _broadcast(scale, some)
+            d = jnp.exp(some - _broadcast(lse, some)) * _broadcast(d_lse, some)
             hit = _numbers(some) == _broadcast(target - (word + first), some)
-            d -= jnp.where(hit, _broadcast(gold_scale, some), 0.0)
+            d += jnp.where(hit, _broadcast(d_target, some), 0.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[...] = d.astype(out_s.dtype)
             plgpu.commit_smem()
@@ -125,9 +123,9 @@ def gradient(
             plgpu.copy_smem_to_gmem(out_s, d_g.at[rows, columns])
 
     out = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
-    rows = targets, lse, scale, gold_scale
+    rows = targets, lse, d_lse, d_target
     name = "linear_cross_entropy_gradient"
-    return _for_each_tile(finish, name, x, head, start, width, rows, [out], programs)[0]
+    return _for_each_tile(finish, name, x, head, start, width, rows, [out])[0]
 
 
 def _for_each_tile(
@@ -139,7 +137,6 @@ def _for_each_tile(
     width: int,
     rows: Sequence[jax.Array],
     out: Sequence[jax.ShapeDtypeStruct],
-    programs: int | None,
 ) -> list[jax.Array]:
     """Call `finish` with the logits of every half tile of `width` words from `start` on.
 
@@ -189,7 +186,7 @@ def _for_each_tile(
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), x.dtype, transforms=swizzled)
         visit_tiles((count,), visit, buffers, out_s, lambda used: quiesce(used, steps, count))
 
-    return launch(body, name, out, programs, [x, head, *starts, *rows])
+    return launch(body, name, out, [x, head, *starts, *rows])
 
 
 def _load(rows_g: Any, rows: Any) -> jax.Array:

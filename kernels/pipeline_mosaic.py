@@ -29,25 +29,23 @@ def launch(
     body: Callable,
     name: str,
     out: Sequence[jax.ShapeDtypeStruct],
-    programs: int | None,
     operands: Sequence[jax.Array],
     *,
     warpgroups: int = WARPGROUPS + 1,
     memory: Any = (),
     approx_math: bool = True,
 ) -> list[jax.Array]:
-    """Run the kernel `name`; its results, shaped as `out`, vary over the mesh axes over which an operand does.
+    """Run the kernel `name` on each SM; its results, shaped as `out`, vary over the mesh axes of its operands.
 
     Args:
       body: gets operands and results in global memory, and `memory`; its axes are `program` and `wg`.
-      programs: programs that run at once; none is one on each SM.
       memory: allocations in shared memory.
       approx_math: exp and log are the GPU's instructions, two of which are off by a few units in float32's last place.
     """
     results = plgpu.kernel(
         body,
         out_type=list(out),
-        grid=(programs or cores(),),
+        grid=(cores(),),
         grid_names=("program",),
         num_threads=warpgroups,
         thread_name="wg",

@@ -41,12 +41,12 @@ def quantize_fp8(
     *,
     amax: jax.Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
-    power_of_2: bool = False,
     implementation: str = "auto",
 ) -> Quantized:
     """Convert `x` to float8, each part times the inverse of its scale.
 
-    A scale is the part's largest magnitude over the largest number of `dtype`; 1 for a part of zeros (or of values so
+    A scale is the part's largest magnitude over the largest number of `dtype`, rounded up to a power of 2, which loses
+    nothing in products; 1 for a part of zeros (or of values so
     small that the scale would not be a normal number). Infinities and NaNs give NaNs.
 
     Args:
@@ -54,7 +54,6 @@ def quantize_fp8(
       scaling: what has a scale of its own: `tensor`, `row`, `block` (1 x 128) or `tile` (128 x 128).
       amax: `[]`, for scaling `tensor`: the largest magnitude, where x is a piece of the tensor.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
-      power_of_2: round scales up to powers of 2, which lose nothing in products.
       implementation: `xla`, `mosaic` (scaling `block` or `tile` of bfloat16 `[M, K]`, multiples of 128, on a Hopper
         GPU; a forced one fails loudly), or `auto`, as `choices.py` has it.
 
@@ -62,7 +61,7 @@ def quantize_fp8(
       ValueError: scaling, dtype or implementation is unknown, amax does not belong to it, or the kernel cannot run here
         or on these shapes.
     """
-    return _quantize(x, scaling, amax, dtype, power_of_2, implementation, both=False)[0]
+    return _quantize(x, scaling, amax, dtype, implementation, both=False)[0]
 
 
 def quantize_fp8_both(
@@ -71,11 +70,10 @@ def quantize_fp8_both(
     *,
     amax: jax.Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
-    power_of_2: bool = False,
     implementation: str = "auto",
 ) -> tuple[Quantized, Quantized]:
     """Quantise `x` `[..., M, K]` and its transpose `[..., K, M]` as `quantize_fp8` does; the kernel reads x once."""
-    straight, turned = _quantize(x, scaling, amax, dtype, power_of_2, implementation, both=True)
+    straight, turned = _quantize(x, scaling, amax, dtype, implementation, both=True)
     return straight, turned
 
 
@@ -89,7 +87,7 @@ def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
     return (values * scales).astype(dtype)
 
 
-def _quantize(x, scaling, amax, dtype, power_of_2, implementation, *, both: bool):
+def _quantize(x, scaling, amax, dtype, implementation, *, both: bool):
     """Quantise x, and its transpose if `both`."""
     _check(scaling, dtype)
     if amax is not None:
@@ -107,9 +105,9 @@ def _quantize(x, scaling, amax, dtype, power_of_2, implementation, *, both: bool
         field="fp8_matmul",
     )
     if fused:
-        return kernel(x, scaling, dtype, power_of_2, both=both)
+        return kernel(x, scaling, dtype, both=both)
     arrays = (x, jnp.swapaxes(x, -1, -2)) if both else (x,)
-    return tuple(reference(a, scaling, amax, dtype, power_of_2) for a in arrays)
+    return tuple(reference(a, scaling, amax, dtype) for a in arrays)
 
 
 def _check(scaling: str, dtype) -> None:
@@ -119,16 +117,16 @@ def _check(scaling: str, dtype) -> None:
         raise ValueError(f"dtype={dtype}: must be float8_e4m3fn or float8_e5m2")
 
 
-def reference(x, scaling: Scaling, amax, dtype, power_of_2: bool) -> Quantized:
+def reference(x, scaling: Scaling, amax, dtype) -> Quantized:
     """Compute `quantize_fp8` by its definition."""
     x32 = x.astype(jnp.float32)
     if scaling == "tensor":
         amax = _amax(x32) if amax is None else amax.astype(jnp.float32)
-        scales = scale_of(amax, dtype, power_of_2)
+        scales = scale_of(amax, dtype)
         return Quantized(cast(x32, 1 / scales, dtype), scales)
     sizes = {"row": (1, x.shape[-1]), "block": (1, BLOCK), "tile": (BLOCK, BLOCK)}[scaling]
     amax = jnp.max(jnp.abs(_blocks(x32, sizes)), axis=(-3, -1))
-    scales = scale_of(amax, dtype, power_of_2)
+    scales = scale_of(amax, dtype)
     return Quantized(cast(x32, _repeat_over_blocks(1 / scales, sizes, x.shape), dtype), scales)
 
 
@@ -141,25 +139,18 @@ def _amax(x: jax.Array) -> jax.Array:
     return jnp.max(lax.optimization_barrier(jnp.max(jnp.abs(x), axis=-1)))
 
 
-def kernel(
-    x, scaling: Scaling, dtype, power_of_2: bool, *, both: bool, programs: int | None = None
-) -> tuple[Quantized, ...]:
-    """Quantise x by the kernel, and its transpose if `both`; `programs` run at once (none: one on each SM)."""
-    scale, tiles = (
-        functools.partial(scale_of, dtype=dtype, power_of_2=power_of_2),
-        scaling == "tile",
-    )
-    results = mosaic.quantize(x, scale, dtype, both=both, tiles=tiles, programs=programs)
+def kernel(x, scaling: Scaling, dtype, *, both: bool) -> tuple[Quantized, ...]:
+    """Quantise x by the kernel, and its transpose if `both`."""
+    scale = functools.partial(scale_of, dtype=dtype)
+    results = mosaic.quantize(x, scale, dtype, both=both, tiles=scaling == "tile")
     return tuple(Quantized(*result) for result in results)
 
 
-def scale_of(amax: jax.Array, dtype, power_of_2: bool) -> jax.Array:
+def scale_of(amax: jax.Array, dtype) -> jax.Array:
     """Return the float32 scales of parts whose largest magnitudes are `amax`."""
     # Not a division, of which XLA makes this only where it compiles it.
     scale = amax * (1 / float(jnp.finfo(dtype).max))
     scale = jnp.where(scale < TINY, 1.0, scale)
-    if not power_of_2:
-        return scale
     # One less than a power of 2 is added and the mantissa dropped; infinity stays, but NaN would not.
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     up = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)

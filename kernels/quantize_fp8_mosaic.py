@@ -40,7 +40,6 @@ def quantize(
     *,
     both: bool,
     tiles: bool,
-    programs: int | None = None,
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Return values and scales of x, and with `both` of its transpose.
 
@@ -50,12 +49,11 @@ def quantize(
       dtype: of the values.
       both: whether x is quantised in both orientations.
       tiles: whether each tile has a scale, or each block of 128 columns.
-      programs: programs that run at once; none is one on each SM.
 
     Returns:
       `[M, K]` of `dtype`, and `[M, K / 128]` or `[M / 128, K / 128]` float32; the transpose's.
     """
-    (M, K), turns, programs = x.shape, 2 if both else 1, programs or cores()
+    (M, K), turns, programs = x.shape, 2 if both else 1, cores()
     height, width = M // TILE, K // TILE
     shapes = [(M, K), (K, M)][:turns]
     # Blocks below each other are next to each other in memory.
@@ -91,7 +89,7 @@ def quantize(
         plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
     )
     options = {"warpgroups": WARPGROUPS, "memory": memory, "approx_math": False}
-    results = launch(body, "quantize_fp8", out, programs, [x], **options)
+    results = launch(body, "quantize_fp8", out, [x], **options)
     scales = [results[-1], results[-1].T] if tiles else [s.T for s in results[turns:]]
     return list(zip(results[:turns], scales, strict=False))
 

@@ -65,7 +65,7 @@ class Chunks:
 
 
 def backward(
-    x: jax.Array, weight: jax.Array, dy: jax.Array, eps: float, *, programs: int | None = None
+    x: jax.Array, weight: jax.Array, dy: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of x, `[M, D]` in its type, and of the weight, `[D]` float32.
 
@@ -74,9 +74,8 @@ def backward(
       weight: `[D]` float32.
       dy: as x, the gradient of the norm.
       eps: added to the mean square.
-      programs: programs that run at once; none is one on each SM.
     """
-    (M, D), programs, chunks = x.shape, programs or cores(), Chunks(x.shape[1])
+    (M, D), programs, chunks = x.shape, cores(), Chunks(x.shape[1])
     tall, depth = D // LANES, min(8, max(2, 8192 // D))
     own = depth * D * (x.dtype.itemsize + dy.dtype.itemsize) + 4 * chunks.size * LANES
     warpgroups = min(4, REGISTERS // D, (MEMORY - 4 * D) // own)
@@ -116,7 +115,7 @@ def backward(
     ]
     operands = [*(a.reshape(M, tall, LANES) for a in (x, dy)), weight.reshape(tall, LANES)]
     options = {"warpgroups": warpgroups, "memory": memory, "approx_math": False}
-    dx, dw = launch(body, "rms_norm_backward", out, programs, operands, **options)
+    dx, dw = launch(body, "rms_norm_backward", out, operands, **options)
     return dx.reshape(M, D), jnp.sum(dw, axis=0).reshape(D)
 
 

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from ultrascale_jax.cli.kernel_numerics import CHECKS, measure, plain, ring_block
-from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.plan.compiled.compile import target_devices
-from ultrascale_jax.sharding.mesh import make_mesh
 
 HEADS = 4, 2, 64
 
@@ -76,7 +74,7 @@ def test_a_wrong_implementation_of_attention_is_noticed(name):
 def test_on_an_h100_the_check_computes_with_the_kernel(name):
     check, attends = PARTS[name], name in list(PARTS)[:6]
     kernel = "dot_product_attention" if attends else "Ref<gmem>"
-    with jax.set_mesh(make_mesh(MeshConfig(), target_devices(1))):
+    with jax.set_mesh(jax.sharding.Mesh(target_devices(1), ("one",))):
         arguments = jax.eval_shape(lambda: check.make(jax.random.key(0), jnp.bfloat16))
         for implementation in ("auto" if attends else "mosaic", "xla"):
             text = str(jax.make_jaxpr(functools.partial(check.run, implementation))(*arguments))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
@@ -18,11 +18,17 @@ from ultrascale_jax.sharding.manual import smap
 
 @pytest.fixture
 def interpreted() -> Callable:
-    """`interpreted(run, *arrays)`: `run` as one program, its kernels in the GPU interpreter; a race raises."""
+    """`interpreted(run, *arrays)`: `run` as one program, its kernels in the GPU interpreter; a race raises.
 
-    def run_once(run, *arrays):
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            return jax.block_until_ready(jax.jit(run)(*arrays))
+    The GPU has `cores` SMs, each of which runs one program of a kernel.
+    """
+
+    def run_once(run, *arrays, cores=2):
+        gpu = AbstractDevice(device_kind="interpreter", platform="gpu", num_cores=cores)
+        races = plgpu.InterpretGPUParams(detect_races=True)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+            with plgpu.force_gpu_interpret_mode(races):
+                return jax.block_until_ready(jax.jit(run)(*arrays))
 
     return run_once
 

@@ -85,7 +85,7 @@ def test_what_is_no_block_scaled_product_fails_loudly(h100s):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "groups", "a_type", "b_scaling", "dtype", "programs"),
+    ("shape", "groups", "a_type", "b_scaling", "dtype", "cores"),
     [
         # Two waves; a program without a tile.
         pytest.param((256, 128, 384), 1, E4M3, "tile", jnp.bfloat16, 2, id="forward"),
@@ -114,10 +114,10 @@ def test_what_is_no_block_scaled_product_fails_loudly(h100s):
     ],
 )
 def test_the_kernel_in_the_interpreter_equals_the_reference_and_has_no_races(
-    interpreted, shape, groups, a_type, b_scaling, dtype, programs
+    interpreted, shape, groups, a_type, b_scaling, dtype, cores
 ):
     a, b = operands(*shape, b_scaling, (groups,), a_type)
-    got = interpreted(lambda a, b: mosaic.products(*a, *b, dtype, programs=programs), a, b)
+    got = interpreted(lambda a, b: mosaic.products(*a, *b, dtype), a, b, cores=cores)
     assert got.dtype == dtype
     assert relative(got, exact(a, b)) < (4e-3 if dtype == jnp.bfloat16 else 1e-6)
 

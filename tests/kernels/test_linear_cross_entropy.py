@@ -1,5 +1,6 @@
 """Head and loss in one against float64: reference, kernels in the GPU interpreter; and what H100s run."""
 
+import functools
 import importlib
 import re
 
@@ -63,16 +64,13 @@ def relative(got, want) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
-# Compiled at their first call, with as many bytes in a chunk: of all tokens, of three at a time, of one.
-references = {n: jax.jit(with_gradients(loss)) for n in (2**28, 4 * 600 * 3, 4)}
+reference = jax.jit(with_gradients(loss))
 
 
-@pytest.mark.parametrize("chunk_bytes", list(references), ids=["one", "several", "all"])
 @pytest.mark.parametrize("cotangents", [(1.0, 0.0), (3.0, 0.5)], ids=str)
-def test_the_reference_equals_float64_in_any_chunks(monkeypatch, chunk_bytes, cotangents):
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+def test_the_reference_equals_float64(cotangents):
     given = inputs(20, 12, 600)
-    values, gradients = references[chunk_bytes](*given, cotangents)
+    values, gradients = reference(*given, cotangents)
     expected, expected_gradients = exact(*given, cotangents)
     np.testing.assert_allclose(values, expected, rtol=1e-6)
     for got, want in zip(gradients, expected_gradients, strict=True):
@@ -83,7 +81,7 @@ def test_the_reference_equals_float64_in_any_chunks(monkeypatch, chunk_bytes, co
 def test_a_target_that_is_no_word_makes_the_loss_nan(target):
     x, head, targets = inputs(20, 12, 600)
     targets[3] = target
-    values, gradients = references[2**28](x, head, targets)
+    values, gradients = reference(x, head, targets)
     assert all(np.isnan(value).any() for value in (*values, *gradients))
 
 
@@ -125,19 +123,41 @@ def test_the_kernels_in_the_interpreter_equal_float64_and_have_no_races(
     logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
     lse = np.log(np.sum(np.exp(logits), axis=1))
     hit = np.arange(V) == targets[:, None]
-    scale, gold_scale = np.random.default_rng(1).uniform(size=(2, M)).astype(np.float32)
+    d_lse, d_target = np.random.default_rng(1).uniform(size=(2, M)).astype(np.float32)
 
     def run(x, head, targets, start, *rows):
-        statistics = mosaic.statistics(x, head, targets, programs=2)
-        return *statistics, mosaic.gradient(x, head, targets, *rows, start, width, programs=3)
+        statistics = mosaic.statistics(x, head, targets)
+        return *statistics, mosaic.gradient(x, head, targets, *rows, start, width)
 
-    rows = lse.astype(np.float32), scale, gold_scale
+    rows = lse.astype(np.float32), d_lse, d_target
     got_lse, got_gold, got = interpreted(run, x, head, targets, np.int32(start), *rows)
     np.testing.assert_allclose(got_lse, lse, rtol=1e-5)
     np.testing.assert_allclose(got_gold, np.sum(logits * hit, axis=1), atol=1e-5)
-    gradient = scale[:, None] * np.exp(logits - lse[:, None]) - gold_scale[:, None] * hit
+    gradient = d_lse[:, None] * np.exp(logits - lse[:, None]) + d_target[:, None] * hit
     assert got.dtype == jnp.bfloat16
     assert relative(got, gradient[:, start : start + width]) < 4e-3
+
+
+def test_the_backward_pass_in_the_interpreter_visits_every_chunk_of_the_vocabulary(
+    interpreted, monkeypatch
+):
+    M, D, V = 128, 64, 544
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * M * 256)  # two whole chunks, and a part
+    x, head, targets = inputs(M, D, V, jnp.bfloat16)
+    d_lse, d_target = np.random.default_rng(1).uniform(size=(2, M)).astype(np.float32)
+
+    def run(x, head, *cotangents):
+        fused = functools.partial(module.fused_statistics, columns=targets)
+        return jax.vjp(fused, x, head)[1](cotangents)
+
+    logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
+    softmax = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    hit = np.arange(V) == targets[:, None]
+    dlogits = d_lse[:, None] * softmax + d_target[:, None] * hit
+    expected = dlogits @ np.asarray(head, np.float64).T, np.asarray(x, np.float64).T @ dlogits
+    for got, want in zip(interpreted(run, x, head, d_lse, d_target), expected, strict=True):
+        assert got.dtype == jnp.bfloat16
+        assert relative(got, want) < 1e-2
 
 
 def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):

@@ -27,7 +27,7 @@ def parts(shape, scaling):
     ]
 
 
-def quantized(x, scaling, dtype=E4M3, power_of_2=False):
+def quantized(x, scaling, dtype=E4M3):
     """Values and scales part by part; each float32 step as the definition has it."""
     x = np.asarray(x, np.float32)
     values, places = np.zeros(x.shape, dtype), parts(x.shape, scaling)
@@ -37,8 +37,7 @@ def quantized(x, scaling, dtype=E4M3, power_of_2=False):
             amax = np.abs(x[part]).max()
             if amax > 0:
                 scales[i, k] = amax * np.float32(1 / LARGEST[dtype])
-            if power_of_2:
-                scales[i, k] = 2.0 ** np.ceil(np.log2(np.float64(scales[i, k])))
+            scales[i, k] = 2.0 ** np.ceil(np.log2(np.float64(scales[i, k])))
             scaled = x[part] * (np.float32(1) / scales[i, k])
             values[part] = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype]).astype(dtype)
     return values, scales[0, 0] if scaling == "tensor" else scales
@@ -59,12 +58,12 @@ def same(got: fp8.Quantized, values, scales) -> None:
 
 
 @functools.cache
-def references(dtype, power_of_2, given):
+def references(dtype, given):
     """Return the input and, by scaling, the result in both orientations and back in float32, from one program."""
 
     def both(x, scaling):
-        straight = fp8.quantize_fp8(x, scaling, dtype=dtype, power_of_2=power_of_2)
-        pair = fp8.quantize_fp8_both(x, scaling, dtype=dtype, power_of_2=power_of_2)
+        straight = fp8.quantize_fp8(x, scaling, dtype=dtype)
+        pair = fp8.quantize_fp8_both(x, scaling, dtype=dtype)
         return straight, *pair, fp8.dequantize(straight, jnp.float32)
 
     x = data((140, 200), given)
@@ -73,19 +72,15 @@ def references(dtype, power_of_2, given):
 
 @pytest.mark.parametrize("scaling", list(SIZES))
 @pytest.mark.parametrize(
-    ("dtype", "power_of_2", "given"),
-    [(E4M3, False, jnp.bfloat16), (E5M2, True, jnp.float32)],
-    ids=["e4m3", "e5m2 by powers of 2"],
+    ("dtype", "given"), [(E4M3, jnp.bfloat16), (E5M2, jnp.float32)], ids=["e4m3", "e5m2"]
 )
-def test_the_reference_equals_numpy_bit_by_bit_in_both_orientations(
-    scaling, dtype, power_of_2, given
-):
-    x, results = references(dtype, power_of_2, given)
+def test_the_reference_equals_numpy_bit_by_bit_in_both_orientations(scaling, dtype, given):
+    x, results = references(dtype, given)
     straight, again, turned, back = results[scaling]
-    want = quantized(x, scaling, dtype, power_of_2)
+    want = quantized(x, scaling, dtype)
     same(straight, *want)
     same(again, *want)
-    same(turned, *quantized(x.T, scaling, dtype, power_of_2))
+    same(turned, *quantized(x.T, scaling, dtype))
     x = np.asarray(x, np.float64)
     step, least = (2.0**-4, 2.0**-10) if dtype == E4M3 else (2.0**-3, 2.0**-17)
     places = parts(x.shape, scaling)
@@ -126,9 +121,9 @@ def test_leading_dims_share_the_scale_of_a_tensor():
 
 @jax.jit
 def by_blocks(x):
-    """Scales as they come and powers of 2: quantised, and back to float32."""
-    results = [fp8.quantize_fp8(x, "block", power_of_2=power_of_2) for power_of_2 in (False, True)]
-    return [(got, fp8.dequantize(got, jnp.float32)) for got in results]
+    """Quantised, and back to float32."""
+    got = fp8.quantize_fp8(x, "block")
+    return got, fp8.dequantize(got, jnp.float32)
 
 
 def test_too_large_is_clipped_and_not_finite_stays_not_finite():
@@ -138,16 +133,15 @@ def test_too_large_is_clipped_and_not_finite_stays_not_finite():
     assert np.asarray(got.scales) == 1
     for bad in (np.nan, np.inf, -np.inf):
         x[1, 200] = bad
-        for _, back in by_blocks(x):
-            back = np.asarray(back)
-            assert not np.isfinite(back[1, 128:]).any()
-            assert np.isfinite(back[0]).all() and np.isfinite(back[1, :128]).all()
+        back = np.asarray(by_blocks(x)[1])
+        assert not np.isfinite(back[1, 128:]).any()
+        assert np.isfinite(back[0]).all() and np.isfinite(back[1, :128]).all()
 
 
 def test_parts_of_the_smallest_numbers_have_scale_1():
     x = np.full((2, 256), 1e-37, np.float32)
     x[:, 128:] = 0
-    _, (got, _) = by_blocks(x)
+    got, _ = by_blocks(x)
     np.testing.assert_array_equal(got.scales, 1)
     np.testing.assert_array_equal(np.asarray(got.values).astype(np.float32), 0)
 
@@ -174,38 +168,35 @@ def test_unknown_choices_fail_and_say_what_is_known(h100s):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "power_of_2", "scaling"),
+    ("dtype", "scaling"),
     [
-        *(pytest.param(E4M3, False, scaling, id=f"e4m3-{scaling}") for scaling in BY_KERNEL),
+        *(pytest.param(E4M3, scaling, id=f"e4m3-{scaling}") for scaling in BY_KERNEL),
         # The other type rounds in the same place whatever its scale is for.
         *(
             pytest.param(
                 E5M2,
-                True,
                 scaling,
-                id=f"e5m2 by powers of 2-{scaling}",
+                id=f"e5m2-{scaling}",
                 marks=() if scaling == "tile" else pytest.mark.wide,
             )
             for scaling in BY_KERNEL
         ),
     ],
 )
-def test_the_kernels_in_the_interpreter_equal_numpy_bit_by_bit(
-    interpreted, scaling, dtype, power_of_2
-):
+def test_the_kernels_in_the_interpreter_equal_numpy_bit_by_bit(interpreted, scaling, dtype):
     # Each warpgroup has more tiles than are loaded ahead.
-    x, settings = data((384, 256)), (scaling, dtype, power_of_2)
+    x, settings = data((384, 256)), (scaling, dtype)
     first = x[:128]
 
     def run(x, first):
-        both = fp8.kernel(x, *settings, both=True, programs=1)
-        return *both, *fp8.kernel(first, *settings, both=False, programs=1)
+        both = fp8.kernel(x, *settings, both=True)
+        return *both, *fp8.kernel(first, *settings, both=False)
 
-    straight, turned, alone = interpreted(run, x, first)
-    want = quantized(x, scaling, dtype, power_of_2)
+    straight, turned, alone = interpreted(run, x, first, cores=1)
+    want = quantized(x, scaling, dtype)
     same(straight, *want)
-    same(turned, *quantized(x.T, scaling, dtype, power_of_2))
-    same(alone, *quantized(first, scaling, dtype, power_of_2))
+    same(turned, *quantized(x.T, scaling, dtype))
+    same(alone, *quantized(first, scaling, dtype))
 
 
 # Implied by attention's kernel, the largest.
@@ -214,9 +205,8 @@ def test_the_kernels_in_the_interpreter_equal_numpy_bit_by_bit(
 def test_h100s_run_one_kernel_that_keeps_all_in_registers(compiled, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     M, K = shape = (8192, 4096)
-    settings = {"power_of_2": True, "implementation": "mosaic"}
-    both = functools.partial(fp8.quantize_fp8_both, **settings)
-    one = functools.partial(fp8.quantize_fp8, **settings)
+    both = functools.partial(fp8.quantize_fp8_both, implementation="mosaic")
+    one = functools.partial(fp8.quantize_fp8, implementation="mosaic")
     programs = [
         compiled(lambda x: both(x, "block"), shape),
         compiled(lambda x: one(x, "tile"), shape),

@@ -102,19 +102,17 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
 # Warpgroups have more rows than are loaded ahead, or none; the second D is cut into the narrowest chunks.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "programs"),
+    ("shape", "cores"),
     [pytest.param((11, 4096), 1, marks=pytest.mark.wide), ((3, 384), 2)],
     ids=["long", "short"],
 )
-def test_the_kernel_in_the_interpreter_equals_float64_and_has_no_races(
-    interpreted, shape, programs
-):
+def test_the_kernel_in_the_interpreter_equals_float64_and_has_no_races(interpreted, shape, cores):
     given = arrays(shape, jnp.bfloat16)
 
     def run(x, weight, dy):
-        return mosaic.backward(x, weight, dy, EPS, programs=programs)
+        return mosaic.backward(x, weight, dy, EPS)
 
-    dx, dw = interpreted(run, *given)
+    dx, dw = interpreted(run, *given, cores=cores)
     _, want_dx, want_dw = in_float64(*given)
     assert relative(dx, want_dx) < 4e-3
     assert relative(dw, want_dw) < 1e-6

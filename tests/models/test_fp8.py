@@ -36,7 +36,7 @@ def arrays(groups: tuple[int, ...] = ()) -> list[np.ndarray]:
 
 def as_multiplied(x: jax.Array, along: str, dtype=fp8.E4M3) -> jax.Array:
     """x as it is after it was quantised."""
-    return dequantize(quantize_fp8(x, along, dtype=dtype, power_of_2=True), x.dtype)
+    return dequantize(quantize_fp8(x, along, dtype=dtype), x.dtype)
 
 
 def turn(x):

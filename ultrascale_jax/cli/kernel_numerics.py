@@ -175,7 +175,7 @@ def experts(R: int, E: int, D: int, F: int) -> Check:
     sizes = jnp.asarray(rng.multinomial(R, rng.dirichlet([10.0] * E)), jnp.int32)
 
     def make(key, dtype) -> tuple:
-        return normals(key, (R, F), (R, D), (E, D, F), dtype=dtype)
+        return normals(key, (R, F), (R, D), (D, E, F), dtype=dtype)
 
     def run(name: str, dy, x, w) -> tuple:
         multiply = functools.partial(grouped_matmul, sizes=sizes, implementation=name)
@@ -193,9 +193,9 @@ def fp8_product(M: int, N: int, K: int) -> Check:
     def run(name: str, x, w, dy) -> tuple:
         product = functools.partial(fp8_matmul, implementation=name)
         (x, x_turned), (dy, dy_turned) = (
-            quantize_fp8_both(a, "block", power_of_2=True, implementation=name) for a in (x, dy)
+            quantize_fp8_both(a, "block", implementation=name) for a in (x, dy)
         )
-        w = quantize_fp8(w, "tile", power_of_2=True, implementation=name)
+        w = quantize_fp8(w, "tile", implementation=name)
         w_turned = Quantized(w.values.T, w.scales.T)
         return (
             product(x, w),

@@ -214,9 +214,9 @@ def _from_bits(x: jax.Array) -> jax.Array:
 def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
     """Quantise x `[..., M, K]` along K, and its transpose `[..., K, M]` along M."""
     if recipe.scaling == "tensor":
-        return _turned(quantize_fp8(x, "tensor", dtype=dtype, power_of_2=True))
+        return _turned(quantize_fp8(x, "tensor", dtype=dtype))
     fitting = _fitting_quantiser(recipe, x)
-    settings = {"dtype": dtype, "power_of_2": True, "implementation": fitting}
+    settings = {"dtype": dtype, "implementation": fitting}
     return quantize_fp8_both(x, recipe.scaling, **settings)
 
 
@@ -243,13 +243,12 @@ def _weight(recipe: Recipe, w, quantised) -> tuple[Quantized, Quantized]:
     """Quantise w `[..., K, N]` along N, and its transpose `[..., N, K]` along K."""
     if recipe.scaling == "tensor":
         if not quantised:
-            return _turned(quantize_fp8(w, "tensor", power_of_2=True))
+            return _turned(quantize_fp8(w, "tensor"))
         values, scale = quantised
         return _turned(Quantized(_from_bits(values), scale))
     if recipe.scaling == "row":
-        return quantize_fp8_both(w, "row", power_of_2=True)
-    settings = {"power_of_2": True, "implementation": _fitting_quantiser(recipe, w)}
-    tiles = quantize_fp8(w, "tile", **settings)
+        return quantize_fp8_both(w, "row")
+    tiles = quantize_fp8(w, "tile", implementation=_fitting_quantiser(recipe, w))
     return tiles, Quantized(*(jnp.swapaxes(a, -1, -2) for a in tiles))
 
 

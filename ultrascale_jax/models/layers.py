@@ -145,7 +145,7 @@ def gather_fp8(
     value = jax.lax.stop_gradient(value)
     # Without a gradient it is no longer `reduced`.
     value = jax.reshard(value, P(*jax.typeof(value).sharding.spec.partitions))
-    values, scale = quantize_fp8(value, "tensor", amax=amax, power_of_2=True)
+    values, scale = quantize_fp8(value, "tensor", amax=amax)
     return Fp8Weight(
         whole, gather_param(as_bits(values), dims, act_dims, jnp.uint8, sizes), scale, recipe
     )

@@ -64,7 +64,7 @@ def ragged_experts(
     """Compute at most `size` rows of all experts together, from number `start` on, by the grouped kernel."""
     (x, weights), (w_gate, w_up, w_down) = floats
     slots, sizes = assignment.ragged(start, size)
-    product = functools.partial(grouped_matmul, sizes=sizes, axis=1, implementation="mosaic")
+    product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
     x_SD = dispatch(x[:, : w_gate.shape[0]], slots.token, slots.slot)
     gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
     up_SF = checkpoint_name(product(x_SD, w_up), "up")
