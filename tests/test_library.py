@@ -53,6 +53,21 @@ def test_every_public_name_leads_to_something_that_type_checkers_know():
     )
 
 
+def test_a_tree_goes_to_disk_and_comes_back_on_another_mesh(tmp_path, capsys):
+    source = EXAMPLES[3].replace('"tests/', f'"{ROOT}/tests/').replace("out/", f"{tmp_path}/")
+    exec(compile(source, str(DOCS), "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "PartitionSpec('b',) {'loss': 1.5}"
+    assert lines[1].endswith("PartitionSpec('rows',)")
+
+
+def test_the_search_from_python_prints_three_ways_without_jax():
+    code = EXAMPLES[4] + "\nimport sys\nassert 'jax' not in sys.modules and cfg.check(8)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 3
+
+
 @pytest.mark.slow
 def test_the_hook_adds_its_column(tmp_path):
     source = EXAMPLES[2].replace("out/", f"{tmp_path}/")

@@ -4,11 +4,11 @@ The public API is imported on first use, so `import ultrascale_jax` is quick and
 """
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ultrascale_jax.checkpoint.load_params import load_params as load_run
+    from ultrascale_jax.checkpoint.tree import load_tree, save_tree, tree_meta
     from ultrascale_jax.cli.lm_eval_model import LMEvalModel
     from ultrascale_jax.config import (
         CheckpointConfig,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.hooks import Batch, Hook
+    from ultrascale_jax.huggingface.arrays import read_hf
     from ultrascale_jax.huggingface.checkpoint import load as load_hf
     from ultrascale_jax.huggingface.checkpoint import save as save_hf
     from ultrascale_jax.huggingface.config import read_config as read_hf_config
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
     from ultrascale_jax.plan.hardware import find_cluster
     from ultrascale_jax.plan.model_shape import ModelShape as Shape
+    from ultrascale_jax.plan.search.ranking import Candidate, search
     from ultrascale_jax.plan.workload import Run
     from ultrascale_jax.sharding.manual import smap
     from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
@@ -85,6 +87,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "checkpoint.load_params": "load_run",
+    "checkpoint.tree": "load_tree save_tree tree_meta",
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
         "CheckpointConfig Config ContextConfig DataConfig Experts KernelsConfig LatentAttention "
@@ -92,6 +95,7 @@ _HOME = {
     ),
     "data.loader": "Loader",
     "hooks": "Batch Hook",
+    "huggingface.arrays": "read_hf",
     "huggingface.checkpoint": "load_hf save_hf",
     "huggingface.config": "read_hf_config",
     "models.attention": "Attention attend",
@@ -117,6 +121,7 @@ _HOME = {
     "plan.formulas.memory": "memory_breakdown",
     "plan.formulas.step_time": "estimate_step",
     "plan.hardware": "find_cluster",
+    "plan.search.ranking": "Candidate search",
     "plan.workload": "Run",
     "sharding.manual": "smap",
     "sharding.mesh": "abstract_mesh make_mesh",
@@ -145,17 +150,18 @@ _THERE = {
 
 _MODULES = {name: module for module, names in _HOME.items() for name in names.split()}
 
-_MISSING = () if importlib.util.find_spec("lm_eval") else ("LMEvalModel",)
-"""Names whose extra is not installed: a star import goes without them."""
+_OF_EXTRAS = {"LMEvalModel"}
+"""Names that import the library of an extra: a star import goes without them."""
 
-__all__ = sorted(set(_MODULES).difference(_MISSING))
+__all__ = sorted(_MODULES.keys() - _OF_EXTRAS)
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    return getattr(module, _THERE.get(name, name))
+    globals()[name] = value = getattr(module, _THERE.get(name, name))
+    return value
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from ultrascale_jax.checkpoint import saving
 from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
 from ultrascale_jax.checkpoint.restoring import read_metadata
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.checkpoint.step_dirs import STORES, Damaged, files, metadata, steps
+from ultrascale_jax.checkpoint.step_dirs import GROUPS, STORE, Damaged, files, metadata, steps
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -201,7 +201,7 @@ def test_a_folder_that_vanishes_is_told_and_no_thread_waits_for_it(tmp_path):
 def test_a_save_whose_arrays_no_reader_finds_is_no_checkpoint(state, tmp_path):
     with Checkpoints(in_folder(tmp_path)) as checkpoints:
         checkpoints.save(state, meta(1), wait=True)
-    for name in STORES:
+    for name in (f"{group}/{STORE}" for group in GROUPS):
         place = tmp_path / name / "1"
         shutil.copytree(tmp_path / "checkpoints/1", place)
         (place / name).unlink()

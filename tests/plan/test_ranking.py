@@ -7,6 +7,7 @@ import pytest
 
 from tests.recipes import pinned
 from ultrascale_jax.cli.plan_commands.words import parse_choices
+from ultrascale_jax.config import UserError
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
@@ -23,6 +24,7 @@ from ultrascale_jax.plan.search.ranking import (
     family,
     kind,
 )
+from ultrascale_jax.plan.search.ranking import search as search_meshes
 from ultrascale_jax.plan.search.search_space import (
     OFFLOADED,
     POLICIES,
@@ -375,3 +377,25 @@ def test_short_sequences_are_split_over_cp_where_nothing_else_fits():
     one = dataclasses.replace(debug, train=dataclasses.replace(debug.train, global_batch=1))
     assert searched(one, 16).winner.run.mesh.cp == 2
     assert searched(one, 16, "cp=1").winner is None
+
+
+def test_the_public_search_gives_the_ranking_with_the_recommended_candidate_first():
+    cluster, fixed = find_cluster(None, "h100", 8), {"pp": 1, "dp": [1, 2], "tp": 1, "sp": 1}
+    ranked = search_meshes(llama3_8b, cluster, fixed=fixed)
+    whole = searched(llama3_8b, 8, "pp=1,dp=1,2,tp=1,sp=1")
+    assert ranked[0].run == whole.winner.run and ranked[0].verdict == FITS
+    assert {c.run for c in ranked} == {c.run for c in whole.ranking}
+    cfg = ranked[0].configured(llama3_8b).check(8)
+    assert cfg.mesh == ranked[0].run.mesh and not cfg.train.auto
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"tensor": 8}, "fixed='tensor': is no field of a candidate: pp, "),
+        ({"tp": 3}, "nothing is legal on 8"),
+    ],
+)
+def test_the_public_search_refuses_unknown_fields_and_what_is_never_legal(fixed, message):
+    with pytest.raises(UserError, match=message):
+        search_meshes(llama3_8b, find_cluster(None, "h100", 8), fixed=fixed)

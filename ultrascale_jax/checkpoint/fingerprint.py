@@ -7,12 +7,23 @@ gathered: each device adds its own shard.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-"""Unsigned integer type of elements of so many bytes."""
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+"""Unsigned integer type of elements of so many bytes; those of 8 are two."""
+
+
+def is_supported(dtype: Any) -> bool:
+    """Return whether arrays of this type have a fingerprint: real numbers of 1, 2, 4 or 8 bytes, and booleans."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    return dtype == jnp.bool_ or (
+        jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 8
+    )
 
 
 @jax.jit  # so that arrays of one shape and sharding, as parameters and their moments, are traced and lowered once
@@ -22,13 +33,14 @@ def sums(x: jax.Array) -> jax.Array:
     In a region that is manual over all axes they are those of this device's shard alone.
 
     Args:
-      x: an array of numbers or booleans with elements of 1, 2 or 4 bytes, sharded in any way over a mesh of explicit
+      x: an array of numbers or booleans with elements of 1, 2, 4 or 8 bytes, sharded in any way over a mesh of explicit
         axes, or on one device.
     """
-    bits, position = _bits(x), jnp.uint32(x.size & 0xFFFFFFFF)
-    for dim in range(x.ndim):
+    position = jnp.uint32(x.size & 0xFFFFFFFF)
+    bits = _bits(x)
+    for dim in range(bits.ndim):
         # Mixed dim by dim: a linear index would repeat itself after 2^32 elements.
-        position = _mixed(position + _iota(x, dim))
+        position = _mixed(position + _iota(bits, dim))
     first = jnp.sum(bits * (position | 1), dtype=jnp.uint32)
     return jnp.stack([first, jnp.sum(_mixed(bits ^ position), dtype=jnp.uint32)])
 
@@ -40,13 +52,23 @@ def all_sums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Return the fingerprint of each array as 16 hexadecimal digits; the host waits for the devices."""
-    values = jax.device_get(all_sums(arrays))
+    """Return the fingerprint of each array as 16 hexadecimal digits; the host waits for the devices.
+
+    Arrays on one mesh share a program.
+    """
+    by_mesh: dict[Any, dict[str, jax.Array]] = {}
+    for name, x in arrays.items():
+        sharding = getattr(x, "sharding", None)  # an array of NumPy has none
+        is_named = isinstance(sharding, NamedSharding)
+        devices = sharding.mesh if is_named else getattr(sharding, "device_set", ())
+        by_mesh.setdefault(devices if is_named else frozenset(devices), {})[name] = x
+    sums_by_mesh = jax.device_get([all_sums(group) for group in by_mesh.values()])
+    values = {name: value for group in sums_by_mesh for name, value in group.items()}
     return {name: "".join(f"{int(part):08x}" for part in value) for name, value in values.items()}
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Return the elements' bits as uint32."""
+    """Return the elements' bits as uint32; elements of 8 bytes have one dim more."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)

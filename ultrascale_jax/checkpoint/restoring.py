@@ -24,7 +24,15 @@ from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint.fingerprint import fingerprints
 from ultrascale_jax.checkpoint.layout import Groups, name, named
-from ultrascale_jax.checkpoint.step_dirs import METADATA, Damaged, check_path, files, metadata
+from ultrascale_jax.checkpoint.step_dirs import (
+    GROUPS,
+    METADATA,
+    PARTS,
+    Damaged,
+    check_path,
+    files,
+    metadata,
+)
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.exit_codes import CRASHED
@@ -63,16 +71,20 @@ def newest[Restored](
     return None
 
 
-def read_metadata(place: Path) -> dict:
+def read_metadata(
+    place: Path, groups: Sequence[str] = GROUPS, parts: Sequence[str] = PARTS
+) -> dict:
     """Return the metadata of the checkpoint at `place`, on all processes, as process 0 reads it.
+
+    The checkpoint has these groups of arrays, and its metadata these parts.
 
     Raises `Damaged` where a file is missing or the metadata is not as it was saved, `Unreadable`, and `UserError` as
     `check_path`.
     """
 
     def read() -> dict:
-        files(place)
-        return metadata(place)
+        files(place, groups)
+        return metadata(place, parts)
 
     check_path("checkpoint", place, writes=False)
     meta = found_by_process0(read)

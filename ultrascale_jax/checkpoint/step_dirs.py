@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from ultrascale_jax.config import UserError, require
@@ -24,8 +25,14 @@ DELETED = ".deleted"
 PARTIAL = ".orbax-checkpoint-tmp"
 """End of the name of a save that Orbax has not completed."""
 
-STORES = ("params/manifest.ocdbt", "train/manifest.ocdbt")
-"""The files by which a reader finds the arrays of each group; Orbax writes them last, from those of all processes."""
+STORE = "manifest.ocdbt"
+"""The file by which a reader finds the arrays of a group; Orbax writes it last, from those of all processes."""
+
+GROUPS = ("params", "train")
+"""The groups of arrays of a run's checkpoint."""
+
+PARTS = ("config", "data", "versions", "arrays")
+"""The parts of the metadata of a run's checkpoint."""
 
 
 class Damaged(UserError):
@@ -51,8 +58,8 @@ def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
     require(usable, option, str(value), f"{fix}; rename the folder, or choose another")
 
 
-def files(place: Path) -> dict[str, int]:
-    """Return the files of the checkpoint at `place`, as `a/b`, and their sizes in bytes, in order.
+def files(place: Path, groups: Sequence[str] = GROUPS) -> dict[str, int]:
+    """Return the files of the checkpoint of these groups at `place`, as `a/b`, and their sizes in bytes, in order.
 
     Raises `Damaged` for a link or anything else that is neither file nor folder, and where a file is missing without
     which no reader can find the arrays; and `PermissionError` for a file that this user may not read.
@@ -72,9 +79,9 @@ def files(place: Path) -> dict[str, int]:
                 raise Damaged(
                     f"{name} is {'a symbolic link' if path.is_symlink() else 'no ordinary file'}"
                 )
-    for name in STORES:
-        if name not in sizes:
-            raise Damaged(f"{name} is missing")
+    for group in groups:
+        if f"{group}/{STORE}" not in sizes:
+            raise Damaged(f"{group}/{STORE} is missing")
     return dict(sorted(sizes.items()))
 
 
@@ -146,8 +153,8 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def metadata(place: Path) -> dict:
-    """Return the metadata of the checkpoint at `place`: `config`, `data`, `versions` and `arrays`.
+def metadata(place: Path, parts: Sequence[str] = PARTS) -> dict:
+    """Return the metadata of the checkpoint at `place`, with these parts.
 
     Raises `Damaged` where that is missing, is not as it was saved or is of another step, and `OSError` where the disk
     fails.
@@ -168,7 +175,7 @@ def metadata(place: Path) -> dict:
         raise Damaged(f"{METADATA} is not as it was saved (SHA-256)")
     if str(step) != place.name:
         raise Damaged(f"{METADATA} is of step {step}")
-    parts = (isinstance(meta.get(name), dict) for name in ("config", "data", "versions", "arrays"))
-    if not all(parts) or not isinstance(meta["data"].get("fingerprint"), str):
+    sound = all(isinstance(meta.get(part), dict) for part in parts)
+    if not sound or ("config" in parts and not isinstance(meta["data"].get("fingerprint"), str)):
         raise Damaged(f"{METADATA} is not of this program")
     return meta

@@ -12,16 +12,17 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import AXES, Config, MeshConfig
+from ultrascale_jax.config import AXES, Config, MeshConfig, require
 from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
+    FIELDS,
     OFFLOADED,
     POLICIES,
     Choices,
@@ -102,6 +103,10 @@ class Candidate:
     def verdict(self) -> Verdict:
         """Whether it fits."""
         return self.best.verdict
+
+    def configured(self, cfg: Config) -> Config:
+        """Return `cfg`, for which it was found, with its mesh, schedule, micro-batches and recomputation."""
+        return configured(cfg, self.run)
 
 
 class Search:
@@ -448,3 +453,37 @@ def _work(run: Run) -> tuple[Any, ...]:
     pipeline = run.schedule, run.virtual_stages
     work = run.microbatches, run.global_batch, run.zero, (run.remat, run.stash)
     return *work, pipeline, run.context
+
+
+def search(
+    cfg: Config, cluster: Cluster, *, fixed: Mapping[str, Any] | None = None
+) -> list[Candidate]:
+    """Rank every legal way to train `cfg` on `cluster` by formula, as `plan search --compile 0` does; imports no JAX.
+
+    Args:
+      cfg: model, sequence length and global batch; its mesh, ZeRO stage, micro-batches and recomputation do not matter.
+      cluster: the GPUs, of `find_cluster`.
+      fixed: a field of a candidate to the value, or the list of values, that it may take, as `{"tp": 8, "pp": [1, 2]}`.
+
+    Returns:
+      The candidates that may fit, the recommended one first, the others from the fastest to the slowest. Each has its
+      `run`, `best` (a prediction with `step_s`, `peak_bytes` and `parts`) and `verdict`; `configured(cfg)` is its
+      configuration. The list is empty where nothing fits.
+
+    Raises:
+      UserError: a field that no candidate has, or nothing is legal.
+    """
+    choices: dict[str, Sequence[Any]] = {}
+    for name, values in (fixed or {}).items():
+        require(name in FIELDS, "fixed", name, f"is no field of a candidate: {', '.join(FIELDS)}")
+        choices[name] = (
+            values if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
+        )
+    ranked = Search(cfg, cluster, choices)
+    ranked.predict()
+    fix = (
+        f"nothing is legal on {cluster.num_gpus} GPUs; take another number of GPUs, batch or values"
+    )
+    require(ranked.counts["candidates"] > 0, "fixed", dict(fixed or {}), fix)
+    best = ranked.winner
+    return ([best] if best else []) + [c for c in ranked.ranking if c is not best]

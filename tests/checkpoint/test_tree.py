@@ -1,0 +1,163 @@
+"""Trees of arrays of one's own: saved with fingerprints, loaded on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.checkpoint.step_dirs import Damaged
+from ultrascale_jax.checkpoint.tree import load_tree, save_tree, tree_meta
+from ultrascale_jax.config import UserError
+
+
+def placed(tree, **axes):
+    """Split the first dim of each array over a mesh of these axes; a scalar is on all devices."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+
+    def place(x):
+        spec = P(tuple(axes)) if np.ndim(x) and np.shape(x)[0] % 8 == 0 else P()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "w": jax.random.normal(keys[0], (16, 8)),
+        "0": (jnp.int8([3, -4]), jnp.bool_([True, False])),
+        "b": jax.random.normal(keys[1], (8,), jnp.bfloat16),
+        "a/b": [jnp.uint32(7), np.float16([1.5])],
+    }
+
+
+def assert_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def test_a_tree_returns_on_another_mesh_in_the_shardings_that_are_asked_for(tmp_path):
+    saved = placed(arrays(), rows=8)
+    place = save_tree(tmp_path, saved, step=3, meta={"loss": 1.5})
+    assert place == tmp_path / "3"
+    like = shapes(placed(arrays(), a=2, b=4))
+    loaded = load_tree(tmp_path, like)
+    assert_equal(loaded, saved)
+    assert jax.tree.map(lambda x: x.sharding, loaded) == jax.tree.map(lambda x: x.sharding, like)
+    assert tree_meta(tmp_path) == {"loss": 1.5}
+
+
+def test_modules_optimizer_states_and_a_struct_without_sharding_are_trees(tmp_path):
+    import optax
+
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    params = nnx.state(model)
+    tree = {"params": params, "opt": optax.adam(1e-3).init(params)}
+    save_tree(tmp_path, tree, step=0)
+    assert_equal(load_tree(tmp_path, jax.eval_shape(lambda: tree)), tree)
+
+
+def test_arrays_of_one_tree_may_be_on_different_meshes(tmp_path):
+    x = jnp.arange(8.0)
+    tree = {"a": placed(x, rows=8), "b": placed(x, a=2, b=4), "c": x, "d": np.ones(3, np.float32)}
+    save_tree(tmp_path, tree, step=0)
+    loaded = load_tree(tmp_path, tree)
+    np.testing.assert_array_equal(loaded["b"], x)
+    assert loaded["b"].sharding == tree["b"].sharding
+
+
+def test_an_array_is_cast_to_the_type_of_like(tmp_path):
+    tree = {"w": jnp.arange(8, dtype=jnp.float32)}
+    save_tree(tmp_path, tree, step=1)
+    loaded = load_tree(tmp_path, {"w": jnp.zeros(8, jnp.bfloat16)})
+    assert_equal(loaded, {"w": jnp.arange(8, dtype=jnp.bfloat16)})
+
+
+@pytest.fixture
+def x64():
+    jax.config.update("jax_enable_x64", True)  # Orbax's threads do not see `jax.enable_x64`
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def test_numbers_of_eight_bytes_keep_their_bits(tmp_path, x64):
+    tree = placed({"x": jnp.arange(16.0) / 3, "n": jnp.int64(2**40 + 1)}, rows=8)
+    save_tree(tmp_path, tree, step=1)
+    assert_equal(load_tree(tmp_path, shapes(tree)), tree)
+
+
+def flip(place):
+    """Change one byte in the largest file of a tree's arrays."""
+    path = max((place / "tree").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_tree_is_refused_and_the_one_before_it_taken(tmp_path, capfd):
+    old, new = {"w": jnp.zeros(4096)}, {"w": jax.random.normal(jax.random.key(1), (4096,))}
+    save_tree(tmp_path, old, step=1)
+    flip(save_tree(tmp_path, new, step=2))
+    with pytest.raises(Damaged, match="does not restore as it was saved"):
+        load_tree(tmp_path, new, step=2)
+    assert_equal(load_tree(tmp_path, new), old)
+    assert "using step 1" in capfd.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"w": "text"}, r"tree\['w'\]='text': is no array"),
+        ({"key": jax.random.key(0)}, r"tree\['key'\].dtype='key<fry>': .*key_data"),
+        ({"z": np.ones(2, np.complex64)}, r"tree\['z'\].dtype='complex64': has no fingerprint"),
+        ({"n": np.ones(2)}, r"tree\['n'\].dtype='float64': would be saved as float32; cast it"),
+        ({}, "has no leaves"),
+    ],
+)
+def test_a_leaf_that_cannot_be_saved_is_named(tmp_path, tree, message):
+    with pytest.raises(UserError, match=message):
+        save_tree(tmp_path, tree, step=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_is_never_written_over(tmp_path):
+    save_tree(tmp_path, {"w": jnp.zeros(2)}, step=1)
+    with pytest.raises(UserError, match=r"step=1: .* has it; remove it, or choose another"):
+        save_tree(tmp_path, {"w": jnp.ones(2)}, step=1)
+    assert_equal(load_tree(tmp_path, {"w": jnp.ones(2)}), {"w": jnp.zeros(2)})
+
+
+def test_meta_that_is_no_json_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"meta=.*must be values of JSON"):
+        save_tree(tmp_path, {"w": jnp.zeros(2)}, step=1, meta={"f": jnp.sum})
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": jnp.zeros((2, 2))}, r"saved \(4,\), now \(2, 2\)"),
+        ({"w": jnp.zeros(4), "b": jnp.zeros(4)}, r"like=\[\"\['b'\]\"\]: .* lacks 1 such arrays"),
+        ({"v": jnp.zeros(4)}, r"like=\[\"\['v'\]\"\]"),
+        ({"w": 1.0}, r"like\['w'\]=1.0: is neither an array nor"),
+    ],
+)
+def test_a_tree_of_another_form_is_refused(tmp_path, like, message):
+    save_tree(tmp_path, {"w": jnp.zeros(4)}, step=1)
+    with pytest.raises(UserError, match=message):
+        load_tree(tmp_path, like)
+
+
+def test_a_step_that_is_not_there_is_named(tmp_path):
+    save_tree(tmp_path, {"w": jnp.zeros(4)}, step=1)
+    with pytest.raises(UserError, match=r"step=2: .* holds the steps \[1\]"):
+        load_tree(tmp_path, {"w": jnp.zeros(4)}, step=2)

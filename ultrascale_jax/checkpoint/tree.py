@@ -1,0 +1,165 @@
+"""Save any pytree of arrays with a fingerprint of each, and load it on any mesh."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+
+from ultrascale_jax.checkpoint import restoring
+from ultrascale_jax.checkpoint.fingerprint import is_supported
+from ultrascale_jax.checkpoint.run_metadata import versions
+from ultrascale_jax.checkpoint.step_dirs import (
+    Damaged,
+    check_path,
+    steps,
+    with_digest,
+)
+from ultrascale_jax.config import UserError, require
+from ultrascale_jax.launch.events import say
+
+GROUP = "tree"
+"""Name of the group of arrays; they are numbered, and the metadata lists their paths."""
+
+
+def save_tree(
+    folder: str | Path, tree: Any, *, step: int, meta: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the arrays of a pytree as `folder/step`, and return that path once it is complete.
+
+    Every process of a job calls it. A save that is interrupted leaves nothing that `load_tree` takes for a tree.
+
+    Args:
+      folder: a folder on a disk that all processes share.
+      tree: any pytree whose leaves are arrays of numbers or booleans, sharded in any way.
+      step: number of this tree, at least 0.
+      meta: JSON values that `tree_meta` returns.
+
+    Raises:
+      UserError: `folder` already has this step, a leaf is no array of a supported type, or `meta` is not JSON.
+      OSError: the disk is full or cannot be written.
+    """
+    folder = Path(folder).absolute()
+    require(step >= 0, "step", step, "must be at least 0")
+    check_path("folder", folder)
+    written = restoring.found_by_process0(lambda: steps(folder))
+    require(step not in written, "step", step, f"{folder} has it; remove it, or choose another")
+    try:
+        user_meta = json.loads(json.dumps(dict(meta or {})))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"meta={meta!r}: must be values of JSON ({error})") from None
+    arrays = {path: _array(path, leaf) for path, leaf in _leaves(tree).items()}
+    groups: dict[str, dict] = {GROUP: {str(i): x for i, x in enumerate(arrays.values())}}
+    saved = {
+        "data": {"step": step},
+        "versions": versions(),
+        "arrays": restoring.record(groups),
+        "paths": list(arrays),
+        "meta": user_meta,
+    }
+    place = folder / str(step)
+    ocp.save_checkpointables(str(place), groups, custom_metadata=with_digest(saved))
+    return place
+
+
+def load_tree[Tree](folder: str | Path, like: Tree, *, step: int | None = None) -> Tree:
+    """Load a pytree that `save_tree` wrote, in the structure, shapes, types and shardings of `like`.
+
+    Every process of a job calls it. Without `step` it loads the newest one that restores as it was saved, and names
+    those that do not; nothing is renamed or removed.
+
+    Args:
+      folder: the folder given to `save_tree`.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s; a struct without a sharding is placed on the first device.
+        An array is cast to its type.
+      step: the tree to load; None is the newest.
+
+    Raises:
+      UserError: there is no such step, or it holds other paths or shapes than `like`.
+      Damaged: an array is not the one that was saved, in this step or without `step` in all.
+    """
+    folder = Path(folder).absolute()
+    shapes = {path: _shape(path, leaf) for path, leaf in _leaves(like).items()}
+
+    def restore(step: int) -> Tree:
+        place = folder / str(step)
+        saved = _metadata(place)
+        number = {path: str(i) for i, path in enumerate(saved["paths"])}
+        _check_paths(place, number.keys(), shapes.keys())
+        wanted = {number[path]: shape for path, shape in shapes.items()}
+        arrays = restoring.load(place, saved, {GROUP: wanted})[GROUP]
+        leaves = [arrays[number[path]] for path in shapes]
+        return restoring.cast(jax.tree.unflatten(jax.tree.structure(like), leaves), like)
+
+    return _newest(folder, step, restore)
+
+
+def tree_meta(folder: str | Path, *, step: int | None = None) -> dict[str, Any]:
+    """Return the `meta` of a tree that `save_tree` wrote, by default of the newest whose metadata is as it was saved.
+
+    Raises `UserError` where there is no such step, and `Damaged`.
+    """
+    folder = Path(folder).absolute()
+    return _newest(folder, step, lambda step: _metadata(folder / str(step))["meta"])
+
+
+def _metadata(place: Path) -> dict:
+    return restoring.read_metadata(place, (GROUP,), ("data", "versions", "arrays", "meta"))
+
+
+def _newest(folder: Path, step: int | None, restore: Any) -> Any:
+    """Return `restore(step)` of this step, or of the newest for which it does not raise `Damaged`."""
+    written = restoring.found_by_process0(lambda: steps(folder))
+    chosen = max(written, default=0) if step is None else step
+    require(chosen in written, "step", chosen, f"{folder} holds the steps {written}")
+    problems: list[str] = []
+
+    def skipped(step: int, why: str) -> None:
+        problems.append(f"{folder / str(step)} does not restore as it was saved: {why}")
+
+    restored = restoring.newest(written if step is None else [chosen], restore, skipped)
+    if restored is None:
+        raise Damaged(problems[0])
+    if jax.process_index() == 0:
+        for problem in problems:
+            say(f"warning: {problem}; using step {restored[0]}")
+    return restored[1]
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a pytree by path."""
+    leaves = {jax.tree_util.keystr(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
+    require(len(leaves) > 0, "tree", tree, "has no leaves; give a pytree of arrays")
+    return leaves
+
+
+def _array(path: str, leaf: Any) -> jax.Array:
+    """Return a leaf as a JAX array; refuse one that cannot be saved with a fingerprint."""
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    fix = "is no array; save arrays, and other values as meta"
+    require(is_array, f"tree{path}", leaf, fix)
+    fix = "has no fingerprint; save jax.random.key_data of keys, and other types by their bits"
+    require(is_supported(leaf.dtype), f"tree{path}.dtype", str(leaf.dtype), fix)
+    array = jnp.asarray(leaf)
+    fix = f"would be saved as {array.dtype}; cast it, or set jax_enable_x64"
+    require(array.dtype == leaf.dtype, f"tree{path}.dtype", str(leaf.dtype), fix)
+    return array
+
+
+def _shape(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape, type and sharding in which to load a leaf."""
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    require(is_array, f"like{path}", leaf, "is neither an array nor a jax.ShapeDtypeStruct")
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_paths(place: Path, saved: Any, wanted: Any) -> None:
+    """Raise unless the tree has the paths of `like`."""
+    for paths, fault in ((wanted - saved, "lacks"), (saved - wanted, "has, and `like` has not,")):
+        shown = sorted(paths)[:5]
+        require(not paths, "like", shown, f"{place} {fault} {len(paths)} such arrays")
