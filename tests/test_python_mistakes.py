@@ -131,11 +131,11 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     # Configurations.
     "a size as text": (
         lambda: us.ModelConfig(d_model="32"),
-        r"^model\.d_model='32': must be a num",
+        r"^model\.d_model='32': must be a whole num",
     ),
     "an axis as text": (
         lambda: us.MeshConfig(fsdp="8"),
-        r"^mesh\.fsdp: must be of type int, not s",
+        r"^mesh\.fsdp='8': must be a whole number",
     ),
     "another trainer's word": (
         lambda: us.Config(train=us.TrainConfig(precision="bfloat16")),
@@ -143,11 +143,11 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     ),
     "a weight without its tokens": (
         lambda: us.MoEConfig(aux_loss=0.1),
-        r"^moe\.aux_loss=0\.1: must be a weight, 0 or more, and batch or sequence",
+        r"^moe\.aux_loss=0\.1: must be a tuple \(in JSON a list\) of a number, one of batch, seq",
     ),
     "a dict as section": (
         lambda: us.Config(model={"d_model": 32}),
-        "^model: must be of type ModelConfig, not dict",
+        r"^model=\{'d_model': 32\}: must be of type ModelConfig$",
     ),
     # Meshes.
     "product": (lambda: us.make_mesh(us.MeshConfig(fsdp=3)), "multiply to 3, but there are 8 dev"),

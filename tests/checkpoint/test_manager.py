@@ -496,10 +496,10 @@ def test_a_misspelt_field_is_refused_with_the_right_spelling():
         ("train", "steps", "x", "must be a whole number"),
         ("optim", "lr", "x", "must be a number"),
         ("log", "to", 3, "must be a text"),
-        ("optim", "betas", [0.9], "must be a list of a number, a number"),
-        ("checkpoint", "allow_change", 3, "must be a list, each a text"),
-        ("model", "sliding_window", "x", "must be a whole number or null"),
-        ("optim", "name", "sgd", "must be one of 'adamw', 'muon'"),
+        ("optim", "betas", [0.9], "must be a tuple (in JSON a list) of a number, a number"),
+        ("checkpoint", "allow_change", 3, "must be a tuple (in JSON a list), each a text"),
+        ("model", "sliding_window", "x", "must be a whole number or none"),
+        ("optim", "name", "sgd", "must be one of adamw, muon"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_plain_words(section, name, value, words):
@@ -509,9 +509,15 @@ def test_a_value_of_another_type_is_refused_in_plain_words(section, name, value,
 
 
 @pytest.mark.parametrize(
-    "values",
-    [[], {"model": 3}, {"model": {"d_model": "x"}}, {"train": {"steps": None}}, {"mesh": []}],
+    ("values", "name"),
+    [
+        ([], "config"),
+        ({"model": 3}, "config.model"),
+        ({"model": {"d_model": "x"}}, "model.d_model"),
+        ({"train": {"steps": None}}, "train.steps"),
+        ({"mesh": []}, "config.mesh"),
+    ],
 )
-def test_values_that_are_none_are_refused(values):
-    with pytest.raises(UserError, match="config"):
+def test_values_that_are_none_are_refused(values, name):
+    with pytest.raises(UserError, match=rf"^{name}="):
         config_from_dict(values)

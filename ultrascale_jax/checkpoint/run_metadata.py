@@ -5,7 +5,6 @@ import difflib
 import importlib.metadata
 import json
 import platform
-import types
 import typing
 from pathlib import Path
 
@@ -167,11 +166,7 @@ def _dataclass_from_dict(kind, values: dict, name: str):
         inner = next((part for part in kinds if dataclasses.is_dataclass(part)), None)
         if inner is not None and (isinstance(value, dict) or hints[field] is inner):
             value = _dataclass_from_dict(inner, value, f"{name}.{field}")
-        value = tuple(value) if isinstance(value, list) else value
-        require(
-            _fits(value, hints[field]), f"{name}.{field}", value, f"must be {_words(hints[field])}"
-        )
-        arguments[field] = value
+        arguments[field] = _tuples(value)
     try:
         return kind(**arguments)
     except UserError:
@@ -180,40 +175,13 @@ def _dataclass_from_dict(kind, values: dict, name: str):
         raise UserError(f"{name}={values!r}: cannot be understood ({error})") from None
 
 
+def _tuples(value: object) -> object:
+    """Return a value of JSON with tuples for its lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 def _unknown(field: str, known: list[str]) -> str:
     """Return the fix for a field that is none of the `known` ones: the most similar one, if there is one."""
     similar = difflib.get_close_matches(field, known, n=1)
     meant = f"did you mean {similar[0]}? Else " if similar else ""
     return f"is unknown to this version; {meant}use the version that saved it"
-
-
-def _words(hint: typing.Any) -> str:
-    """Return the words for a type, as JSON writes its values."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return f"one of {', '.join(map(repr, parts))}"
-    if origin is tuple:
-        inner = ", ".join(_words(part) for part in parts if part is not ...)
-        return f"a list, each {inner}" if parts[-1] is ... else f"a list of {inner}"
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_words, parts))
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    return names.get(hint, "null" if hint is types.NoneType else "a group of fields")
-
-
-def _fits(value: object, hint: typing.Any) -> bool:
-    """Return whether a value of JSON, its lists made tuples, is of the type `hint`."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is typing.Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        kinds = parts[:1] * len(value) if parts[-1] is ... else parts
-        return len(value) == len(kinds) and all(map(_fits, value, kinds))
-    if hint in (int, float):
-        number = int if hint is int else (int, float)
-        return isinstance(value, number) and not isinstance(value, bool)
-    return isinstance(value, hint)

@@ -33,10 +33,10 @@ from ultrascale_jax.config import (
     MeshConfig,
     RopeScaling,
     UserError,
-    check_numbers,
     put_home,
     require,
 )
+from ultrascale_jax.config.section import check_fields
 from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.units import whole_number
 
@@ -296,7 +296,7 @@ def read[T](
         raise UserError(fix) from None
     # A `Config` has done so itself.
     chosen: Any = made.options if isinstance(made, Command) else made
-    check_numbers("", chosen)
+    check_fields("", chosen)
     put_home(chosen, *(f.name for f in dataclasses.fields(chosen) if f.name not in TEXTS))
     return made
 

@@ -9,8 +9,6 @@ from ultrascale_jax.config.base import (
     LARGEST,
     UserError,
     at_home,
-    check_choices,
-    check_numbers,
     in_float32,
     put_home,
     require,

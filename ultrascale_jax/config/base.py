@@ -1,11 +1,10 @@
 """Refuse a setting by one error, which names the field, its value and the fix; and put the home folder for `~`."""
 
-import functools
 import os
 import re
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 LARGEST = 2**31 - 1
 """The largest integer of a configuration: sizes, steps and indices are int32."""
@@ -27,7 +26,7 @@ class UserError(ValueError):
 def require(ok: bool, name: str, value: object, fix: str) -> None:
     """Raise a `UserError` that names the field, its value and the fix, unless `ok`."""
     if not ok:
-        raise UserError(f"{name}={_shown(value)}: {fix}")
+        raise UserError(f"{name}={shown(value)}: {fix}")
 
 
 def at_home(text: str) -> str:
@@ -70,7 +69,7 @@ def require_type(name: str, value: object, kind: type, fix: str = "") -> None:
         raise UserError(f"{wanted}; {fix}" if fix else wanted)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return the value as an error shows it: neither a number of a million digits nor a long list as a whole."""
     try:
         text = repr(value)
@@ -85,64 +84,8 @@ def in_float32(number: float) -> bool:
     return number == 0 or least <= abs(number) <= most
 
 
-def check_numbers(section: str, values: Any) -> None:
-    """Refuse a number in the dataclass `values`, or in a part of it, that the devices cannot hold.
-
-    Raises `UserError` that names the field, after `section` if that is not empty.
-    """
-    for field, value in vars(
-        values
-    ).items():  # quicker than `fields`: a search makes 60,000 configurations
-        if value is None or isinstance(value, str):
-            continue
-        if hasattr(value, "__dataclass_fields__"):
-            check_numbers(f"{section}.{field}" if section else field, value)
-            continue
-        for one in value if isinstance(value, tuple) else (value,):
-            name = f"{section}.{field}" if section else field
-            if isinstance(one, float) and not in_float32(one):
-                least, most = FLOATS
-                fix = f"must be 0, or of a size from {least:.1e} to {most:.1e}"
-                require(False, name, value, fix)
-            elif isinstance(one, int) and abs(one) > LARGEST:
-                fix = f"must be at {'most ' if one > 0 else 'least -'}{LARGEST}"
-                require(False, name, value, fix)
-
-
-@functools.cache
-def _choices(kind: type) -> dict[str, Any]:
-    """Return the type of each field of a dataclass that is a `Literal`."""
-    hints = typing.get_type_hints(kind)
-    return {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Literal}
-
-
-def check_choices(section: str, values: Any) -> None:
-    """Refuse a field of the dataclass `values` that is none of its type's literals."""
-    for field, kind in _choices(type(values)).items():
-        require_choice(f"{section}.{field}" if section else field, getattr(values, field), kind)
-
-
 def require_choice(name: str, value: object, kind: Any) -> None:
     """Refuse a value that is none of those of `kind`, a `Literal`."""
     known = typing.get_args(getattr(kind, "__value__", kind))
     if not any(isinstance(value, type(one)) and value == one for one in known):
         require(False, name, value, f"must be one of {', '.join(map(str, known))}")
-
-
-def _require_number(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(number, name, value, "must be a number")
-
-
-def require_at_most(maximum: int, section: str, values: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(values, name)
-        require(value <= maximum, f"{section}.{name}", value, f"must be at most {maximum}")
-
-
-def require_at_least(minimum: int, section: str, values: object, names: tuple[str, ...]) -> None:
-    fix = f"must be at least {minimum}" if minimum else "must not be negative"
-    for name in names:
-        value = getattr(values, name)
-        _require_number(f"{section}.{name}", value)
-        require(value >= minimum, f"{section}.{name}", value, fix)

@@ -1,9 +1,10 @@
 """The tokens of a run: their source, and the packing of its rows."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ultrascale_jax.config.base import check_choices, put_home, require
+from ultrascale_jax.config.base import put_home
+from ultrascale_jax.config.section import Section, at_least, below
 
 DATA = "data"
 """Name of the tokens themselves in `checkpoint.allow_change`."""
@@ -13,7 +14,7 @@ SpecialTokens = Literal["bos", "none", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section, name="data"):
     """Source of the tokens, and packing of the rows."""
 
     source: str = "python-stdlib"
@@ -24,11 +25,11 @@ class DataConfig:
     special_tokens: SpecialTokens = "bos"
     """A text begins with the tokens that the tokenizer puts before it (`bos`) or without them (`none`), and names of
     special tokens in it are text; with `all` these are special tokens too."""
-    seq_len: int = 256
+    seq_len: Annotated[int, at_least(2)] = 256
     """Tokens of one sequence (T)."""
     document_mask: bool = True
     """Attention ends and positions restart at a document border; false: one causal stream."""
-    eval_fraction: float = 0.01
+    eval_fraction: Annotated[float, at_least(0), below(0.5)] = 0.01
     """Share of the documents that is held out for evaluation; none with `data.eval_source`."""
     eval_source: str = ""
     """Text to evaluate on in place of held-out documents, written as `data.source`; several, with a loss each, by name:
@@ -36,13 +37,10 @@ class DataConfig:
 
     def __post_init__(self):
         put_home(self, "source", "tokenizer", "eval_source")
-        check_choices("data", self)
-        require(self.seq_len >= 2, "data.seq_len", self.seq_len, "must be at least 2")
-        name, value = "data.eval_fraction", self.eval_fraction
-        require(0 <= value < 0.5, name, value, "must be at least 0 and less than 0.5")
-        fix = "data.eval_source takes the place of held-out documents; leave one of them out"
-        default = DataConfig.eval_fraction
-        require(not self.eval_source or value in (0, default), name, value, fix)
+        super().__post_init__()
+        if self.eval_source and self.eval_fraction not in (0, DataConfig.eval_fraction):
+            fix = "data.eval_source takes the place of held-out documents; leave one of them out"
+            self.refuse("eval_fraction", fix)
 
     @property
     def held_out_fraction(self) -> float:

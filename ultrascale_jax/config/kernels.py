@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.config.base import check_choices
+from ultrascale_jax.config.section import Section
 
 Implementation = Literal["auto", "mosaic", "xla"]
 """`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` what the table in
@@ -14,7 +14,7 @@ AttentionImplementation = Literal["auto", "cudnn", "cudnn_packed", "mosaic", "xl
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelsConfig:
+class KernelsConfig(Section, name="kernels"):
     """Implementation of each part that has a kernel; `mosaic` needs a Hopper GPU and fails where it cannot run."""
 
     attention: AttentionImplementation = "auto"
@@ -28,9 +28,6 @@ class KernelsConfig:
     """Products of the experts; auto: XLA. xla: on groups padded to `moe.capacity_factor`. mosaic: ragged groups."""
     fp8_matmul: Implementation = "auto"
     """Products and quantisers of `fp8_block`; auto: mosaic on Hopper GPUs. xla: the definition, in float32."""
-
-    def __post_init__(self):
-        check_choices("kernels", self)
 
     @property
     def choices(self) -> dict[str, str]:

@@ -4,41 +4,44 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
-from ultrascale_jax.config.base import UserError, require, require_type
+from ultrascale_jax.config.base import UserError, require
+from ultrascale_jax.config.section import Bound, Section, refuse
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "sp", "tp")
 """Mesh axes, from the slowest to the fastest link."""
 
+Size = Annotated[
+    int, Bound(lambda size: size >= 1 or size == -1, "must be at least 1, or -1 for the rest")
+]
+"""Devices along an axis."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(Section, name="mesh"):
     """Sizes of the mesh axes; one may be -1, which takes the devices that the others leave."""
 
-    pp: int = 1
+    pp: Size = 1
     """Pipeline stages."""
-    dp: int = 1
+    dp: Size = 1
     """Data-parallel replicas: batch split, parameters replicated."""
-    fsdp: int = -1
+    fsdp: Size = -1
     """Batch split; optimizer state, gradients and parameters sharded as `train.zero` says."""
-    ep: int = 1
+    ep: Size = 1
     """Expert parallelism; for a dense model another fsdp axis."""
-    cp: int = 1
+    cp: Size = 1
     """Context parallelism: the sequence is split everywhere."""
-    sp: int = 1
+    sp: Size = 1
     """Tensor parallelism with the residual stream split along the sequence."""
-    tp: int = 1
+    tp: Size = 1
     """Tensor parallelism with the residual stream replicated."""
 
     def __post_init__(self):
-        fix = "must be at least 1, or -1 for the rest"
-        for axis, size in self.sizes.items():
-            require_type(f"mesh.{axis}", size, int)
-            require(size >= 1 or size == -1, f"mesh.{axis}", size, fix)
+        super().__post_init__()
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if len(free) > 1:
-            fix = f"only one axis may be -1, but {' and '.join(free)} are"
-            require(False, f"mesh.{free[-1]}", -1, fix)
+            self.refuse(free[-1], f"only one axis may be -1, but {' and '.join(free)} are")
 
     @classmethod
     def of(cls, **sizes: int) -> "MeshConfig":
@@ -57,8 +60,8 @@ class MeshConfig:
             if match is None:
                 raise UserError(f"mesh={text!r}: write axes as fsdp=4,tp=2")
             axis, size = match[1], int(match[2])
-            fix = f"{axis!r} is no axis; the axes are {', '.join(AXES)}"
-            require(axis in AXES, "mesh", text, fix)
+            if axis not in AXES:
+                refuse("", "mesh", text, f"{axis!r} is no axis; the axes are {', '.join(AXES)}")
             require(axis not in sizes, "mesh", text, f"{axis!r} is given twice")
             sizes[axis] = size
         return cls.of(**sizes)
@@ -91,16 +94,15 @@ class MeshConfig:
 
     def resolve(self, num_devices: int) -> "MeshConfig":
         """Replace -1, and check that the mesh is exactly `num_devices` large."""
-        text = self.text
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         free = next((axis for axis, size in self.sizes.items() if size == -1), None)
         if free is not None:
-            fix = f"mesh.{free} is -1, but {fixed} does not divide {num_devices} devices; change the other axes"
-            require(num_devices % fixed == 0, "mesh", text, fix)
+            if num_devices % fixed:
+                fix = f"mesh.{free} is -1, but {fixed} does not divide {num_devices} devices; change the other axes"
+                refuse("", "mesh", self.text, fix)
             return dataclasses.replace(self, **{free: num_devices // fixed})
-        fix = (
-            f"the sizes multiply to {fixed}, but there are {num_devices} devices; "
-            "change an axis or set one to -1"
-        )
-        require(fixed == num_devices, "mesh", text, fix)
+        if fixed != num_devices:
+            ways = "change an axis or set one to -1"
+            fix = f"the sizes multiply to {fixed}, but there are {num_devices} devices; {ways}"
+            refuse("", "mesh", self.text, fix)
         return self

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ultrascale_jax.config.base import (
-    check_choices,
-    check_numbers,
-    require,
-    require_at_least,
-    require_at_most,
+from ultrascale_jax.config.section import (
+    EVEN,
+    Count,
+    Natural,
+    Positive,
+    Section,
+    Weight,
+    at_least,
+    at_most,
 )
 
 FeedForward = Literal["mlp", "moe"]
@@ -26,7 +29,7 @@ MOST_PARTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(Section, name="model.rope_scaling"):
     """Stretch of the rotary frequencies for a context longer than that of the pre-training.
 
     `linear` divides all frequencies by `factor` (arXiv 2306.15595); `ntk` raises their base, so that the highest stays
@@ -36,14 +39,14 @@ class RopeScaling:
 
     kind: Literal["linear", "ntk", "yarn", "llama3"] = "llama3"
     """Rule that stretches the frequencies."""
-    factor: float = 8.0
+    factor: Annotated[float, at_least(1)] = 8.0
     """How many times longer than `original_seq_len` the context is."""
     freq_factors: tuple[float, float] = (1.0, 0.0)
     """Llama 3's low and high: frequencies with fewer turns in `original_seq_len` are divided by `factor`, those with
     more are kept (YaRN's beta_slow and beta_fast). A high one of 0 is the kind's own: 4 for llama3, 32 for yarn."""
-    original_seq_len: int = 8192
+    original_seq_len: Count = 8192
     """Sequence length of the pre-training before the stretch, in tokens."""
-    attention_factor: float = 0.0
+    attention_factor: Weight = 0.0
     """Factor of cosines and sines in yarn; 0 is its own, 0.1 ln(factor) + 1."""
     mscale_all_dim: float = 0.0
     """Coefficient of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2
@@ -52,21 +55,14 @@ class RopeScaling:
     """Whether yarn rounds the dims between which it blends outwards to whole ones; gpt-oss does not."""
 
     def __post_init__(self):
-        check_choices("model.rope_scaling", self)
-        require(self.factor >= 1, "model.rope_scaling.factor", self.factor, "must be at least 1")
+        super().__post_init__()
         low, high = self.thresholds
-        name, value = "model.rope_scaling.freq_factors", self.freq_factors
-        require(
-            0 < low < high, name, value, f"the first must lie between 0 and the second, {high:g}"
-        )
-        require_at_least(1, "model.rope_scaling", self, ("original_seq_len",))
-        require_at_least(0, "model.rope_scaling", self, ("attention_factor",))
-        name, value = "model.rope_scaling.attention_factor", self.attention_factor
-        require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
-        name, value = "model.rope_scaling.mscale_all_dim", self.mscale_all_dim
-        require(not value or self.kind == "yarn", name, value, f"{self.kind} has none; use 0")
-        name, fix = "model.rope_scaling.truncate", f"{self.kind} rounds no dims; use True"
-        require(self.truncate or self.kind == "yarn", name, self.truncate, fix)
+        yarn, without = self.kind == "yarn", f"{self.kind} has none; use 0"
+        inside = f"the first must lie between 0 and the second, {high:g}"
+        self.require(0 < low < high, "freq_factors", inside)
+        self.require(yarn or not self.attention_factor, "attention_factor", without)
+        self.require(yarn or not self.mscale_all_dim, "mscale_all_dim", without)
+        self.require(yarn or self.truncate, "truncate", f"{self.kind} rounds no dims; use True")
 
     @property
     def thresholds(self) -> tuple[float, float]:
@@ -93,32 +89,32 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class Experts(Section, name="model.experts"):
     """Feed-forward layers of experts: a router sends each token to `top_k` of them and weighs what they return.
 
     Mixtral (arXiv 2401.04088) and Qwen3-MoE are softmax scores, normalised; DeepSeek-V3 (arXiv 2412.19437) has sigmoid
     scores, a shared expert, first layers without experts, groups, and a bias instead of a loss that balances.
     """
 
-    num: int = 8
+    num: Annotated[int, at_least(1), at_most(MOST_PARTS)] = 8
     """Routed experts of a layer (E)."""
-    top_k: int = 2
+    top_k: Count = 2
     """Routed experts that a token visits (k)."""
-    d_ff: int = 0
+    d_ff: Natural = 0
     """Width of one expert (F); 0 is `model.d_ff`, the width of layers without experts."""
-    shared: int = 0
+    shared: Annotated[int, at_least(0), at_most(MOST_PARTS)] = 0
     """Experts that every token visits; together one gated layer of `shared` times the width."""
-    dense_layers: int = 0
+    dense_layers: Natural = 0
     """First layers that have one gated layer of `model.d_ff` instead of experts."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Function of the router's logits, in float32."""
     normalize: bool = True
     """Divide the weights of a token's experts by their sum."""
-    scale: float = 1.0
+    scale: Positive = 1.0
     """Multiplies the weights of the routed experts (DeepSeek's `routed_scaling_factor`)."""
-    groups: int = 1
+    groups: Count = 1
     """Groups of neighbouring experts (DeepSeek's `n_group`): one group's experts rest on as few nodes as possible."""
-    groups_per_token: int = 1
+    groups_per_token: Count = 1
     """Groups that a token may visit: those with the highest sum of their two best scores."""
     bias: bool = False
     """Experts are chosen by score plus a bias that is no part of their weight; `moe.bias_rate` says how it moves."""
@@ -126,67 +122,56 @@ class Experts:
     """The router and each product of an expert add a bias, which is trained like a weight (gpt-oss)."""
 
     def __post_init__(self):
-        check_choices("model.experts", self)
-        names = ("num", "top_k", "groups", "groups_per_token")
-        require_at_least(1, "model.experts", self, names)
-        require_at_least(0, "model.experts", self, ("d_ff", "shared", "dense_layers"))
-        require_at_most(MOST_PARTS, "model.experts", self, ("num", "shared"))
-        name, groups, fix = "model.experts.groups", self.groups, f"must divide num={self.num}"
-        require(self.num % groups == 0, name, groups, fix)
-        name, chosen = "model.experts.groups_per_token", self.groups_per_token
-        require(chosen <= groups, name, chosen, f"there are only groups={groups}")
+        super().__post_init__()
+        groups, chosen = self.groups, self.groups_per_token
         reach = self.num // groups * chosen
-        fix = f"a token can reach only {reach} experts; use fewer"
-        require(self.top_k <= reach, "model.experts.top_k", self.top_k, fix)
-        require(self.scale > 0, "model.experts.scale", self.scale, "must be positive")
+        self.require(self.num % groups == 0, "groups", f"must divide num={self.num}")
+        self.require(chosen <= groups, "groups_per_token", f"there are only groups={groups}")
+        self.require(
+            self.top_k <= reach, "top_k", f"a token can reach only {reach} experts; use fewer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentAttention(Section, name="model.latent"):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values are made of short latents.
 
     A head's H dims are `head_dim - rope_dim` without and then `rope_dim` with rotary positions; the latter are one
     rotary key that all heads share. Rotary pairs are neighbours in the weights, not halves as in other attention.
     """
 
-    q_rank: int = 1536
+    q_rank: Natural = 1536
     """Width of the queries' latent (Q); 0 makes queries of the residual stream itself."""
-    kv_rank: int = 512
+    kv_rank: Count = 512
     """Width of the latent of keys and values (J)."""
-    rope_dim: int = 64
+    rope_dim: Annotated[int, at_least(1), EVEN] = 64
     """Dims of a head that have rotary positions."""
-    v_dim: int = 128
+    v_dim: Count = 128
     """Width of a head's values (W)."""
-
-    def __post_init__(self):
-        require_at_least(1, "model.latent", self, ("kv_rank", "rope_dim", "v_dim"))
-        require_at_least(0, "model.latent", self, ("q_rank",))
-        fix = "must be even"
-        require(self.rope_dim % 2 == 0, "model.latent.rope_dim", self.rope_dim, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section, name="model"):
     """Shape of one decoder; the families it covers are those of `huggingface/checkpoint.py`."""
 
-    vocab_size: int = 256
+    vocab_size: Count = 256
     """Number of token ids (V)."""
-    d_model: int = 256
+    d_model: Count = 256
     """Width of the residual stream (D)."""
-    d_ff: int = 1024
+    d_ff: Count = 1024
     """Width of the gated feed-forward layer (F)."""
     activation: Activation = "silu"
     """Function of gate and up in feed-forward layers and experts: silu(gate) * up (Llama), the same with GELU in
     its tanh form (Gemma), or gate * sigmoid(1.702 gate) * (up + 1), both clamped to 7 (gpt-oss)."""
-    num_layers: int = 4
+    num_layers: Annotated[int, at_least(1), at_most(MOST_PARTS)] = 4
     """Number of blocks (L)."""
-    num_heads: int = 4
+    num_heads: Count = 4
     """Number of query heads (N)."""
-    num_kv_heads: int = 4
+    num_kv_heads: Count = 4
     """Number of key/value heads (K); fewer than `num_heads` is grouped-query attention."""
-    head_dim: int = 64
+    head_dim: Annotated[int, at_least(1), EVEN] = 64
     """Width of one head (H)."""
-    norm_eps: float = 1e-5
+    norm_eps: Weight = 1e-5
     """Added to the mean square in RMSNorm."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Normalise the input of each half-block (Llama), its output (OLMo-2), or each with a norm of its own (Gemma)."""
@@ -198,7 +183,7 @@ class ModelConfig:
     """Add a bias to the output projection of attention (gpt-oss)."""
     attention_sinks: bool = False
     """Each head has a logit more in its softmax, which is trained and has no value (gpt-oss)."""
-    query_scale: float = 0.0
+    query_scale: Weight = 0.0
     """Scores are divided by the root of this (Gemma's `query_pre_attn_scalar`); 0 is `head_dim`."""
     tied_embeddings: bool = False
     """Use the embedding table as the output head."""
@@ -210,83 +195,65 @@ class ModelConfig:
     """Base in the layers with a window, which are not stretched (Gemma); 0: no other than in layers without one."""
     rope_scaling: RopeScaling | None = None
     """Stretch of the rotary frequencies, or none."""
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     """A position attends to itself and the `sliding_window - 1` before it (Mistral), or to all."""
-    first_window_layer: int = 0
+    first_window_layer: Natural = 0
     """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
-    full_attention_every: int = 0
+    full_attention_every: Natural = 0
     """The last of every so many layers ignores `sliding_window` (6 in Gemma 3); 0: none does."""
     experts: Experts | None = None
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
     """Multi-head latent attention, or none: grouped-query attention."""
-    mtp_layers: int = 0
+    mtp_layers: Annotated[int, at_least(0), at_most(MOST_PARTS)] = 0
     """Modules that each predict one token further than the one before (multi-token prediction, DeepSeek-V3): a layer
     like the last one, behind the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
 
     def __post_init__(self):
-        check_numbers("model", self)
-        check_choices("model", self)
-        sizes = ("vocab_size", "d_model", "d_ff", "head_dim")
-        require_at_least(1, "model", self, (*sizes, "num_layers", "num_heads", "num_kv_heads"))
-        counts = ("first_window_layer", "full_attention_every", "mtp_layers")
-        require_at_least(0, "model", self, (*counts, "norm_eps", "query_scale"))
-        require_at_most(MOST_PARTS, "model", self, ("num_layers", "mtp_layers"))
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        fix = f"must divide model.num_heads={heads}"
-        require(heads % kv_heads == 0, "model.num_kv_heads", kv_heads, fix)
-        fix = "must be even for rotary embeddings"
-        require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, fix)
+        super().__post_init__()
+        if self.num_heads % self.num_kv_heads:
+            self.refuse("num_kv_heads", f"must divide model.num_heads={self.num_heads}")
         yarn = self.rope_scaling is not None and self.rope_scaling.kind == "yarn"
-        fix = f"must be {'more than' if yarn else 'at least'} 1"
         sound = self.rope_theta > 1 or (self.rope_theta == 1 and not yarn)
-        require(sound, "model.rope_theta", self.rope_theta, fix)
-        window = self.sliding_window
-        fix = "must be at least 1, or none"
-        require(window is None or window >= 1, "model.sliding_window", window, fix)
+        self.require(sound, "rope_theta", f"must be {'more than' if yarn else 'at least'} 1")
         self._check_pattern()
         if self.experts is not None:
-            name, dense = "model.experts.dense_layers", self.experts.dense_layers
-            fix = f"must be less than model.num_layers={self.num_layers}"
-            require(dense < self.num_layers, name, dense, fix)
-            name, placement = "model.norm_placement", self.norm_placement
-            require(
-                placement == "pre", name, placement, "a model with experts has its norms before"
-            )
+            if self.dense_layers >= self.num_layers:
+                fix = f"must be less than model.num_layers={self.num_layers}"
+                self.refuse("experts.dense_layers", fix)
+            if self.norm_placement != "pre":
+                self.refuse("norm_placement", "a model with experts has its norms before")
         if self.latent is not None:
             self._check_latent(self.latent)
 
     def _check_pattern(self) -> None:
-        every, first, local = (
-            self.full_attention_every,
-            self.first_window_layer,
-            self.rope_theta_local,
-        )
-        fix = "says which layers have no window; set model.sliding_window too, or use 0"
-        require(
-            not every or self.sliding_window is not None, "model.full_attention_every", every, fix
-        )
-        fix = "layers follow model.full_attention_every or this, not both; use 0"
-        require(not every or not first, "model.first_window_layer", first, fix)
-        fix = "must be at least 1 where model.full_attention_every says which layers have windows, and else 0"
-        require(local == 0 or (local >= 1 and every > 0), "model.rope_theta_local", local, fix)
+        """Check which layers have a window."""
+        every, local = self.full_attention_every, self.rope_theta_local
+        if every and self.sliding_window is None:
+            fix = "says which layers have no window; set model.sliding_window too, or use 0"
+            self.refuse("full_attention_every", fix)
+        if every and self.first_window_layer:
+            fix = "layers follow model.full_attention_every or this, not both; use 0"
+            self.refuse("first_window_layer", fix)
+        if local and (local < 1 or not every):
+            fix = "must be at least 1 where model.full_attention_every says which layers have windows, and else 0"
+            self.refuse("rope_theta_local", fix)
 
     def _check_latent(self, latent: LatentAttention) -> None:
         rope, heads = latent.rope_dim, self.num_heads
-        fix = f"must be more than model.latent.rope_dim={rope}, which is a part of it"
-        require(self.head_dim > rope, "model.head_dim", self.head_dim, fix)
-        fix = f"must be at most model.head_dim={self.head_dim}"
-        require(latent.v_dim <= self.head_dim, "model.latent.v_dim", latent.v_dim, fix)
-        fix = f"latent attention has as many as model.num_heads={heads}"
-        require(self.num_kv_heads == heads, "model.num_kv_heads", self.num_kv_heads, fix)
-        fix = "latent attention normalises its latents; use none"
-        require(self.qk_norm == "none", "model.qk_norm", self.qk_norm, fix)
-        require(not self.qkv_bias, "model.qkv_bias", self.qkv_bias, "latent attention has none")
-        for name in ("o_bias", "attention_sinks"):
-            value = getattr(self, name)
-            require(not value, f"model.{name}", value, "latent attention has none; use False")
-        fix = "latent attention scales by head_dim; use 0"
-        require(not self.query_scale, "model.query_scale", self.query_scale, fix)
+        if self.head_dim <= rope:
+            fix = f"must be more than model.latent.rope_dim={rope}, which is a part of it"
+            self.refuse("head_dim", fix)
+        if latent.v_dim > self.head_dim:
+            self.refuse("latent.v_dim", f"must be at most model.head_dim={self.head_dim}")
+        if self.num_kv_heads != heads:
+            self.refuse("num_kv_heads", f"latent attention has as many as model.num_heads={heads}")
+        if self.qk_norm != "none":
+            self.refuse("qk_norm", "latent attention normalises its latents; use none")
+        if self.query_scale:
+            self.refuse("query_scale", "latent attention scales by head_dim; use 0")
+        for name in ("qkv_bias", "o_bias", "attention_sinks"):
+            self.require(not getattr(self, name), name, "latent attention has none; use False")
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Return which feed-forward layer a layer has."""

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.config.base import check_choices, put_home, require, require_at_least
+from ultrascale_jax.config.base import put_home
+from ultrascale_jax.config.section import Natural, Section, refuse
 
 STAGES_PER_RANK = {
     "afab": (1, 1),
@@ -25,28 +26,28 @@ GROUPED = tuple(name for name, (_, most) in STAGES_PER_RANK.items() if most == m
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
+class PipelineConfig(Section, name="pp"):
     """Pipeline schedule of the micro-batches (`train.microbatches`); without effect if mesh.pp is 1."""
 
     schedule: str = "1f1b"
     """`afab`, `1f1b`, `interleaved`, `zb_uniform`, `zb_h1`, `zb_v`, `dualpipe_v`, or your own table `FILE.csv`."""
-    virtual: int = 0
+    virtual: Natural = 0
     """Stages of one rank; 0 is the schedule's own: 2 for interleaved, zb_v and dualpipe_v, 1 for the others."""
     stash: Literal["residuals", "input"] = "residuals"
     """Kept from forward to backward: what `train.remat` keeps of each layer, or the stage's input alone."""
 
     def __post_init__(self):
         put_home(self, "schedule")
-        name, from_file = self.schedule, self.from_file
-        fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
-        require(name in SCHEDULES or from_file, "pp.schedule", name, fix)
-        check_choices("pp", self)
-        require_at_least(0, "pp", self, ("virtual",))
-        least, most = STAGES_PER_RANK.get(name, (0, 0))
-        fix = f"{name} has {least}{'' if least == most else ' or more'}; or 0"
-        if from_file:
-            fix = f"the table {name} says it itself; use 0"
-        require(not self.virtual or least <= self.virtual <= most, "pp.virtual", self.virtual, fix)
+        super().__post_init__()
+        least, most = STAGES_PER_RANK.get(self.schedule, (0, 0))
+        if self.schedule not in SCHEDULES and not self.from_file:
+            fix = f"must be one of {', '.join(SCHEDULES)}, or a table FILE.csv"
+            self.refuse("schedule", fix)
+        if self.virtual and self.from_file:
+            self.refuse("virtual", f"the table {self.schedule} says it itself; use 0")
+        if self.virtual and not least <= self.virtual <= most:
+            number = f"{least}{'' if least == most else ' or more'}"
+            self.refuse("virtual", f"{self.schedule} has {number}; or 0")
 
     @property
     def from_file(self) -> bool:
@@ -60,10 +61,10 @@ class PipelineConfig:
 
     def check(self, ranks: int, microbatches: int) -> None:
         """Refuse the numbers of ranks and micro-batches for which the schedule does not exist."""
-        name = self.schedule
-        if name in GROUPED and self.stages_per_rank > 1:
+        name, count = self.schedule, microbatches
+        if name in GROUPED and self.stages_per_rank > 1 and count < ranks:
             fix = f"must be at least {ranks} (mesh.pp) for {name}"
-            require(microbatches >= ranks, "train.microbatches", microbatches, fix)
-        fix = f"dualpipe_v wants at least 2*mesh.pp={2 * ranks}"
-        enough = name != "dualpipe_v" or microbatches >= 2 * ranks
-        require(enough, "train.microbatches", microbatches, fix)
+            refuse("train", "microbatches", count, fix)
+        if name == "dualpipe_v" and count < 2 * ranks:
+            fix = f"dualpipe_v wants at least 2*mesh.pp={2 * ranks}"
+            refuse("train", "microbatches", count, fix)

@@ -7,22 +7,23 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrascale_jax.config.base import LARGEST, UserError, check_numbers, require, require_type
+from ultrascale_jax.config.base import LARGEST, UserError
 from ultrascale_jax.config.context import ContextConfig
 from ultrascale_jax.config.data import DATA, DataConfig
 from ultrascale_jax.config.experts import MoEConfig
 from ultrascale_jax.config.hardware import GPUS_PER_NODE
 from ultrascale_jax.config.kernels import KernelsConfig
 from ultrascale_jax.config.mesh import MeshConfig
-from ultrascale_jax.config.model import Experts, ModelConfig
+from ultrascale_jax.config.model import ModelConfig
 from ultrascale_jax.config.pipeline import PipelineConfig
 from ultrascale_jax.config.run_folder import CheckpointConfig, LogConfig
+from ultrascale_jax.config.section import Section, refuse
 from ultrascale_jax.config.training import FP8, Fp8Config, OptimConfig, TrainConfig
 from ultrascale_jax.config.watch import WatchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Section, name=""):
     """One run. Recipes in `configs/` are instances; variants are `dataclasses.replace` of them."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -40,40 +41,38 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        for section in dataclasses.fields(self):
-            value: Any = getattr(self, section.name)
-            kind: Any = section.default_factory
-            require_type(section.name, value, kind)
-            check_numbers(section.name, value)
+        super().__post_init__()
         rows, seq_len = self.train.global_batch, self.data.seq_len
-        fix = f"the tokens of a step are counted in int32; with data.seq_len={seq_len} at most {LARGEST // seq_len}"
-        require(rows * seq_len <= LARGEST, "train.global_batch", rows, fix)
+        if rows * seq_len > LARGEST:
+            most = f"with data.seq_len={seq_len} at most {LARGEST // seq_len}"
+            self.refuse("train.global_batch", f"the tokens of a step are counted in int32; {most}")
 
     def check(self, num_devices: int) -> "Config":
         """Resolve the mesh for `num_devices` devices, and refuse what cannot work."""
         self._check_names()
         self.check_chosen()
         mesh = self.mesh.resolve(num_devices)
-        model, data, train = self.model, self.data, self.train
+        model, train = self.model, self.train
         if mesh.pp > 1:
             self._check_pipeline(mesh)
-        self._check_objective(mesh)
-        if model.experts is not None:
-            self._check_experts(model.experts)
-        moves = model.experts is not None and model.experts.bias
-        fix = "moves model.experts.bias, which this model has not; leave it out"
-        require(moves or not self.moe.bias_rate, "moe.bias_rate", self.moe.bias_rate, fix)
+        if train.lora:
+            self._check_lora()
+        if model.mtp_layers:
+            self._check_mtp(mesh)
+        if train.dpo:
+            self._check_dpo(mesh)
+        self._check_experts()
         check_split(
-            model, mesh, seq_len=data.seq_len, zero=train.zero, context=self.cp, moe=self.moe
+            model,
+            mesh,
+            seq_len=self.data.seq_len,
+            zero=train.zero,
+            context=self.cp,
+            moe=self.moe,
         )
         if self.kernels.attention == "cudnn_packed":
             self._check_packed(mesh)
-        parts = mesh.batch * train.microbatches
-        fits = math.gcd(train.global_batch // mesh.batch, train.microbatches)
-        more = f", an axis or set train.microbatches={fits}"
-        more = " or an axis" if train.global_batch % mesh.batch else more
-        fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}; change the batch{more}"
-        require(train.global_batch % parts == 0, "train.global_batch", train.global_batch, fix)
+        self._check_batch(mesh)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
         for size in train.batches.sizes[:-1]:
@@ -84,56 +83,8 @@ class Config:
                 raise UserError(words) from None
         if mesh.tensor > GPUS_PER_NODE:
             text = f"mesh.sp*mesh.tp={mesh.tensor} is larger than a node of {GPUS_PER_NODE} GPUs"
-            text = f"{text}: its links will be slow"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(f"{text}: its links will be slow", stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
-
-    def _check_objective(self, mesh: MeshConfig) -> None:
-        """Refuse what adapters, multi-token prediction and preference pairs cannot be with."""
-        if self.train.lora:
-            self._check_lora()
-        if self.model.mtp_layers:
-            self._check_mtp(mesh)
-        if self.train.dpo:
-            self._check_dpo(mesh)
-
-    def _check_experts(self, experts: Experts) -> None:
-        kernel, precision = self.kernels.grouped_matmul, self.train.precision
-        fix = f"multiplies bfloat16; use auto or xla with {precision}"
-        fits = precision not in FP8 or kernel != "mosaic"
-        require(fits, "kernels.grouped_matmul", kernel, fix)
-        fix = "adds no model.experts.biases; use auto or xla"
-        fits = not experts.biases or kernel != "mosaic"
-        require(fits, "kernels.grouped_matmul", kernel, fix)
-
-    def _check_packed(self, mesh: MeshConfig) -> None:
-        """Refuse packed attention where there are no documents, or where they would be read as a mask."""
-        ring, _ = self.cp.ranks(mesh.cp)
-        window = self.model.sliding_window
-        for sound, why in (
-            (self.data.document_mask, "needs documents, and data.document_mask is False"),
-            (ring == 1, f"needs whole rows, and cp.strategy={self.cp.strategy!r} splits them"),
-            (window is None, f"takes no window, and model.sliding_window is {window}"),
-            (not self.model.attention_sinks, "takes no model.attention_sinks"),
-            (
-                self.train.precision != "fp32",
-                "computes in bf16 or fp16, and train.precision is fp32",
-            ),
-        ):
-            require(sound, "kernels.attention", "cudnn_packed", f"{why}; use auto")
-
-    def _check_lora(self) -> None:
-        known = self.model.experts is None and self.model.latent is None
-        fix = "adapters are for dense models with plain attention; leave it out to train all parameters"
-        require(known, "train.lora", self.train.lora, fix)
-
-    def _check_mtp(self, mesh: MeshConfig) -> None:
-        name, modules, length = "model.mtp_layers", self.model.mtp_layers, self.data.seq_len
-        fix = f"no pipeline runs these modules (mesh.pp={mesh.pp}); use other axes, or 0 to train without them"
-        require(mesh.pp == 1, name, modules, fix)
-        fix = "adapters (train.lora) do not train these modules; use 0"
-        require(not self.train.lora, name, modules, fix)
-        require(modules < length, name, modules, f"must be less than data.seq_len={length}")
 
     def of_batch(self, size: int) -> "Config":
         """Return the configuration of the steps of `size` sequences, one of those of `train.batch_ramp`."""
@@ -142,74 +93,129 @@ class Config:
         changes = {"global_batch": size, "microbatches": microbatches, "batch_ramp": ""}
         return dataclasses.replace(self, train=dataclasses.replace(train, **changes))
 
-    def _check_dpo(self, mesh: MeshConfig) -> None:
-        """Refuse what preference pairs cannot be trained with."""
-        train, name = self.train, "train.dpo"
-        fix = f"pairs are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
-        require(mesh.pp == 1, name, train.dpo, fix)
-        fix = "pairs are for dense models; leave it out to train on chosen answers (prepare-data --chat)"
-        require(self.model.experts is None, name, train.dpo, fix)
-        fix = "modules that predict ahead learn no preferences (train.dpo); use 0"
-        require(not self.model.mtp_layers, "model.mtp_layers", self.model.mtp_layers, fix)
-        fix = "a row holds several answers; use data.document_mask=True"
-        require(self.data.document_mask, name, train.dpo, fix)
-        fix = "the loss is of pairs, which have no z-loss; use 0"
-        require(train.z_loss == 0, "train.z_loss", train.z_loss, fix)
-        fix = "rounds weights from float32, and the reference's from bfloat16; use fp8_rowwise or fp8_block"
-        apart = train.precision == "fp8" and not train.lora
-        require(not apart, "train.precision", train.precision, fix)
-        fix = "sums the loss of all tokens, and train.dpo that of each answer; use auto or xla"
-        require(self.kernels.loss != "mosaic", "kernels.loss", self.kernels.loss, fix)
-
     def check_chosen(self) -> None:
         """Refuse a run in which something is still open."""
         fix = "is not chosen yet; pass the configuration through ultrascale_jax.choose_auto first"
         for name in self.train.auto:
-            require(False, f"train.{name}", "auto", fix)
+            refuse("train", name, "auto", fix)
 
     def _check_names(self) -> None:
-        sections = {
-            section.name: getattr(self, section.name) for section in dataclasses.fields(self)
-        }
         known = [
-            f"{name}.{part.name}" for name, s in sections.items() for part in dataclasses.fields(s)
+            f"{section.name}.{part.name}"
+            for section in dataclasses.fields(self)
+            for part in dataclasses.fields(getattr(self, section.name))
         ]
         for name in self.checkpoint.allow_change:
-            near = difflib.get_close_matches(name, known, n=1)
-            fix = (
-                f"is no field; {f'did you mean {near[0]}?' if near else 'write it as data.seq_len'}"
-            )
-            require(name in (*known, DATA), "checkpoint.allow_change", name, fix)
+            if name not in (*known, DATA):
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else "write it as data.seq_len"
+                refuse("checkpoint", "allow_change", name, f"is no field; {hint}")
+
+    def _check_batch(self, mesh: MeshConfig) -> None:
+        rows, count = self.train.global_batch, self.train.microbatches
+        parts = mesh.batch * count
+        if rows % parts:
+            fits = math.gcd(rows // mesh.batch, count)
+            ways = "change the batch or an axis"
+            if rows % mesh.batch == 0:
+                ways = f"change the batch, an axis or set train.microbatches={fits}"
+            product = f"mesh.dp*mesh.fsdp*mesh.ep*train.microbatches={parts}"
+            self.refuse("train.global_batch", f"must be divisible by {product}; {ways}")
+
+    def _check_experts(self) -> None:
+        experts = self.model.experts
+        if self.moe.bias_rate and (experts is None or not experts.bias):
+            fix = "moves model.experts.bias, which this model has not; leave it out"
+            self.refuse("moe.bias_rate", fix)
+        if experts is None or self.kernels.grouped_matmul != "mosaic":
+            return
+        if self.train.precision in FP8:
+            fix = f"multiplies bfloat16; use auto or xla with {self.train.precision}"
+            self.refuse("kernels.grouped_matmul", fix)
+        if experts.biases:
+            fix = "adds no model.experts.biases; use auto or xla"
+            self.refuse("kernels.grouped_matmul", fix)
+
+    def _check_packed(self, mesh: MeshConfig) -> None:
+        """Refuse packed attention where there are no documents, or where they would be read as a mask."""
+        ring, _ = self.cp.ranks(mesh.cp)
+        window, strategy = self.model.sliding_window, self.cp.strategy
+        for sound, reason in (
+            (self.data.document_mask, "needs documents, and data.document_mask is False"),
+            (ring == 1, f"needs whole rows, and cp.strategy={strategy!r} splits them"),
+            (window is None, f"takes no window, and model.sliding_window is {window}"),
+            (not self.model.attention_sinks, "takes no model.attention_sinks"),
+            (
+                self.train.precision != "fp32",
+                "computes in bf16 or fp16, and train.precision is fp32",
+            ),
+        ):
+            self.require(sound, "kernels.attention", f"{reason}; use auto")
+
+    def _check_lora(self) -> None:
+        if self.model.experts is not None or self.model.latent is not None:
+            dense = "adapters are for dense models with plain attention"
+            self.refuse("train.lora", f"{dense}; leave it out to train all parameters")
+
+    def _check_mtp(self, mesh: MeshConfig) -> None:
+        name, length = "model.mtp_layers", self.data.seq_len
+        if mesh.pp > 1:
+            fix = f"no pipeline runs these modules (mesh.pp={mesh.pp}); use other axes, or 0 to train without them"
+            self.refuse(name, fix)
+        if self.train.lora:
+            self.refuse(name, "adapters (train.lora) do not train these modules; use 0")
+        if self.model.mtp_layers >= length:
+            self.refuse(name, f"must be less than data.seq_len={length}")
+
+    def _check_dpo(self, mesh: MeshConfig) -> None:
+        """Refuse what preference pairs cannot be trained with."""
+        if mesh.pp > 1:
+            fix = f"pairs are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
+            self.refuse("train.dpo", fix)
+        if self.model.experts is not None:
+            fix = "pairs are for dense models; leave it out to train on chosen answers (prepare-data --chat)"
+            self.refuse("train.dpo", fix)
+        if self.model.mtp_layers:
+            fix = "modules that predict ahead learn no preferences (train.dpo); use 0"
+            self.refuse("model.mtp_layers", fix)
+        if not self.data.document_mask:
+            self.refuse("train.dpo", "a row holds several answers; use data.document_mask=True")
+        if self.train.z_loss:
+            self.refuse("train.z_loss", "the loss is of pairs, which have no z-loss; use 0")
+        if self.train.precision == "fp8" and not self.train.lora:
+            rounded = "rounds weights from float32, and the reference's from bfloat16"
+            self.refuse("train.precision", f"{rounded}; use fp8_rowwise or fp8_block")
+        if self.kernels.loss == "mosaic":
+            fix = "sums the loss of all tokens, and train.dpo that of each answer; use auto or xla"
+            self.refuse("kernels.loss", fix)
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
-        model, train, pp = self.model, self.train, self.pp
-        pp.check(mesh.pp, train.microbatches)
-        stages = mesh.pp * pp.stages_per_rank
-        fix = f"{stages} stages (mesh.pp times pp.virtual) want a layer each; use fewer"
-        require(model.num_layers >= stages, "model.num_layers", model.num_layers, fix)
-        parts = mesh.pp * mesh.tensor
-        fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
-        require(model.vocab_size % parts == 0, "model.vocab_size", model.vocab_size, fix)
-        fix = (
-            f"adapters are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
-        )
-        require(not train.lora, "train.lora", train.lora, fix)
-        muon = self.optim.name == "muon" and 0 < model.dense_layers < model.num_layers
-        fix = "Muon's state has no names by which a checkpoint could sort both kinds of layer; use adamw, or mesh.pp=1"
-        require(not muon, "optim.name", self.optim.name, fix)
-        mixed = model.sliding_window is not None and model.first_window_layer > 0
-        fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
-        require(not mixed, "model.first_window_layer", model.first_window_layer, fix)
+        model, train = self.model, self.train
+        self.pp.check(mesh.pp, train.microbatches)
+        stages, parts = mesh.pp * self.pp.stages_per_rank, mesh.pp * mesh.tensor
+        if model.num_layers < stages:
+            fix = f"{stages} stages (mesh.pp times pp.virtual) want a layer each; use fewer"
+            self.refuse("model.num_layers", fix)
+        if model.vocab_size % parts:
+            fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
+            self.refuse("model.vocab_size", fix)
+        if train.lora:
+            fix = f"adapters are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
+            self.refuse("train.lora", fix)
+        if self.optim.name == "muon" and 0 < model.dense_layers < model.num_layers:
+            fix = "Muon's state has no names by which to sort both kinds of layer; use adamw, or mesh.pp=1"
+            self.refuse("optim.name", fix)
+        if model.sliding_window is not None and model.first_window_layer:
+            fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
+            self.refuse("model.first_window_layer", fix)
         passes_on = mesh.cp > 1 and self.cp.strategy in ("ring", "zigzag")
-        fix = (
-            "passes keys on from rank to rank, which stages cannot where model.full_attention_every makes their layers "
-            "differ; use allgather or ulysses, or mesh.pp=1"
-        )
-        require(
-            not (model.full_attention_every and passes_on), "cp.strategy", self.cp.strategy, fix
-        )
-        fix = "a pipeline keeps its activations on the device; use another policy, or mesh.pp=1"
-        require("offload" not in train.remat, "train.remat", train.remat, fix)
+        if model.full_attention_every and passes_on:
+            ring = "passes keys on from rank to rank, which stages cannot where model.full_attention_every"
+            fix = f"{ring} makes their layers differ; use allgather or ulysses, or mesh.pp=1"
+            self.refuse("cp.strategy", fix)
+        if "offload" in train.remat:
+            keeps = "a pipeline keeps its activations on the device"
+            self.refuse("train.remat", f"{keeps}; use another policy, or mesh.pp=1")
 
 
 def check_split(
@@ -222,34 +228,36 @@ def check_split(
     moe: MoEConfig,
 ) -> None:
     """Refuse a mesh whose axes do not divide what they split of a model and its sequences; no axis is -1."""
-    group = f"mesh.sp*mesh.tp={mesh.tensor}"
+    tensor, group = mesh.tensor, f"mesh.sp*mesh.tp={mesh.tensor}"
     sizes = {name: getattr(model, name) for name in ("num_heads", "d_ff", "vocab_size", "d_model")}
     if model.experts is not None:
         moe.check(model.experts, mesh.ep)
         sizes["experts.d_ff"] = model.expert_d_ff
     for name, size in sizes.items():
-        fix = f"must be divisible by {group}; use a smaller group"
-        require(size % mesh.tensor == 0, f"model.{name}", size, fix)
-    kv = model.num_kv_heads
-    fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
-    shared = kv % mesh.tensor == 0 or mesh.tensor % kv == 0
-    require(shared, "model.num_kv_heads", kv, fix)
+        if size % tensor:
+            fix = f"must be divisible by {group}; use a smaller group"
+            refuse("model", name, size, fix)
+    kv_heads = model.num_kv_heads
+    if kv_heads % tensor and tensor % kv_heads:
+        fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
+        model.refuse("num_kv_heads", fix)
     if mesh.cp > 1:
-        context.check(mesh.cp, model.num_heads // mesh.tensor, max(1, kv // mesh.tensor))
+        context.check(mesh.cp, model.num_heads // tensor, max(1, kv_heads // tensor))
     shards, latent = mesh.shards if zero else 1, model.latent
     sizes = {"d_model": model.d_model}
     if latent is not None:
         sizes |= {"latent.q_rank": latent.q_rank, "latent.kv_rank": latent.kv_rank}
     for name, size in sizes.items():
-        most = math.gcd(size, shards)
-        fix = (
-            f"must be divisible by mesh.fsdp*mesh.cp*mesh.ep={shards} with train.zero={zero}, or its matrices would "
-            f"rest whole on every GPU; use {most} of them, and mesh.dp={shards // most} too"
-        )
-        require(size % shards == 0, f"model.{name}", size, fix)
+        if size % shards:
+            most = math.gcd(size, shards)
+            whole = "or its matrices would rest whole on every GPU"
+            ways = f"use {most} of them, and mesh.dp={shards // most} too"
+            product = f"mesh.fsdp*mesh.cp*mesh.ep={shards} with train.zero={zero}"
+            model.refuse(name, f"must be divisible by {product}, {whole}; {ways}")
     parts = mesh.cp * mesh.sp
-    fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
-    require(seq_len % parts == 0, "data.seq_len", seq_len, fix)
+    if seq_len % parts:
+        fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
+        refuse("data", "seq_len", seq_len, fix)
 
 
 def with_changes(

@@ -3,19 +3,20 @@
 import re
 from dataclasses import dataclass
 
-from ultrascale_jax.config.base import put_home, require, require_at_least
+from ultrascale_jax.config.base import put_home
+from ultrascale_jax.config.section import Count, Natural, Section
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 """Trackers that `log.to` may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, name="checkpoint"):
     """Steps to save, and the checkpoint to resume from."""
 
-    every: int = 1000
+    every: Natural = 1000
     """Steps between checkpoints; 0 saves only after the last step."""
-    keep: int = 3
+    keep: Count = 3
     """Newest checkpoints to keep; those before a row of skipped steps stay until a good step is saved."""
     resume: str = "auto"
     """Continue from the newest checkpoint: `auto`, if there is one; `never`; `must`, or fail. `from:RUN_DIR[@STEP]`: if
@@ -30,18 +31,17 @@ class CheckpointConfig:
 
     def __post_init__(self):
         put_home(self, "resume")
-        known = re.fullmatch(r"auto|never|must|from:.+", self.resume, re.DOTALL) is not None
-        fix = "must be auto, never, must or from:RUN_DIR[@STEP]"
-        require(known, "checkpoint.resume", self.resume, fix)
-        fix = "must be a folder in a bucket, as s3://BUCKET/RUN or gs://BUCKET/RUN"
-        place = re.fullmatch(r"[a-z][a-z0-9+.-]+://[^/]+/.*[^/]", self.store)
-        require(not self.store or place is not None, "checkpoint.store", self.store, fix)
-        require_at_least(0, "checkpoint", self, ("every",))
-        require_at_least(1, "checkpoint", self, ("keep",))
+        super().__post_init__()
+        if not re.fullmatch(r"auto|never|must|from:.+", self.resume, re.DOTALL):
+            self.refuse("resume", "must be auto, never, must or from:RUN_DIR[@STEP]")
+        if self.store and not re.fullmatch(r"[a-z][a-z0-9+.-]+://[^/]+/.*[^/]", self.store):
+            self.refuse(
+                "store", "must be a folder in a bucket, as s3://BUCKET/RUN or gs://BUCKET/RUN"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(Section, name="log"):
     """Folder of a run, and its trackers."""
 
     run_dir: str = "out/run"
@@ -52,11 +52,14 @@ class LogConfig:
 
     def __post_init__(self):
         put_home(self, "run_dir")
-        usable = self.run_dir.strip() != "" and "\0" not in self.run_dir
-        require(usable, "log.run_dir", self.run_dir, "must be a path")
-        fix = f"must be a folder on a disk; copies of the checkpoints go to --checkpoint.store {self.run_dir}"
-        require("://" not in self.run_dir, "log.run_dir", self.run_dir, fix)
+        super().__post_init__()
+        if not self.run_dir.strip() or "\0" in self.run_dir:
+            self.refuse("run_dir", "must be a path")
+        if "://" in self.run_dir:
+            copies = f"copies of the checkpoints go to --checkpoint.store {self.run_dir}"
+            self.refuse("run_dir", f"must be a folder on a disk; {copies}")
         names = self.to.split(",")
         known = len(set(names)) == len(names) and set(names) <= set(TRACKERS)
-        fix = f"must be auto, none, or some of {', '.join(TRACKERS)}, joined by commas"
-        require(self.to in ("auto", "none") or known, "log.to", self.to, fix)
+        if self.to not in ("auto", "none") and not known:
+            some = f"some of {', '.join(TRACKERS)}, joined by commas"
+            self.refuse("to", f"must be auto, none, or {some}")

@@ -3,12 +3,22 @@
 import functools
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ultrascale_jax.config.base import check_choices, put_home, require, require_at_least
+from ultrascale_jax.config.base import put_home, require
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.config.section import (
+    Bound,
+    Count,
+    Natural,
+    Positive,
+    Section,
+    Weight,
+    at_least,
+    below,
+)
 
 Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
 
@@ -54,49 +64,44 @@ def keeps(remat: str, name: str) -> bool:
     return remat in ("none", "selective", "dots") or name in (*saved, *offloaded)
 
 
+SHARE_OF_LR = Bound(lambda ratio: 0 <= ratio <= 1, "is the last rate over optim.lr, from 0 to 1")
+
+WITHOUT_MTP = "must be positive; model.mtp_layers=0 trains without"
+
+
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Section, name="optim"):
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """`adamw`, or `muon` for the matrices of the blocks and AdamW for the rest."""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """Peak learning rate."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, SHARE_OF_LR] = 0.1
     """Learning rate of the last step of a decay over the peak."""
     schedule: str = "cosine"
     """After the warm-up, or else the first step: `cosine` to the last step, `constant`, or stable and then linear
     decay: `wsd`, over the last fifth of the run, or `wsd:STEPS`."""
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
     """Steps of linear warm-up (W): step k has k/W of the peak."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], at_least(0), below(1)] = (0.9, 0.95)
     """Decay of the first and second moments."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: Weight = 0.1
     """Decoupled weight decay, on matrices only."""
-    clip_norm: float = 1.0
+    clip_norm: Weight = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""
     moment_dtype: Literal["float32", "bfloat16", "bfloat16_stochastic"] = "float32"
     """Type in which moments are stored; bfloat16: the first alone. With bfloat16_stochastic both are bfloat16, rounded
     up or down at random so that they are right on average."""
 
     def __post_init__(self):
-        check_choices("optim", self)
-        for name in ("lr", "eps"):
-            value = getattr(self, name)
-            require(value > 0, f"optim.{name}", value, "must be positive")
-        fix = "is the last rate over optim.lr, from 0 to 1"
-        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, fix)
-        names = ("warmup_steps", "weight_decay", "clip_norm")
-        require_at_least(0, "optim", self, names)
-        known = re.fullmatch(r"cosine|constant|wsd(:[1-9]\d{0,8})?", self.schedule)
-        fix = "must be cosine, constant, wsd or wsd:STEPS"
-        require(known is not None, "optim.schedule", self.schedule, fix)
-        inside = all(0 <= beta < 1 for beta in self.betas)
-        require(inside, "optim.betas", self.betas, "must lie in [0, 1)")
+        super().__post_init__()
+        schedule = re.fullmatch(r"cosine|constant|wsd(:[1-9]\d{0,8})?", self.schedule)
         rounds = self.name == "adamw" or not self.stochastic_rounding
-        require(rounds, "optim.moment_dtype", self.moment_dtype, "needs optim.name=adamw")
+        self.require(schedule is not None, "schedule", "must be cosine, constant, wsd or wsd:STEPS")
+        self.require(rounds, "moment_dtype", "needs optim.name=adamw")
 
     @property
     def decay_steps(self) -> int:
@@ -110,17 +115,17 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Section, name="train"):
     """The training step and the loop around it."""
 
-    steps: int = 100
+    steps: Count = 100
     """Optimizer steps of the whole run."""
-    global_batch: int = 16
+    global_batch: Count = 16
     """Sequences of one optimizer step, over all devices and micro-batches."""
     batch_ramp: str = ""
     """Smaller batches first, each from a step or a share of the run on, the last `train.global_batch`: `64; 2000: 128;
     5000: 256`. Micro-batches keep their size, and their number grows."""
-    microbatches: int = 1
+    microbatches: Natural = 1
     """Gradient-accumulation steps inside one optimizer step; `auto` (0): the fastest number that fits."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO: 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
@@ -132,11 +137,11 @@ class TrainConfig:
     `auto`."""
     lowering: Literal["auto", "plain"] = "auto"
     """How XLA runs the step: `auto` by the rules of `config/lowering.py`, `plain` by none; results are the same."""
-    z_loss: float = 0.0
+    z_loss: Weight = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
-    mtp_weight: float = 0.3
+    mtp_weight: Annotated[float, Bound(lambda weight: weight > 0, WITHOUT_MTP)] = 0.3
     """Weight of the mean loss of the `model.mtp_layers` modules, if there are any (lambda in arXiv 2412.19437)."""
-    seed: int = 0
+    seed: Natural = 0
     """Seed of initialisation and data order."""
     init_from: str = ""
     """Parameters to begin with: `hf:DIR`, a Hugging Face folder, or `RUN_DIR[@STEP]`, another run's checkpoint. Empty:
@@ -147,18 +152,14 @@ class TrainConfig:
     dpo: str = ""
     """Train on preference pairs, by DPO: `beta=0.1[,label_smoothing=0.1][,loss=sigmoid|ipo][,reference=initial|none]`;
     the reference is the model with which the run begins. Needs `train.init_from` and `prepare-data --preferences`."""
-    eval_every: int = 0
+    eval_every: Natural = 0
     """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
-    eval_batches: int = 8
+    eval_batches: Count = 8
     """Global batches of one evaluation."""
 
     def __post_init__(self):
         put_home(self, "init_from")
-        check_choices("train", self)
-        require_at_least(1, "train", self, ("steps", "global_batch", "eval_batches"))
-        require_at_least(0, "train", self, ("microbatches", "z_loss", "eval_every", "seed"))
-        name, weight = "train.mtp_weight", self.mtp_weight
-        require(weight > 0, name, weight, "must be positive; model.mtp_layers=0 trains without")
+        super().__post_init__()
         remat_names(self.remat)
         if self.lora:
             Lora.parse(self.lora)
@@ -180,23 +181,18 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Config:
+class Fp8Config(Section, name="fp8"):
     """Products of the layers in fp8; without effect in another `train.precision`."""
 
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Type in which the products are computed that give the weights' gradients."""
-    bf16_layers: tuple[int, int] = (0, 0)
+    bf16_layers: tuple[Natural, Natural] = (0, 0)
     """So many of the first layers, and so many of the last ones, stay bfloat16."""
-
-    def __post_init__(self):
-        check_choices("fp8", self)
-        fix = "must be two numbers of layers"
-        require(min(self.bf16_layers) >= 0, "fp8.bf16_layers", self.bf16_layers, fix)
 
     def check(self, num_layers: int, pp: int) -> None:
         """Refuse what cannot be in a model of so many layers, in so many stages."""
-        name, apart = "fp8.bf16_layers", sum(self.bf16_layers)
-        fix = f"no layer of {num_layers} is left for fp8; use fewer"
-        require(apart < num_layers, name, self.bf16_layers, fix)
-        fix = "stages must be alike: use 0 0, or mesh.pp=1"
-        require(not apart or pp == 1, name, self.bf16_layers, fix)
+        bf16 = sum(self.bf16_layers)
+        if bf16 >= num_layers:
+            self.refuse("bf16_layers", f"no layer of {num_layers} is left for fp8; use fewer")
+        if bf16 and pp > 1:
+            self.refuse("bf16_layers", "stages must be alike: use 0 0, or mesh.pp=1")

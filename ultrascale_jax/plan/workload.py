@@ -16,10 +16,10 @@ from ultrascale_jax.config import (
     ContextConfig,
     KernelsConfig,
     MeshConfig,
+    ModelConfig,
     MoEConfig,
     OptimConfig,
     PipelineConfig,
-    check_choices,
     check_split,
     remat_names,
     require,
@@ -27,6 +27,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, choose
+from ultrascale_jax.config.section import Count, check_fields
 from ultrascale_jax.kernels.document_classes import divides
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
@@ -45,11 +46,11 @@ class Run:
     shape: ModelShape
     mesh: MeshConfig
     """Sizes of all axes, none -1. `sp` is tensor with sequence parallelism, `dp` replicates (ZeRO-0)."""
-    seq_len: int
+    seq_len: Count
     """Tokens of a sequence (T)."""
-    sequences: int
+    sequences: Count
     """Sequences of one micro-batch on one batch shard (the playbook's mbs)."""
-    microbatches: int = 1
+    microbatches: Count = 1
     """Micro-batches of a step (the playbook's gas, for a pipeline its m)."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage over (fsdp, cp, ep), as `train.zero`."""
@@ -73,14 +74,15 @@ class Run:
     """As the section `kernels`."""
     schedule: str = "1f1b"
     """As `pp.schedule`; this and the next three matter if mesh.pp > 1."""
-    virtual_stages: int = 1
+    virtual_stages: Count = 1
     """Stages of the pipeline that one rank holds."""
     stash: Literal["residuals", "input"] = "residuals"
     """As `pp.stash`."""
 
     def __post_init__(self):
-        check_choices("", self)
-        require_type("shape", self.shape, ModelShape, "Shape.of(model) makes one")
+        if isinstance(self.shape, ModelConfig):
+            require_type("shape", self.shape, ModelShape, "Shape.of(model) makes one")
+        check_fields("", self)
         if self.schedule not in SCHEDULES:
             PipelineConfig(schedule=self.schedule)
         fix = "has an open axis; give its size"
@@ -92,8 +94,6 @@ class Run:
         fix = "is for a configuration; a run has one policy, as choose_auto chooses it"
         require(self.remat != "auto", "remat", self.remat, fix)
         remat_names(self.remat)
-        for name in ("seq_len", "sequences", "microbatches", "virtual_stages"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
 
     @classmethod
     def of(cls, cfg: Config, num_gpus: int, **changes) -> "Run":

@@ -1,0 +1,199 @@
+"""Sections of a configuration, whose fields are checked against their types and bounds when one is made.
+
+A bound stands in the annotation: `steps: Annotated[int, at_least(1)] = 100`, or `steps: Count = 100`.
+"""
+
+import functools
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn
+
+from ultrascale_jax.config.base import FLOATS, LARGEST, UserError, in_float32, shown
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A condition on a field, or on each member of a tuple, and the fix for a value that breaks it."""
+
+    holds: Callable[[Any], bool]
+    fix: str
+
+
+def at_least(least: float) -> Bound:
+    """Bound a number from below."""
+    fix = f"must be at least {least}" if least else "must not be negative"
+    return Bound(lambda value: value >= least, fix)
+
+
+def at_most(most: float) -> Bound:
+    """Bound a number from above."""
+    return Bound(lambda value: value <= most, f"must be at most {most}")
+
+
+def below(end: float) -> Bound:
+    """Bound a number from above; the bound itself is not allowed."""
+    return Bound(lambda value: value < end, f"must be less than {end}")
+
+
+POSITIVE = Bound(lambda value: value > 0, "must be positive")
+
+EVEN = Bound(lambda value: value % 2 == 0, "must be even")
+
+UNIONS = (typing.Union, types.UnionType)
+
+NUMBERS = {int: (int, "a whole number"), float: ((float, int), "a number")}
+"""Types of a value for the type of a field, and the words for it; `True` is no number."""
+
+WORDS = {bool: "true or false", str: "a text", types.NoneType: "none"}
+
+type Test = Callable[[Any], bool]
+
+Count = Annotated[int, at_least(1)]
+"""A number of things of which there is at least one."""
+
+Natural = Annotated[int, at_least(0)]
+"""A number of things; 0 has no effect, or stands for a default."""
+
+Weight = Annotated[float, at_least(0)]
+"""A number that is not negative; 0 has no effect, or stands for a default."""
+
+Positive = Annotated[float, POSITIVE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of the parts of a configuration: `class OptimConfig(Section, name="optim")`."""
+
+    _name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, name: str | None = None):
+        if name is not None:
+            cls._name = name
+
+    def __post_init__(self):
+        """Check each field by itself; a section with more to check extends it."""
+        check_fields(self._name, self)
+
+    def require(self, holds: bool, field: str, fix: str) -> None:
+        """Refuse the value of a field, with the fix, unless `holds`; it may be a field of a part, `experts.num`."""
+        if not holds:
+            self.refuse(field, fix)
+
+    def refuse(self, field: str, fix: str) -> NoReturn:
+        """Raise a `UserError` that names a field, its value and the fix."""
+        refuse(self._name, field, operator.attrgetter(field)(self), fix)
+
+
+def check_fields(section: str, values: Any) -> None:
+    """Check each field of the dataclass `values`: its type, its bounds, and that the devices can hold its numbers.
+
+    Sections inside it have checked themselves. Raises `UserError` that names the field, after `section` if that is not
+    empty, its value and the fix.
+    """
+    for field in _declared(type(values)):
+        value = getattr(values, field.name)
+        if not field.fits(value):
+            refuse(section, field.name, value, f"must be {field.words}")
+        for number in _numbers(value) if isinstance(value, (int, float, tuple)) else ():
+            if not _device_holds(number):
+                refuse(section, field.name, value, _range(number))
+            for bound in field.bounds:
+                if not bound.holds(number):
+                    refuse(section, field.name, value, bound.fix)
+
+
+def refuse(section: str, field: str, value: object, fix: str) -> NoReturn:
+    """Raise a `UserError` that names a field after its section, its value and the fix."""
+    raise UserError(f"{section}.{field}={shown(value)}: {fix}".removeprefix("."))
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """Yield the numbers of a value: itself, or those of a tuple of tuples."""
+    if isinstance(value, tuple):
+        for member in value:
+            yield from _numbers(member)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+def _device_holds(number: float) -> bool:
+    return abs(number) <= LARGEST if isinstance(number, int) else in_float32(number)
+
+
+def _range(number: float) -> str:
+    """Return the fix for a number that no device holds."""
+    if isinstance(number, int):
+        return f"must be at {'most ' if number > 0 else 'least -'}{LARGEST}"
+    return f"must be 0, or of a size from {FLOATS[0]:.1e} to {FLOATS[1]:.1e}"
+
+
+class _Field(NamedTuple):
+    """A field as its annotation declares it."""
+
+    name: str
+    fits: Test
+    words: str
+    bounds: tuple[Bound, ...]
+
+
+@functools.cache
+def _declared(kind: type) -> tuple[_Field, ...]:
+    """Return the fields of a dataclass; those that choose among words come first, as they are misspelt most."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    names = sorted((f.name for f in fields(kind)), key=lambda name: not _is_choice(hints[name]))
+    return tuple(
+        _Field(name, *_type_of(hints[name]), tuple(_bounds_of(hints[name]))) for name in names
+    )
+
+
+def _is_choice(hint: Any) -> bool:
+    return typing.get_origin(getattr(hint, "__value__", hint)) is typing.Literal
+
+
+def _bounds_of(hint: Any) -> Iterator[Bound]:
+    """Yield the bounds of an annotation; those of one member of a tuple are for all members."""
+    if typing.get_origin(hint) is Annotated:
+        yield from _bounds_of(hint.__origin__)
+        yield from (extra for extra in hint.__metadata__ if isinstance(extra, Bound))
+    elif typing.get_origin(hint) in (*UNIONS, tuple):
+        for part in typing.get_args(hint):
+            yield from _bounds_of(part)
+
+
+def _type_of(hint: Any) -> tuple[Test, str]:
+    """Return the test of whether a value is of a type, and the words for it; an integer is a number too."""
+    hint = getattr(hint, "__value__", hint)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _type_of(hint.__origin__)
+    if origin is typing.Literal:
+        words = f"one of {', '.join(map(str, parts))}"
+        return lambda value: any(type(value) is type(p) and value == p for p in parts), words
+    if origin in UNIONS:
+        tests, words = zip(*map(_type_of, parts), strict=True)
+        return lambda value: any(test(value) for test in tests), " or ".join(words)
+    if origin is tuple:
+        return _tuple_of(parts)
+    if hint in NUMBERS:
+        kinds, words = NUMBERS[hint]
+        return lambda value: isinstance(value, kinds) and not isinstance(value, bool), words
+    kind = origin or hint
+    return lambda value: isinstance(value, kind), WORDS.get(kind, f"of type {kind.__name__}")
+
+
+def _tuple_of(parts: tuple[Any, ...]) -> tuple[Test, str]:
+    """Return test and words of a tuple: of one type and `...`, or of a type for each member."""
+    tests, words = zip(*(_type_of(part) for part in parts if part is not ...), strict=True)
+    many = parts[-1] is ...
+    text = f"a tuple (in JSON a list){', each' if many else ' of'} {', '.join(words)}"
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, tuple) or (len(value) != len(tests) and not many):
+            return False
+        expected = tests * len(value) if many else tests
+        return all(test(member) for test, member in zip(expected, value, strict=True))
+
+    return fits, text
