@@ -57,8 +57,8 @@ def test_a_tree_goes_to_disk_and_comes_back_on_another_mesh(tmp_path, capsys):
     source = EXAMPLES[3].replace('"tests/', f'"{ROOT}/tests/').replace("out/", f"{tmp_path}/")
     exec(compile(source, str(DOCS), "exec"), {})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "PartitionSpec('b',) {'loss': 1.5}"
-    assert lines[1].endswith("PartitionSpec('rows',)")
+    assert lines[0] == "P('b',) {'loss': 1.5}"
+    assert lines[1].endswith("P('rows',)")
 
 
 def test_the_search_from_python_prints_three_ways_without_jax():

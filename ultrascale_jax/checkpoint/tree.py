@@ -144,10 +144,10 @@ def _array(path: str, leaf: Any) -> jax.Array:
     require(is_array, f"tree{path}", leaf, fix)
     fix = "has no fingerprint; save jax.random.key_data of keys, and other types by their bits"
     require(is_supported(leaf.dtype), f"tree{path}.dtype", str(leaf.dtype), fix)
-    array = jnp.asarray(leaf)
-    fix = f"would be saved as {array.dtype}; cast it, or set jax_enable_x64"
-    require(array.dtype == leaf.dtype, f"tree{path}.dtype", str(leaf.dtype), fix)
-    return array
+    saved = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    fix = f"would be saved as {saved}; cast it, or set jax_enable_x64"
+    require(saved == leaf.dtype, f"tree{path}.dtype", str(leaf.dtype), fix)
+    return jnp.asarray(leaf)
 
 
 def _shape(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
