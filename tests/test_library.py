@@ -82,10 +82,21 @@ def test_the_hook_adds_its_column(tmp_path):
 @pytest.mark.wide  # `tests/models/test_own_layers.py` resumes and loads such a run
 def test_a_layer_of_ones_own_trains_as_the_page_shows(tmp_path):
     names: dict = {}
-    (source,) = examples(LAYERS)
+    source = examples(LAYERS)[0]
     exec(compile(source.replace("out/", f"{tmp_path}/"), str(LAYERS), "exec"), names)
     assert len(step_rows(tmp_path / "squared_relu")) == 2
     assert names["trained"].blocks.mlp.w_up[...].shape == (2, 32, 64)
+
+
+def test_the_page_trains_head_and_norms_by_an_optimizer_of_its_own():
+    names: dict = {}
+    exec(compile(examples(LAYERS)[1], str(LAYERS), "exec"), names)
+    cfg = ultrascale_jax.Config(mesh=ultrascale_jax.MeshConfig(fsdp=8)).check(8)
+    mesh = ultrascale_jax.make_mesh(cfg.mesh)
+    state = ultrascale_jax.abstract_state(cfg, mesh, names["HeadAndNorms"])
+    moments = sorted(x.shape for x in jax.tree.leaves(state.opt_state) if x.ndim)
+    D, L, V = cfg.model.d_model, cfg.model.num_layers, cfg.model.vocab_size
+    assert moments == sorted([(D,), (L, D), (L, D), (D, V)])
 
 
 def test_a_norm_and_a_product_in_fp8_are_those_of_float32_but_for_what_fp8_rounds():

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     )
     from ultrascale_jax.sharding.rules import act, vary
     from ultrascale_jax.sharding.sequence_order import sequence_order
+    from ultrascale_jax.train_step.optim import schedule as lr_schedule
     from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import train
@@ -127,6 +128,7 @@ _HOME = {
     "sharding.mesh": "abstract_mesh make_mesh",
     "sharding.primitives": "all_reduce broadcast_param einsum mean reshard",
     "sharding.rules": "act vary",
+    "train_step.optim": "lr_schedule",
     "train_step.state": "TrainState abstract_state init_state",
     "train_step.step": "make_train_step",
     "training.loop": "train",
@@ -141,6 +143,7 @@ _THERE = {
     "estimate_step": "estimate",
     "load_hf": "load",
     "load_run": "load_params",
+    "lr_schedule": "schedule",
     "memory_breakdown": "breakdown",
     "read_hf_config": "read_config",
     "read_schedule": "read_csv",

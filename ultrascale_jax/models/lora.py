@@ -20,6 +20,7 @@ from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.attention import Attention
 from ultrascale_jax.models.fp8 import is_variable, linear
 from ultrascale_jax.models.layers import MLP, adapter_of, gather_sequence, has_adapters
+from ultrascale_jax.models.partition import partition
 from ultrascale_jax.sharding.rules import specs, stored_spec
 
 WEIGHTS = {
@@ -90,25 +91,8 @@ def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
 
 
 def split_adapters[M](model: M) -> tuple[M, M]:
-    """Return the model with its adapters alone, and without them: None is in place of the others' arrays."""
-
-    def only(adapters: bool) -> M:
-        def leaf(path, variable):
-            is_adapter = ".lora." in jax.tree_util.keystr(path, simple=True, separator=".")
-            return variable if is_adapter == adapters else variable.replace(None)
-
-        return jax.tree.map_with_path(leaf, model, is_leaf=is_variable)
-
-    return only(True), only(False)
-
-
-def join_adapters[M](adapters: M, base: M) -> M:
-    """Invert `split_adapters`."""
-
-    def leaf(one, other):
-        return other if one.get_value() is None else one
-
-    return jax.tree.map(leaf, adapters, base, is_leaf=is_variable)
+    """Return the model with its adapters alone, and without them, as `partition` does."""
+    return partition(model, lambda path: ".lora." in path)
 
 
 @jax.jit

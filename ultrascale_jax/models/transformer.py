@@ -15,9 +15,10 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
-from ultrascale_jax.config import KernelsConfig, ModelConfig
+from ultrascale_jax.config import Config, KernelsConfig, ModelConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.kernels.device import takes
@@ -101,6 +102,20 @@ class Transformer(nnx.Module):
 
     layers: ClassVar[Layers] = Layers()
     """Classes of the parts of each layer."""
+
+    @staticmethod
+    def make_optimizer(cfg: Config) -> optax.GradientTransformation | None:
+        """Return the optimizer of the trained parameters; None: the one of `cfg.optim`.
+
+        It gets clipped gradients, parameters and state as models of this class, float32 and sharded. Its state has
+        arrays in the shapes of the parameters, and scalars. `lr_schedule(cfg)` is the run's learning rate.
+        """
+        return None
+
+    @staticmethod
+    def is_trained(path: str) -> bool:
+        """Return whether the parameter at a dotted path, as `blocks.attn.w_q`, is trained; others stay as they are."""
+        return True
 
     def __init__(
         self,

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.loss_scale import LEAST, LossScale
-from ultrascale_jax.train_step.optim import first_moments_norm
+from ultrascale_jax.train_step.optim import first_moments_norm, global_norm
 from ultrascale_jax.train_step.spikes import Spikes
 from ultrascale_jax.train_step.state import TrainState
 
@@ -25,11 +26,20 @@ class Verdict:
 
 
 def judge(
-    cfg: Config, state: TrainState, loss: jax.Array, norm: jax.Array, terms: jax.Array
+    cfg: Config,
+    state: TrainState,
+    loss: jax.Array,
+    norm: jax.Array,
+    terms: jax.Array,
+    updates: Transformer,
 ) -> Verdict:
-    """Judge a step by its loss, its gradient norm and the number of its terms."""
+    """Judge a step by its loss, its gradient norm, the number of its terms and the optimizer's updates."""
     finite, spike = jnp.isfinite(loss) & jnp.isfinite(norm), None
-    update_is_finite = jnp.isfinite(jnp.square(norm) + first_moments_norm(state.opt_state))
+    if type(state.params).make_optimizer(cfg) is None:
+        # Spares a pass over the updates.
+        update_is_finite = jnp.isfinite(jnp.square(norm) + first_moments_norm(state.opt_state))
+    else:
+        update_is_finite = jnp.isfinite(global_norm(updates))
     ok = finite & update_is_finite & (terms > 0)
     if state.spikes is not None:
         spike = finite & state.spikes.is_spike(loss, norm, cfg.watch.spike_sigma)

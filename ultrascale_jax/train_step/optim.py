@@ -10,6 +10,7 @@ import optax
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import each_param, map_params
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.rules import is_matrix, specs, zero_dim
 from ultrascale_jax.train_step.rounding import in_bfloat16
 
@@ -55,8 +56,13 @@ def rate_change(saved: Config, now: Config, updates: int) -> list[str]:
     ]
 
 
-def optimizer(cfg: Config) -> optax.GradientTransformation:
-    """Return AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only."""
+def optimizer(cfg: Config, model: type[Transformer] = Transformer) -> optax.GradientTransformation:
+    """Return the optimizer of a model's class, or without one that of `cfg.optim`.
+
+    That is AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only.
+    """
+    if (chosen := model.make_optimizer(cfg)) is not None:
+        return chosen
     optim = cfg.optim
     if optim.name == "muon":
         return _muon(cfg)

@@ -23,7 +23,8 @@ from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.fp8 import is_variable
 from ultrascale_jax.models.layers import each_param, map_params
-from ultrascale_jax.models.lora import add_adapters, join_adapters, split_adapters
+from ultrascale_jax.models.lora import add_adapters, split_adapters
+from ultrascale_jax.models.partition import combine, partition
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
@@ -62,7 +63,7 @@ class TrainState:
     @property
     def model(self) -> Transformer:
         """The whole model that is trained: what is not among `params` is frozen."""
-        return self.params if self.frozen is None else join_adapters(self.params, self.frozen)
+        return self.params if self.frozen is None else combine(self.params, self.frozen)
 
 
 type LayerOrderOf = Callable[[str], LayerOrder]
@@ -105,8 +106,23 @@ def fresh_state(cfg: Config, model: Transformer) -> TrainState:
     if frozen is not None:
         dtype = COMPUTE[cfg.train.precision]
         frozen = map_params(lambda value, dims, act_dims: cast(value, dims, dtype), frozen)
-    init: Callable = optimizer(cfg).init
-    return TrainState(params, init(params), zero, zero, zero, *carried(cfg), frozen)
+    opt_state = _fresh_optimizer(cfg, params)
+    return TrainState(params, opt_state, zero, zero, zero, *carried(cfg), frozen)
+
+
+def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
+    """Return the optimizer's state of the trained parameters."""
+    model = type(params)
+    trained, _ = partition(params, model.is_trained)
+    shapes = [x.shape for x in jax.tree.leaves(trained)]
+    require(bool(shapes), "model.is_trained", model.__name__, "trains no parameter of this run")
+    init: Callable = optimizer(cfg, model).init
+    opt_state = init(trained)
+    if model.make_optimizer(cfg) is not None:
+        others = [x.shape for x in jax.tree.leaves(opt_state) if x.ndim and x.shape not in shapes]
+        fix = "an optimizer's state has arrays in the shapes of the parameters, and scalars; others have no sharding"
+        require(not others, "model.make_optimizer", model.__name__, f"{fix}: {others[:3]}")
+    return opt_state
 
 
 def init_adapters(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) -> TrainState:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from ultrascale_jax.config import Config
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.models.lora import join_adapters, split_adapters
+from ultrascale_jax.models.lora import split_adapters
+from ultrascale_jax.models.partition import combine, partition
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import check_mesh, check_mesh_is_set
 from ultrascale_jax.sharding.rules import act, mesh_size
@@ -95,7 +96,7 @@ def gradients(
         parts = split(batch, cfg.train.microbatches)
         return pipelined.gradients(cfg, params, parts, weight, router_weight)
     adapters = frozen is not None and bool(cfg.train.lora)
-    model = join_adapters(params, frozen) if adapters else params
+    model = combine(params, frozen) if adapters else params
     used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
     if cfg.train.dpo:
         minimised = preference_objective(cfg, used, fp8, frozen, weight)
@@ -104,7 +105,7 @@ def gradients(
     trained, fixed = split_adapters(used) if adapters else (used, None)
 
     def loss(trained, micro_batch):
-        model = trained if fixed is None else join_adapters(trained, fixed)
+        model = trained if fixed is None else combine(trained, fixed)
         return minimised.loss(model, micro_batch)
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
@@ -162,23 +163,27 @@ def apply_gradients(
     mean = float(batch["targets"].size) / jnp.maximum(terms, 1).astype(jnp.float32)
     if state.loss_scale is not None:
         mean /= state.loss_scale.scale
+    model = type(state.params)
+    trained, fixed = partition(state.params, model.is_trained)
+    grads, _ = partition(grads, model.is_trained)
     with jax.named_scope("gradients"):
         loss, norm = mean * sums.loss, mean * global_norm(grads)
     with jax.named_scope("optimizer"):
-        verdict = guards.judge(cfg, state, loss, norm, terms)
         scale = mean
         if cfg.optim.clip_norm:
             scale *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
         clipped = jax.tree.map(lambda g: g * scale, grads)
-        update: Callable = optimizer(cfg).update
-        updates, opt_state = update(clipped, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
-        params = balance.rebalanced(cfg, params, sums.routed)
-        params, opt_state = jax.tree.map(
+        update: Callable = optimizer(cfg, model).update
+        updates, opt_state = update(clipped, state.opt_state, trained)
+        verdict = guards.judge(cfg, state, loss, norm, terms, updates)
+        new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), trained, updates)
+        new = balance.rebalanced(cfg, new, sums.routed)
+        new, opt_state = jax.tree.map(
             lambda new, old: jnp.where(verdict.ok, new, old),
-            (params, opt_state),
-            (state.params, state.opt_state),
+            (new, opt_state),
+            (trained, state.opt_state),
         )
+        params = combine(new, fixed)
     skipped, in_a_row, loss_scale, spikes = guards.after(state, verdict, loss, norm, terms)
     new = TrainState(
         params, opt_state, state.step + 1, skipped, in_a_row, loss_scale, spikes, state.frozen

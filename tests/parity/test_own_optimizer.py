@@ -1,0 +1,133 @@
+"""An optimizer of one's own, and parameters that are not trained, on any mesh as on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ultrascale_jax as us
+from tests.parity.test_meshes import BASE
+from tests.runs import change, mesh_of, run
+from tests.states import some_state
+from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.train_step.step import make_train_step
+
+
+class Lion(us.Transformer):
+    """Lion, for everything but the embedding and the norms."""
+
+    @staticmethod
+    def make_optimizer(cfg):
+        return optax.lion(us.lr_schedule(cfg), weight_decay=0.1)
+
+    @staticmethod
+    def is_trained(path):
+        return path != "embed" and "norm" not in path
+
+
+class Frozen(us.Transformer):
+    """The optimizer of the configuration, for attention alone."""
+
+    @staticmethod
+    def is_trained(path):
+        return path.startswith("blocks.attn.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Lion, Frozen])
+@pytest.mark.parametrize(
+    ("mesh", "train"),
+    [
+        ("pp=2,fsdp=2,sp=2", {"microbatches": 2}),
+        ("dp=2,fsdp=2,cp=2", {"microbatches": 2, "zero": 2}),
+        ("fsdp=4,tp=2", {}),
+    ],
+)
+def test_it_trains_as_on_one_device(model, mesh, train, assert_equals_one_device):
+    cfg = change(BASE, train={"steps": 2, **train}, mesh=MeshConfig.parse(mesh).sizes).check(8)
+    assert_equals_one_device(cfg, start=functools.partial(some_state, model=model))
+
+
+def step_of(model, **sections):
+    """Return the state before and after one step on one device, and the step's metrics."""
+    cfg = change(BASE, mesh=MeshConfig.of(fsdp=1).sizes, **sections).check(1)
+    mesh = us.make_mesh(cfg.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh, model=model)
+        before = jax.tree.map(jnp.copy, state)
+        batch = next(us.make_loader(cfg).device_batches(mesh, 0))[1]
+        after, metrics = make_train_step(cfg)(state, batch)
+    return before, after, metrics
+
+
+def changed(before, after):
+    """Return the paths of the parameters that differ."""
+    pairs = zip(
+        jax.tree.leaves_with_path(before.params), jax.tree.leaves(after.params), strict=True
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        for (path, old), new in pairs
+        if not np.array_equal(old, new)
+    }
+
+
+@pytest.mark.slow
+def test_only_trained_parameters_change_and_have_moments():
+    before, after, metrics = step_of(Frozen)
+    names = {f"blocks.attn.w_{name}" for name in "qkvo"}
+    assert changed(before, after) == names
+    moments = [x for x in jax.tree.leaves(before.opt_state) if x.ndim]
+    assert len(moments) == 2 * len(names)
+    whole = step_of(us.Transformer)[2]
+    assert metrics["loss"] == whole["loss"] and 0 < metrics["grad_norm"] < whole["grad_norm"]
+
+
+@pytest.mark.slow
+def test_a_step_of_lion_is_the_sign_of_the_gradient():
+    before, after, metrics = step_of(Lion, optim={"lr": 1e-3, "warmup_steps": 0})
+    old, new = (np.asarray(state.params.blocks.attn.w_q[...]) for state in (before, after))
+    step = (new - old) / 1e-3 + 0.1 * old
+    np.testing.assert_allclose(np.abs(step), 1.0, rtol=2e-2)
+    assert not metrics["skipped"]
+
+
+@pytest.mark.slow
+def test_an_update_that_is_not_finite_changes_nothing():
+    class Divides(us.Transformer):
+        @staticmethod
+        def make_optimizer(cfg):
+            return optax.stateless(lambda updates, _: jax.tree.map(lambda g: g / 0.0, updates))
+
+    before, after, metrics = step_of(Divides)
+    assert metrics["skipped"] and not changed(before, after)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    cfg = change(BASE, train={"steps": 4}, mesh=MeshConfig.of(fsdp=2, tp=2).sizes)
+    whole = run(cfg, tmp_path / "whole", model=Lion)
+    cut = change(cfg, train={"steps": 2}, checkpoint={"every": 2})
+    run(cut, tmp_path / "parts", model=Lion)
+    parts = run(cfg, tmp_path / "parts", model=Lion)
+    assert parts["loss"] == whole["loss"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"is_trained": lambda path: False}, "model.is_trained='Own': trains no parameter"),
+        (
+            {"make_optimizer": lambda cfg: optax.adafactor(1e-3, min_dim_size_to_factor=2)},
+            "model.make_optimizer='Own': an optimizer's state has arrays in the shapes of",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_first_step(methods, message):
+    cfg = change(BASE, mesh=MeshConfig.of(fsdp=8).sizes).check(8)
+    own = type("Own", (us.Transformer,), {k: staticmethod(f) for k, f in methods.items()})
+    with pytest.raises(UserError, match=message):
+        us.abstract_state(cfg, mesh_of(cfg), own)
