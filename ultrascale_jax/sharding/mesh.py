@@ -26,9 +26,9 @@ def check_mesh(cfg: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Refuse a `mesh` that is not that of `cfg`, of which one axis may still be open."""
     is_mesh, fix = isinstance(mesh, (Mesh, AbstractMesh)), "must be a mesh: make_mesh(cfg.mesh)"
     require(is_mesh, "mesh", mesh, fix)
-    has, wanted = dict(mesh.shape), {axis: size for axis, size in cfg.sizes.items() if size != -1}
+    has, expected = dict(mesh.shape), {axis: size for axis, size in cfg.sizes.items() if size != -1}
     fix = f"cfg.mesh is {cfg.text}; make the mesh of it, make_mesh(cfg.mesh), or change cfg.mesh"
-    same = tuple(has) == AXES and wanted.items() <= has.items()
+    same = tuple(has) == AXES and expected.items() <= has.items()
     text = ",".join(f"{axis}={size}" for axis, size in has.items() if size != 1)
     require(same, "mesh", text or "one device", fix)
 

@@ -12,7 +12,7 @@
 
 ZeRO splits the first of D, Q, J and U that a matrix has; where E is split over ep already, over (fsdp, cp) alone.
 
-Two words of JAX's explicit sharding do the work of Megatron's conjugate pairs and of DDP's hooks. A value that is
+Two terms of JAX's explicit sharding do the work of Megatron's conjugate pairs and of DDP's hooks. A value that is
 `unreduced` over an axis holds a partial sum on each of its devices; one that is `reduced` over an axis is replicated
 there and has an unreduced cotangent. So a parameter gathered as `reduced` over the batch axes collects its gradient
 locally, and the reduction happens once, where the gradient is resharded.
@@ -110,7 +110,7 @@ def act_axes(dim: str) -> tuple[str, ...]:
 
 
 def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
-    """Return the axes that split `dim`; pp only where there is a pipeline: a scan over layers wants its dim whole."""
+    """Return the axes that split `dim`; pp only in a pipeline: a scan over layers needs an unsharded dim."""
     if dim not in LETTERS and dim != WHOLE:
         check_letters("dims", dim)
     return tuple(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
@@ -140,8 +140,9 @@ def is_matrix(dims: str) -> bool:
 
     A dim X that comes first only numbers vectors: biases of experts.
     """
-    own = dims.removeprefix("L")
-    return bool(set("DQJU") & set(own)) and len(own) > 1 and not own.startswith("X")
+    unstacked = dims.removeprefix("L")
+    is_vector = len(unstacked) == 1 or unstacked.startswith("X")
+    return bool(set("DQJU") & set(unstacked)) and not is_vector
 
 
 def shard_axes(dims: str) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ def shard_axes(dims: str) -> tuple[str, ...]:
 
 
 def gathered_spec(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:
-    """Return the sharding in which a parameter is used: split over the tensor group, whole over (fsdp, cp, ep).
+    """Return the sharding in which a parameter is used: sharded over the tensor group, gathered over (fsdp, cp, ep).
 
     A dim that the tensor group does not divide (few kv heads) is replicated.
     """
@@ -161,11 +162,11 @@ def gathered_spec(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] 
 def stored_spec(
     dims: str, shape: tuple[int, ...], *, zero: int = 3, reduced: frozenset[str] = frozenset()
 ) -> P:
-    """Return the sharding in which a parameter, its gradient and its moments rest between steps.
+    """Return the sharding of a parameter, its gradient and its moments between steps.
 
     With `zero >= 1` the D of matrices is split over (fsdp, cp, ep), that of experts over (fsdp, cp), if they divide it:
-    `Config.check` and `check_shards` ask for it. Vectors stay whole, as gathering them would cost a collective each and
-    save nothing; so does the side of an adapter that has only its rank to split, if they do not divide that.
+    `Config.check` and `check_shards` require that. Vectors are replicated, as gathering them would cost a collective
+    each and save nothing; so is the side of an adapter that has only its rank to shard, if they do not divide that.
     """
     parts = _partitions(dims, shape)
     if zero and is_matrix(dims) and shape[zero_dim(dims)] % mesh_size(*shard_axes(dims)) == 0:
@@ -174,13 +175,13 @@ def stored_spec(
 
 
 def check_shards(dims: str, shape: tuple[int, ...]) -> None:
-    """Refuse a matrix that ZeRO would leave whole on every device, but for an adapter's rank."""
+    """Refuse a matrix that ZeRO would replicate on every device, but for an adapter's rank."""
     if not is_matrix(dims) or dims[zero_dim(dims)] == "U":
         return
     axes, dim = shard_axes(dims), zero_dim(dims)
     fix = (
         f"{dims[dim]} of a matrix {dims} is {shape[dim]}, and must be divisible by "
-        f"mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}, or it would rest whole on every device; use mesh.dp too"
+        f"mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}, or every device would store all of it; use mesh.dp too"
     )
     require(shape[dim] % mesh_size(*axes) == 0, "shape", shape, fix)
 

@@ -10,9 +10,9 @@ from ultrascale_jax.sharding.rules import act, axes_of
 
 
 def statistics_start(cfg: Config) -> jax.Array | None:
-    """Make zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; none without experts.
+    """Return zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; None without experts.
 
-    Behind the model's layers of experts are those of `model.mtp_layers`.
+    The rows are the model's layers of experts, then the modules of `model.mtp_layers`.
     """
     model, experts = cfg.model, cfg.model.experts
     if experts is None:
@@ -29,9 +29,9 @@ def reduce_statistics(statistics: jax.Array | None) -> jax.Array | None:
 
 
 def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Transformer:
-    """Raise the biases of experts below the mean load by `moe.bias_rate`, and lower those of the others.
+    """Raise the biases of experts below the mean load by `moe.bias_rate`, and lower the others.
 
-    The loss-free balancing of arXiv 2408.15664, on the choices of a whole step. Other biases are trained.
+    This is the loss-free balancing of arXiv 2408.15664, on all choices of a step. Gradients train other biases.
     """
     rate, experts = cfg.moe.bias_rate, cfg.model.experts
     rate = BIAS_RATE if rate is None else rate

@@ -4,9 +4,9 @@ The step multiplies the loss by the scale before the backward pass and divides t
 Precision Training", arXiv 1710.03740, section 3.2). The right scale is unknown, so it adapts: it doubles after
 `GROWTH_INTERVAL` steps without overflow, and halves in a step whose gradients overflow, which is skipped.
 
-A step that is skipped while the scale can still fall says nothing about the model, so it does not count towards
-those that stop a run (`health/skipped_steps.py`). A model that has diverged halves it step by step down to 1, and then
-stops as in other dtypes.
+A step that is skipped while the scale can still fall says nothing about the model, so it does not count towards the
+skipped steps that stop a run (`health/skipped_steps.py`). A model that has diverged halves it step by step down to 1,
+and then stops as in other dtypes.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """Add the losses of multi-token prediction to the objective (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Module k of `model.mtp_layers` reads at each position the token k places later and predicts the one after that. Both are
-made here of the batch's tokens and targets, so that a batch means the same with and without such modules. Places are
-counted in the sequence's own order: where cp deals tokens out in another, the int32 arrays are gathered over cp first,
-4 bytes a token. A target in another document, or behind the end of the row, is not counted; it stands behind all that
-are, so attention shows it to none of them.
+Module k of `model.mtp_layers` reads at each position the token k positions later and predicts the one after that. This
+file computes both from the batch's tokens and targets, so a batch is the same with and without such modules. Positions
+are those of the natural order: where cp shards the sequence in another order, the int32 arrays are gathered over cp
+first, 4 bytes a token. A target in another document, or after the end of the row, is not counted; it comes after every
+counted one, so attention shows it to none of them.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def predict_ahead(
     weight: jax.Array,
     router_weight: jax.Array | float,
 ) -> Ahead:
-    """Run the modules behind a model's hidden states after the final norm, and sum their losses.
+    """Run the modules on a model's hidden states after the final norm, and sum their losses.
 
     The objective is the mean of their cross-entropies times `train.mtp_weight`, and their routers' losses. As in the
     report a module's loss is over the model's own number of targets, though it has a few less of its own.
@@ -87,17 +87,17 @@ def _of_last_layer(cfg: Config, inputs: LayerInputs) -> LayerInputs:
 
 
 def shifted(cfg: Config, batch: dict[str, jax.Array], depth: int) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and targets `[B, T]` of the module at `depth`: those of the position `depth` places later."""
+    """Return tokens and targets `[B, T]` of the module at `depth`: the pair of the position `depth` positions later."""
     order = sequence_order(batch["tokens"].shape[1], cfg.mesh.cp, cfg.cp)
 
     def later(x_BT: jax.Array, fill: int) -> jax.Array:
-        """Return at each place what stands `depth` places later in the sequence, and `fill` behind its end."""
+        """Return at each position the value `depth` positions later in the sequence, and `fill` after its end."""
         if cfg.mesh.cp == 1:
             return jnp.pad(x_BT[:, depth:], ((0, 0), (0, depth)), constant_values=fill)
         places = np.append(np.argsort(order), np.full(depth, len(order)))[order + depth]
-        whole, spec = jax.reshard(x_BT, act("B_")), act("B_")
-        found = whole.at[:, places].get(mode="fill", fill_value=fill, out_sharding=spec)
-        return jax.reshard(found, act("BT"))
+        gathered, spec = jax.reshard(x_BT, act("B_")), act("B_")
+        moved = gathered.at[:, places].get(mode="fill", fill_value=fill, out_sharding=spec)
+        return jax.reshard(moved, act("BT"))
 
     tokens_BT, targets_BT = later(batch["tokens"], 0), later(batch["targets"], -1)
     if "segment_ids" in batch:

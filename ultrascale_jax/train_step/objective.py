@@ -28,7 +28,7 @@ Metrics = dict[str, jax.Array]
 
 
 class Sums(NamedTuple):
-    """Sums over the micro-batches of a step beside gradients."""
+    """Sums over the micro-batches of a step, apart from the gradients."""
 
     loss: jax.Array
     """Bare cross-entropy, or the loss of pairs, times the weight of a position."""
@@ -74,10 +74,13 @@ class NextToken:
         total, routed = total + self.router_weight * out.balance, out.statistics_LZ
         if not model.cfg.mtp_layers:
             return total, Sums(nats, routed)
-        ahead = predict_ahead(cfg, model, out.x_BRD, batch, inputs, self.weight, self.router_weight)
+        later_tokens = predict_ahead(
+            cfg, model, out.x_BRD, batch, inputs, self.weight, self.router_weight
+        )
         if routed is not None:
-            routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in ahead.statistics)])
-        return total + ahead.objective, Sums(nats, routed, (ahead.nats, ahead.counts))
+            routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in later_tokens.statistics)])
+        mtp = later_tokens.nats, later_tokens.counts
+        return total + later_tokens.objective, Sums(nats, routed, mtp)
 
     def zeros(self) -> Sums:
         """Return what `Objective.zeros` says."""
@@ -123,7 +126,7 @@ def preference_objective(
     frozen: Transformer | None,
     weight: jax.Array,
 ) -> Preference:
-    """Make the objective of `train.dpo`, whose reference is the base of adapters, or else the frozen first parameters.
+    """Return the objective of `train.dpo`, whose reference is the base of adapters, or the frozen first parameters.
 
     `used` is the model that is trained, with its adapters, as `prepare_params` returned it, and `fp8` is `fp8_of` it.
     """
@@ -177,11 +180,11 @@ def of_known_ids(cfg: Config, batch: Batch, loss: jax.Array) -> jax.Array:
 
 
 def metrics(cfg: Config, batch: Batch, sums: Sums, mean: jax.Array) -> Metrics:
-    """Return the metrics of a step's sums beside its loss; `mean` times a sum of weighted losses is their mean."""
-    found = balance.metrics(cfg, sums.routed)
+    """Return the metrics of a step's sums but its loss; `mean` times a sum of weighted losses is their mean."""
+    values = balance.metrics(cfg, sums.routed)
     if sums.mtp is not None:
         nats, counts = sums.mtp
-        found["mtp_loss"] = mean * count(batch) * nats / jnp.maximum(counts, 1)
+        values["mtp_loss"] = mean * count(batch) * nats / jnp.maximum(counts, 1)
     if sums.pairs is not None:
-        found |= preference.metrics(sums.pairs, preference.count_pairs(batch))
-    return found
+        values |= preference.metrics(sums.pairs, preference.count_pairs(batch))
+    return values

@@ -23,14 +23,14 @@ def schedule(cfg: Config) -> optax.Schedule:
     """
     optim = cfg.optim
     peak = max(optim.warmup_steps, 1) - 1
-    after = cfg.train.steps - 1 - peak
+    updates = cfg.train.steps - 1 - peak
     falling = optax.constant_schedule(optim.lr)
-    if optim.schedule == "cosine" and after > 0:
-        falling = optax.cosine_decay_schedule(optim.lr, after, alpha=optim.min_lr_ratio)
-    elif optim.schedule.startswith("wsd") and after > 0:
-        decay = min(optim.decay_steps or max(cfg.train.steps // 5, 1), after)
+    if optim.schedule == "cosine" and updates > 0:
+        falling = optax.cosine_decay_schedule(optim.lr, updates, alpha=optim.min_lr_ratio)
+    elif optim.schedule.startswith("wsd") and updates > 0:
+        decay = min(optim.decay_steps or max(cfg.train.steps // 5, 1), updates)
         down = optax.linear_schedule(optim.lr, optim.min_lr_ratio * optim.lr, decay)
-        falling = optax.join_schedules([falling, down], [after - decay])
+        falling = optax.join_schedules([falling, down], [updates - decay])
     if not peak:
         return falling
     warmup = optax.linear_schedule(optim.lr / optim.warmup_steps, optim.lr, peak)
@@ -38,7 +38,7 @@ def schedule(cfg: Config) -> optax.Schedule:
 
 
 def rate_change(saved: Config, now: Config, updates: int) -> list[str]:
-    """Return a line on the learning rates of a run that goes on after `updates` with settings other than the `saved`.
+    """Return a line on the learning rates of a run that resumes after `updates` with settings other than the `saved`.
 
     There is none if neither `train.steps` nor a setting of the schedule is another, before the first update, and after
     the last one.
@@ -48,11 +48,11 @@ def rate_change(saved: Config, now: Config, updates: int) -> list[str]:
     same &= all(getattr(now.optim, name) == getattr(saved.optim, name) for name in names)
     if same or not 0 < updates < now.train.steps:
         return []
-    asked = (saved, updates), (now, updates), (now, now.train.steps - 1)
-    before, after, last = (jnp.asarray(schedule(cfg)(n)).item() for cfg, n in asked)
+    points = (saved, updates), (now, updates), (now, now.train.steps - 1)
+    saved_lr, lr, last_lr = (jnp.asarray(schedule(cfg)(n)).item() for cfg, n in points)
     return [
-        f"learning rate of update {updates + 1}: {after:.2e}, by the saved settings {before:.2e}; "
-        f"of the last, {now.train.steps}: {last:.2e}"
+        f"learning rate of update {updates + 1}: {lr:.2e}, by the saved settings {saved_lr:.2e}; "
+        f"of the last, {now.train.steps}: {last_lr:.2e}"
     ]
 
 
@@ -85,8 +85,8 @@ def optimizer(cfg: Config, model: type[Transformer] = Transformer) -> optax.Grad
 def _muon(cfg: Config) -> optax.GradientTransformation:
     """Return optax's Muon (arXiv 2502.16982) on the list of parameters.
 
-    Its Newton-Schulz iteration multiplies a matrix with its own transpose, so it needs dims whole that ZeRO has split:
-    XLA is left to partition it (Auto axes), and the results return to the sharding in which they rest.
+    Its Newton-Schulz iteration multiplies a matrix with its transpose, over dims that ZeRO shards: XLA partitions it
+    (Auto axes), and the results return to the sharding of the state.
     """
     optim = cfg.optim
 
@@ -108,8 +108,8 @@ def _muon(cfg: Config) -> optax.GradientTransformation:
 
     def update(grads, state, params=None):
         arrays = (jax.tree.leaves(grads), state, jax.tree.leaves(params))
-        rest = specs(arrays[:2])
-        run: Callable = jax.sharding.auto_axes(transformation(params).update, out_sharding=rest)
+        stored = specs(arrays[:2])
+        run: Callable = jax.sharding.auto_axes(transformation(params).update, out_sharding=stored)
         updates, state = run(*arrays)
         return jax.tree.unflatten(jax.tree.structure(grads), updates), state
 
@@ -124,8 +124,8 @@ def _matrix_axes(value, dims: str, act_dims: str) -> optax.contrib.MuonDimension
     if not dims.startswith("L") or not is_matrix(dims):
         return None
     model = (zero_dim(dims),)
-    others = tuple(i for i, dim in enumerate(dims) if dim not in "LE" and i not in model)
-    rows, columns = (model, others) if model < others else (others, model)
+    width = tuple(i for i, dim in enumerate(dims) if dim not in "LE" and i not in model)
+    rows, columns = (model, width) if model < width else (width, model)
     return optax.contrib.MuonDimensionNumbers(rows, columns)
 
 

@@ -1,8 +1,8 @@
 """Set the dtype of each number: the one place with the precision policy.
 
 float32: master parameters, optimizer state, gradient accumulators, norms, softmax, loss. Compute dtype: matmuls, the
-residual stream, communication. Fp8, on request: products of a block's matrices, and what they keep for the backward
-pass; attention, the router, the embedding and the head stay in the compute dtype.
+residual stream, communication. Fp8, on request: products of a block's matrices, and their residuals; attention, the
+router, the embedding and the head stay in the compute dtype.
 """
 
 import jax
@@ -40,7 +40,7 @@ def recipe(cfg: Config) -> Recipe | None:
 
 
 def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
-    """Return what the layers need for fp8, once a step, from the parameters at rest."""
+    """Return the recipe and the matrices' scales of fp8, once a step, from the stored parameters."""
     how = recipe(cfg)
     if how is None:
         return None

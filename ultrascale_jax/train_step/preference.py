@@ -42,8 +42,8 @@ def _by_answer(values_BT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
     rows, seq_len = values_BT.shape
     pairs = most_pairs(seq_len)
     segments = jnp.arange(1, 2 * pairs + 1, dtype=jnp.int32)[None, None, :]
-    own = batch["segment_ids"][:, :, None] == segments
-    sums = jnp.sum(jnp.where(own, values_BT[:, :, None], 0.0), axis=1)
+    is_answer = batch["segment_ids"][:, :, None] == segments
+    sums = jnp.sum(jnp.where(is_answer, values_BT[:, :, None], 0.0), axis=1)
     return sums.reshape(rows, pairs, 2)
 
 
@@ -61,7 +61,7 @@ def pair_losses(
       reference_BP2: the same of the reference; None is 0.
       batch: rows of pairs.
     """
-    there = jnp.arange(policy_BP2.shape[1])[None, :] < _pairs_of_rows(batch)[:, None]
+    is_pair = jnp.arange(policy_BP2.shape[1])[None, :] < _pairs_of_rows(batch)[:, None]
     ratios = policy_BP2 if reference_BP2 is None else policy_BP2 - reference_BP2
     rewards = jax.lax.stop_gradient(dpo.beta * ratios)
     if dpo.loss == "ipo":
@@ -75,14 +75,14 @@ def pair_losses(
         losses -= smoothing * jax.nn.log_sigmoid(-margin)
     logps = jax.lax.stop_gradient(policy_BP2)
     accurate = (rewards[..., 0] > rewards[..., 1]).astype(jnp.float32)
-    told = (rewards[..., 0], rewards[..., 1], accurate, logps[..., 0], logps[..., 1])
-    total, *sums = (jnp.sum(jnp.where(there, value, 0.0)) for value in (losses, *told))
+    metrics = (rewards[..., 0], rewards[..., 1], accurate, logps[..., 0], logps[..., 1])
+    total, *sums = (jnp.sum(jnp.where(is_pair, value, 0.0)) for value in (losses, *metrics))
     return total, jnp.stack(sums)
 
 
 def metrics(sums: jax.Array, pairs: jax.Array) -> dict[str, jax.Array]:
     """Return the metrics of a step or an evaluation from the sums over its pairs."""
     means = sums / jnp.maximum(pairs, 1).astype(jnp.float32)
-    found = dict(zip(SUMS, means, strict=True))
-    margin = found["reward_chosen"] - found["reward_rejected"]
-    return found | {"reward_margin": margin, "pairs": pairs}
+    by_name = dict(zip(SUMS, means, strict=True))
+    margin = by_name["reward_chosen"] - by_name["reward_rejected"]
+    return by_name | {"reward_margin": margin, "pairs": pairs}

@@ -1,7 +1,7 @@
 """Round stochastically to bfloat16, right on average, for sums to which each step adds little.
 
-The nearest bfloat16 of a number is up to 1/512 away, so a running average that moves by less than that stands still. If
-it is rounded up with the probability of the lost fraction, it moves by the right amount on average.
+The nearest bfloat16 of a number is up to 1/512 away, so a running average that moves by less than that does not change.
+If it is rounded up with the probability of the lost fraction, it moves by the right amount on average.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
     """Return `adam` (`optax.scale_by_adam` in float32) with both moments in bfloat16, rounded stochastically.
 
     The random numbers depend on the seed, the step, the parameter and its layer alone: the same on every mesh, and
-    after a resume. Each device computes those of its own shards.
+    after a resume. Each device computes the numbers of its shards.
     """
 
     def init(params):
@@ -42,16 +42,16 @@ def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
 
 
 def random_bits(key: jax.Array, params: Transformer) -> Transformer:
-    """Return 32 random bits for each element of the parameters, sharded alike; a layer's do not depend on its place."""
+    """Return 32 random bits for each element of the parameters, in their shardings, whatever a layer's row."""
     paths, tree = jax.tree.flatten_with_path(params)
 
     def leaf(number: int, path: tuple, x: jax.Array) -> jax.Array:
-        own, spec = jax.random.fold_in(key, number), jax.typeof(x).sharding.spec
+        leaf_key, spec = jax.random.fold_in(key, number), jax.typeof(x).sharding.spec
         if str(path[0]) != ".blocks":
-            return jax.random.bits(own, x.shape, jnp.uint32, out_sharding=spec)
+            return jax.random.bits(leaf_key, x.shape, jnp.uint32, out_sharding=spec)
         order = params.layer_order_of(jax.tree_util.keystr(path, simple=True, separator="."))
         layers = np.array([layer or 0 for layer in order])  # padding is zero, and zero stays zero
-        keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(layers)
+        keys = jax.vmap(lambda layer: jax.random.fold_in(leaf_key, layer))(layers)
         keys = jax.reshard(keys, P(*spec.partitions[:1]))
         row = P(*spec.partitions[1:])
         return jax.vmap(

@@ -42,6 +42,6 @@ class Spikes:
     def after(self, ok: jax.Array, loss: jax.Array, norm: jax.Array) -> "Spikes":
         """Return the window after a step, which enters it if it was accepted (`ok`)."""
         size = self.window.shape[0]
-        here = ok & (jnp.arange(size) == self.accepted % size)
-        window = jnp.where(here[:, None], jnp.stack([loss, norm])[None], self.window)
+        is_written = ok & (jnp.arange(size) == self.accepted % size)
+        window = jnp.where(is_written[:, None], jnp.stack([loss, norm])[None], self.window)
         return Spikes(window, self.accepted + ok.astype(jnp.int32))

@@ -48,7 +48,7 @@ def compiled(cfg: Config, function: Callable, **options) -> jax.stages.Wrapped:
 def make_train_step(cfg: Config) -> jax.stages.Wrapped:
     """Return the jitted step `(state, batch) -> (state, metrics)`. Call it inside the mesh.
 
-    The state is donated, unless `watch.rerun` may want to start from it again.
+    The state is donated, unless `watch.rerun` may start from it again.
     """
     cfg.check_chosen()
     donated = () if cfg.watch.rerun else 0
@@ -86,7 +86,7 @@ def gradients(
     weight: jax.Array,
     frozen: Transformer | None = None,
 ) -> tuple[Transformer, Sums]:
-    """Return float32 gradients of the objective times `weight`, sharded as parameters at rest, and the step's sums.
+    """Return float32 gradients of the objective times `weight`, sharded as the parameters, and the step's sums.
 
     `frozen` has the parameters without gradients, as in `TrainState`.
     """

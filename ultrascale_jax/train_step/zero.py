@@ -1,10 +1,10 @@
-"""ZeRO: shard state at rest over (fsdp, cp, ep), gather parameters for use, and reduce gradients once a step.
+"""ZeRO: shard the state over (fsdp, cp, ep), gather parameters for use, and reduce gradients once a step.
 
-    zero   parameters rest   gathered            gradients
-    0      whole             -                   accumulate locally; one all-reduce a step
-    1      sharded           once a step         accumulate locally; one reduce-scatter a step
-    2      sharded           once a step         reduce-scatter each micro-batch, accumulate the shard
-    3      sharded           layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
+    zero   stored       gathered            gradients
+    0      replicated   -                   accumulate locally; one all-reduce a step
+    1      sharded      once a step         accumulate locally; one reduce-scatter a step
+    2      sharded      once a step         reduce-scatter each micro-batch, accumulate the shard
+    3      sharded      layer by layer      reduce-scatter each layer and micro-batch, accumulate the shard
 
 `Block.gather_params` gathers layer by layer; its transpose is the reduce-scatter of stage 3.
 Over dp every stage accumulates locally and all-reduces once a step (with 1 to 3: only its shard). With stage 3 each
@@ -40,8 +40,8 @@ from ultrascale_jax.train_step.precision import COMPUTE
 def prepare_params(cfg: Config, params: Transformer) -> Transformer:
     """Return the parameters for the micro-batches: with `zero < 3`, cast and gather them here, once a step.
 
-    Their cotangents stay unreduced over the axes that split the batch and the sequence (under ZeRO-3, those which do
-    not shard the parameters), so that gradients accumulate without communication.
+    Their cotangents stay unreduced over the axes that shard the batch and the sequence (under ZeRO-3, over those of
+    them that do not shard the parameters), so that gradients accumulate without communication.
     """
 
     dtype, sizes = COMPUTE[cfg.train.precision], zero_sizes(cfg.model)
@@ -87,5 +87,5 @@ def to_accumulator(cfg: Config, grads: Transformer, params: Transformer) -> Tran
 
 @jax.named_scope("gradients")
 def reduce_gradients(grads: Transformer, params: Transformer) -> Transformer:
-    """Reduce gradients, once a step, to the sharding in which parameters and moments rest."""
+    """Reduce gradients, once a step, to the sharding of parameters and moments."""
     return map_params(reduce_gradient, grads, params)
