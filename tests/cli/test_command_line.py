@@ -329,8 +329,8 @@ def test_a_value_outside_a_choice_or_of_another_type_is_named_in_one_line(capsys
     assert err == "error: Error parsing --train.steps: must be an integer, not 'many'\n"
     err = refused(capsys, "--optim.lr", "fast")
     assert err == "error: Error parsing --optim.lr: must be a number, not 'fast'\n"
-    err = refused(capsys, "--watch.spike-guard", "6", "x")
-    assert err == "error: Error parsing --watch.spike-guard: must be (float, int), not ['6', 'x']\n"
+    err = refused(capsys, "--optim.betas", "0.9", "x")
+    assert err == "error: Error parsing --optim.betas: must be (float, float), not ['0.9', 'x']\n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LONG = (
     *("--train.steps", "60", "--optim.lr", "1e-3"),
     *("--checkpoint.every", "10", "--checkpoint.keep", "9"),
 )
-GUARDED = ("--watch.spike-guard", "40", "4")
+GUARDED = ("--watch.spike-sigma", "40", "--watch.spike-window", "4")
 
 
 def steps_of(job):

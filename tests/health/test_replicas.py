@@ -158,7 +158,7 @@ def test_trained_copies_stay_equal_and_a_flip_stops_the_run_before_it_is_saved(t
 @pytest.mark.slow
 def test_a_transient_fault_is_told_and_leaves_no_trace(tmp_path):
     """The second result of the step is taken, so the run goes on as if nothing had been."""
-    watch = {"rerun": True, "spike_guard": (40.0, 4)}
+    watch = {"rerun": True, "spike_sigma": 40.0, "spike_window": 4}
     cfg = change(BASE, mesh={"fsdp": 2}, watch=watch)
     first_state = FirstState()
     run(cfg, tmp_path / "faulty", ("nan", 6), ("spike", 9), hooks=[first_state])

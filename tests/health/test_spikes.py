@@ -28,7 +28,7 @@ BASE = change(
     TINY,
     mesh={"fsdp": 1},
     model={"num_layers": 1},
-    watch={"spike_guard": (40.0, 4)},
+    watch={"spike_sigma": 40.0, "spike_window": 4},
     optim={"warmup_steps": 0},
     checkpoint={"every": 0},
 )
@@ -51,7 +51,7 @@ def test_a_step_is_skipped_when_it_leaps_above_the_window_of_accepted_ones(windo
     values = np.random.default_rng(window).normal(size=(200, 2)).astype(np.float32)
     values[::17] += 20.0
     values[30:60, 1] += 1.0
-    spikes = Spikes.start(WatchConfig(spike_guard=(sigma, window)))
+    spikes = Spikes.start(WatchConfig(spike_sigma=sigma, spike_window=window))
 
     @jax.jit
     def step(spikes, value):
@@ -67,7 +67,7 @@ def test_a_step_is_skipped_when_it_leaps_above_the_window_of_accepted_ones(windo
 
 
 def test_without_a_threshold_the_state_holds_no_window():
-    cfg = change(BASE, watch={"spike_guard": (0.0, 4)})
+    cfg = change(BASE, watch={"spike_sigma": 0.0, "spike_window": 4})
     assert Spikes.start(cfg.watch) is None
     assert abstract_state(cfg, mesh_of(cfg)).spikes is None
 
@@ -186,9 +186,9 @@ def test_a_run_that_resumes_has_the_window_and_skips_the_same_step(spiked, tmp_p
 @pytest.mark.parametrize(
     ("watch", "accepted"),
     [
-        ({"spike_guard": (0.0, 4)}, None),
-        ({"spike_guard": (3.0, 4)}, 11),
-        ({"spike_guard": (40.0, 8)}, 0),
+        ({"spike_sigma": 0.0, "spike_window": 4}, None),
+        ({"spike_sigma": 3.0, "spike_window": 4}, 11),
+        ({"spike_sigma": 40.0, "spike_window": 8}, 0),
     ],
 )
 def test_a_run_may_resume_with_another_guard(spiked, watch, accepted):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from ultrascale_jax.config.base import require
 from ultrascale_jax.config.model import Experts
-from ultrascale_jax.config.section import Count, Section, Weight, at_least
+from ultrascale_jax.config.section import Count, NonNegative, Section, at_least
 
 BIAS_RATE = 0.001
 """`moe.bias_rate` of a run that does not set it (DeepSeek-V3)."""
@@ -32,9 +32,9 @@ class MoEConfig(Section, name="moe"):
     aux_loss: tuple[float, AuxOver] = (0.0, "batch")
     """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4), and the tokens to balance: a
     micro-batch over all devices (batch), or each of its sequences (sequence, DeepSeek-V3)."""
-    z_loss: Weight = 0.0
+    z_loss: NonNegative = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
-    bias_rate: Weight | None = None
+    bias_rate: NonNegative | None = None
     """Change of an expert's bias (`model.experts.bias`) in a step: up if the expert had less than the mean, down
     otherwise; 0.001 if it is not set."""
 

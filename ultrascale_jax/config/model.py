@@ -8,9 +8,9 @@ from ultrascale_jax.config.section import (
     EVEN,
     Count,
     Natural,
+    NonNegative,
     Positive,
     Section,
-    Weight,
     at_least,
     at_most,
 )
@@ -46,7 +46,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
     more are kept (YaRN's beta_slow and beta_fast). A high one of 0 is the kind's own: 4 for llama3, 32 for yarn."""
     original_seq_len: Count = 8192
     """Sequence length of the pre-training before the stretch, in tokens."""
-    attention_factor: Weight = 0.0
+    attention_factor: NonNegative = 0.0
     """Factor of cosines and sines in yarn; 0 is its own, 0.1 ln(factor) + 1."""
     mscale_all_dim: float = 0.0
     """Coefficient of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2
@@ -171,7 +171,7 @@ class ModelConfig(Section, name="model"):
     """Number of key/value heads (K); fewer than `num_heads` is grouped-query attention."""
     head_dim: Annotated[int, at_least(1), EVEN] = 64
     """Width of one head (H)."""
-    norm_eps: Weight = 1e-5
+    norm_eps: NonNegative = 1e-5
     """Added to the mean square in RMSNorm."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Normalise the input of each half-block (Llama), its output (OLMo-2), or each with a norm of its own (Gemma)."""
@@ -183,7 +183,7 @@ class ModelConfig(Section, name="model"):
     """Add a bias to the output projection of attention (gpt-oss)."""
     attention_sinks: bool = False
     """Each head has a logit more in its softmax, which is trained and has no value (gpt-oss)."""
-    query_scale: Weight = 0.0
+    query_scale: NonNegative = 0.0
     """Scores are divided by the root of this (Gemma's `query_pre_attn_scalar`); 0 is `head_dim`."""
     tied_embeddings: bool = False
     """Use the embedding table as the output head."""

@@ -57,7 +57,7 @@ Count = Annotated[int, at_least(1)]
 Natural = Annotated[int, at_least(0)]
 """A number of things; 0 has no effect, or stands for a default."""
 
-Weight = Annotated[float, at_least(0)]
+NonNegative = Annotated[float, at_least(0)]
 """A number that is not negative; 0 has no effect, or stands for a default."""
 
 Positive = Annotated[float, POSITIVE]

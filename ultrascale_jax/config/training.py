@@ -13,9 +13,9 @@ from ultrascale_jax.config.section import (
     Bound,
     Count,
     Natural,
+    NonNegative,
     Positive,
     Section,
-    Weight,
     at_least,
     below,
 )
@@ -88,9 +88,9 @@ class OptimConfig(Section, name="optim"):
     """Decay of the first and second moments."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Weight = 0.1
+    weight_decay: NonNegative = 0.1
     """Decoupled weight decay, on matrices only."""
-    clip_norm: Weight = 1.0
+    clip_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""
     moment_dtype: Literal["float32", "bfloat16", "bfloat16_stochastic"] = "float32"
     """Type in which moments are stored; bfloat16: the first alone. With bfloat16_stochastic both are bfloat16, rounded
@@ -137,7 +137,7 @@ class TrainConfig(Section, name="train"):
     `auto`."""
     lowering: Literal["auto", "plain"] = "auto"
     """How XLA runs the step: `auto` by the rules of `config/lowering.py`, `plain` by none; results are the same."""
-    z_loss: Weight = 0.0
+    z_loss: NonNegative = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
     mtp_weight: Annotated[float, Bound(lambda weight: weight > 0, WITHOUT_MTP)] = 0.3
     """Weight of the mean loss of the `model.mtp_layers` modules, if there are any (lambda in arXiv 2412.19437)."""

@@ -2,40 +2,25 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from ultrascale_jax.config.base import require
-from ultrascale_jax.config.section import Count, Natural, Section, Weight
+from ultrascale_jax.config.section import Count, Natural, NonNegative, Section, at_least, at_most
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig(Section, name="watch"):
     """Checks during a run; none of them changes a number of a sound step."""
 
-    hang_s: Weight = 0.0
+    hang_s: NonNegative = 0.0
     """Seconds without progress after which a process ends itself; 0: learned from the run, at least a minute."""
     replicas_every: Natural = 0
     """Steps between comparisons of all copies of the parameters, bit for bit; 0: none."""
     rerun: bool = False
     """Run a suspicious step again, to tell a fault of the hardware from one of the data; keeps a copy of the state."""
-    spike_guard: tuple[float, int] = (0.0, 128)
-    """Skip steps whose loss or gradient norm is so many standard deviations above its mean of so many steps; no step is
-    skipped before there are so many. 0 deviations: none ever."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        fix = "must be a number of deviations, 0 or more, and one of steps, from 2 to 100000"
-        sound = self.spike_sigma >= 0 and 2 <= self.spike_window <= 100_000
-        require(sound, "watch.spike_guard", self.spike_guard, fix)
-
-    @property
-    def spike_sigma(self) -> float:
-        """Standard deviations above the mean from which on a step is skipped; 0: none is."""
-        return self.spike_guard[0]
-
-    @property
-    def spike_window(self) -> int:
-        """Steps over which mean and deviation are taken."""
-        return self.spike_guard[1]
+    spike_sigma: NonNegative = 0.0
+    """Skip steps whose loss or gradient norm is so many standard deviations above its mean; 0: none."""
+    spike_window: Annotated[int, at_least(2), at_most(100_000)] = 128
+    """Steps over which mean and deviation are taken; before there are so many no step is skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ class SkippedSteps(Hook):
         if reasons == {"no targets"}:
             fix = "Give data.source documents of which the loss counts some tokens"
         if "spike" in reasons:
-            fix += f"; or raise watch.spike_guard={run.cfg.watch.spike_guard}, if the loss has risen for good"
+            fix += f"; or raise watch.spike_sigma={run.cfg.watch.spike_sigma:g}, if the loss has risen for good"
         hashes = ", ".join(row["batch_hash"] for row in self._last)
         return (
             f"{fault} in {self._in_a_row} steps in a row up to step {step}; newest checkpoint: {self._newest()}; "

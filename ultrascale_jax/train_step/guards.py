@@ -22,7 +22,7 @@ class Verdict:
     ok: jax.Array
     """The step may change the state: loss, gradients and update are finite, it is no spike, and has a target."""
     spike: jax.Array | None
-    """The step is a spike; None without `watch.spike_guard`."""
+    """The step is a spike; None without `watch.spike_sigma`."""
 
 
 def judge(

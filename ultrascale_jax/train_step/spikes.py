@@ -1,6 +1,6 @@
 """Find spikes: judge each step's loss and gradient norm against a window of past steps.
 
-With `watch.spike_guard` a run skips a step whose loss or gradient norm is more than so many standard deviations above
+With `watch.spike_sigma` a run skips a step whose loss or gradient norm is more than so many standard deviations above
 its mean over so many accepted steps (levanter's and OLMo's rule): one bad batch can cost a large model days. Skipped
 steps stay out of the window, so after a lasting rise the run skips on, until too many skips in a row stop it
 (`health/skipped_steps.py`).

@@ -55,7 +55,7 @@ class TrainState:
     loss_scale: LossScale | None
     """The loss scale, in float16."""
     spikes: Spikes | None = None
-    """With `watch.spike_guard` the last steps' losses and gradient norms."""
+    """With `watch.spike_sigma` the last steps' losses and gradient norms."""
     frozen: Transformer | None = None
     """No part of a checkpoint, in the type of compute: with `train.lora` the model without adapters, with `train.dpo`
     alone the reference, which is the model that the run begins with."""
