@@ -36,7 +36,11 @@ config = Config(
         steps=235_000, global_batch=15360, microbatches=AUTO, zero=1, remat="auto", eval_every=1000
     ),
     moe=MoEConfig(
-        capacity_factor=1.0625, a2a_groups=8, aux_loss=(0.0001, "sequence"), bias_rate=0.001
+        capacity_factor=1.0625,
+        a2a_groups=8,
+        aux_weight=0.0001,
+        aux_over="sequence",
+        bias_rate=0.001,
     ),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/deepseek_v3"),

@@ -26,7 +26,7 @@ config = Config(
     train=TrainConfig(
         steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
     ),
-    moe=MoEConfig(aux_loss=(0.001, "batch"), capacity_factor=1.0625),
+    moe=MoEConfig(aux_weight=0.001, capacity_factor=1.0625),
     checkpoint=CheckpointConfig(every=500),
     log=LogConfig(run_dir="out/gpt_oss_20b"),
 )

@@ -22,7 +22,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.configs import shapes
 
-ROPE = RopeScaling(kind="yarn", factor=128.0, freq_factors=(1.0, 4.0))
+ROPE = RopeScaling(kind="yarn", factor=128.0, high_freq_factor=4.0)
 
 config = Config(
     model=dataclasses.replace(shapes.LLAMA3_8B, rope_scaling=ROPE),

@@ -35,6 +35,6 @@ config = Config(
     data=DataConfig(source="python-stdlib", tokenizer="bytes", seq_len=256),
     optim=OptimConfig(lr=3e-3),
     train=TrainConfig(steps=10, global_batch=16, precision="fp32", eval_batches=1),
-    moe=MoEConfig(aux_loss=(0.001, "batch"), z_loss=0.0001),
+    moe=MoEConfig(aux_weight=0.001, z_loss=0.0001),
     log=LogConfig(run_dir="out/moe_debug"),
 )

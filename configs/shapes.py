@@ -4,9 +4,7 @@ import dataclasses
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling
 
-LLAMA31_ROPE = RopeScaling(
-    kind="llama3", factor=8.0, freq_factors=(1.0, 4.0), original_seq_len=8192
-)
+LLAMA31_ROPE = RopeScaling(kind="llama3", factor=8.0, high_freq_factor=4.0, original_seq_len=8192)
 
 SMOLLM2_135M = ModelConfig(
     vocab_size=49152,
@@ -140,7 +138,7 @@ GPT_OSS_20B = ModelConfig(
     rope_scaling=RopeScaling(
         kind="yarn",
         factor=32.0,
-        freq_factors=(1.0, 32.0),
+        high_freq_factor=32.0,
         original_seq_len=4096,
         truncate=False,
     ),

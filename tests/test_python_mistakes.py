@@ -141,9 +141,9 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         lambda: us.Config(train=us.TrainConfig(precision="bfloat16")),
         r"^train\.precision='bfloat16': must be one of bf16, fp8",
     ),
-    "a weight without its tokens": (
-        lambda: us.MoEConfig(aux_loss=0.1),
-        r"^moe\.aux_loss=0\.1: must be a tuple \(in JSON a list\) of a number, one of batch, seq",
+    "a weight as text": (
+        lambda: us.MoEConfig(aux_weight="0.1"),
+        r"^moe\.aux_weight='0\.1': must be a number",
     ),
     "a dict as section": (
         lambda: us.Config(model={"d_model": 32}),

@@ -176,7 +176,7 @@ def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
 
 @pytest.mark.wide
 def test_a_run_with_experts_continues_as_if_it_had_not_stopped(tmp_path):
-    moe = MoEConfig(capacity_factor=1.0, aux_loss=(0.01, "batch"), bias_rate=0.01)
+    moe = MoEConfig(capacity_factor=1.0, aux_weight=0.01, bias_rate=0.01)
     cfg = in_folder(dataclasses.replace(MIXED, mesh=MeshConfig(fsdp=1, ep=4), moe=moe), tmp_path)
     mesh, loader = mesh_of(cfg), Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
     with jax.set_mesh(mesh):

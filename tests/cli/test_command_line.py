@@ -82,7 +82,7 @@ def test_fields_of_a_part_that_the_recipe_has_are_there():
     cfg, _ = parse("llama32_1b", "--model.rope-scaling.factor", "8")
     assert cfg.model.rope_scaling is not None
     assert cfg.model.rope_scaling.factor == 8.0
-    assert cfg.model.rope_scaling.freq_factors == (1.0, 4.0)
+    assert cfg.model.rope_scaling.thresholds == (1.0, 4.0)
 
 
 @pytest.mark.parametrize(

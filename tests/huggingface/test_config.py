@@ -31,9 +31,9 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-LLAMA3 = RopeScaling(factor=32.0, freq_factors=(1.0, 4.0), original_seq_len=128)
+LLAMA3 = RopeScaling(factor=32.0, high_freq_factor=4.0, original_seq_len=128)
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-YARN = RopeScaling(kind="yarn", factor=4.0, freq_factors=(1.0, 32.0), original_seq_len=128)
+YARN = RopeScaling(kind="yarn", factor=4.0, high_freq_factor=32.0, original_seq_len=128)
 LINEAR = RopeScaling(kind="linear", factor=4.0, original_seq_len=128)
 MIXTRAL = dataclasses.replace(OURS, rope_theta=1e6, experts=Experts(num=8, top_k=2))
 QWEN3_MOE = dataclasses.replace(
@@ -139,7 +139,7 @@ GPT_OSS = dataclasses.replace(
     qkv_bias=True,
     rope_theta=150000.0,
     rope_scaling=RopeScaling(
-        kind="yarn", factor=32.0, freq_factors=(1.0, 32.0), original_seq_len=4096, truncate=False
+        kind="yarn", factor=32.0, high_freq_factor=32.0, original_seq_len=4096, truncate=False
     ),
     sliding_window=128,
     full_attention_every=2,
@@ -376,7 +376,7 @@ def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_12
     stretch = RopeScaling(
         kind="yarn",
         factor=40.0,
-        freq_factors=(1.0, 32.0),
+        high_freq_factor=32.0,
         original_seq_len=4096,
         attention_factor=1.0,
         mscale_all_dim=1.0,
@@ -456,7 +456,7 @@ def test_rope_reads_alike_from_the_keys_of_transformers_4_and_5(keys):
         (YARN_ROPE | {"beta_fast": None, "beta_slow": 0, "truncate": True}, YARN),
         (
             YARN_ROPE | {"beta_fast": 4, "beta_slow": 0.5},
-            {"freq_factors": (0.5, 4.0)},
+            {"low_freq_factor": 0.5, "high_freq_factor": 4.0},
         ),
         (YARN_ROPE | {"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 1.5),
         (YARN_ROPE | {"mscale": 2.0}, YARN),
@@ -667,7 +667,7 @@ def test_llama3_rope_with_a_key_missing_is_refused(missing):
         (YARN_ROPE | {"truncate": None}, "truncate=None: must be true or false"),
         (YARN_ROPE | {"attention_factor": 0.0}, "attention_factor=0.0: must be a positive"),
         (YARN_ROPE | {"factor": None}, "factor=None: must be a positive"),
-        (YARN_ROPE | {"beta_slow": 64}, r"freq_factors=\(64\.0, 32\.0\): the first must lie"),
+        (YARN_ROPE | {"beta_slow": 64}, r"low_freq_factor=64\.0: must lie between 0 and"),
         ({"rope_type": "linear"}, "factor=None: must be a positive"),
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5: must be at least 1"),
     ],

@@ -125,14 +125,14 @@ MODELS = {
 }  # fmt: skip
 # name: (model, section moe, mesh)
 LAYERS = {
-    "batch": ("softmax", MoEConfig(aux_loss=(0.3, "batch")), {}),
-    "sequence": ("sigmoid", MoEConfig(aux_loss=(0.3, "sequence"), z_loss=0.1), {}),
+    "batch": ("softmax", MoEConfig(aux_weight=0.3), {}),
+    "sequence": ("sigmoid", MoEConfig(aux_weight=0.3, aux_over="sequence", z_loss=0.1), {}),
     "drops": ("softmax", MoEConfig(dispatch="capacity", capacity_factor=1.0), {}),
     "batch_on_a_mesh": (
-        "sigmoid", MoEConfig(aux_loss=(0.3, "batch"), z_loss=0.1, capacity_factor=1.0), {"ep": 2, "cp": 2, "sp": 2},
+        "sigmoid", MoEConfig(aux_weight=0.3, z_loss=0.1, capacity_factor=1.0), {"ep": 2, "cp": 2, "sp": 2},
     ),
     "sequence_on_a_mesh": (
-        "softmax", MoEConfig(aux_loss=(0.3, "sequence")), {"fsdp": 2, "cp": 2, "tp": 2},
+        "softmax", MoEConfig(aux_weight=0.3, aux_over="sequence"), {"fsdp": 2, "cp": 2, "tp": 2},
     ),
 }  # fmt: skip
 
@@ -219,10 +219,10 @@ def expected_aux(name: str, logits: np.ndarray, scores: np.ndarray, ids: np.ndar
     moe, X = LAYERS[name][1], scores.shape[1]
     p_BRX = (scores / scores.sum(1, keepdims=True)).reshape(B, R, X)
     chosen_BRX = (ids[:, :, None] == np.arange(X)).sum(1).reshape(B, R, X)
-    over = (0, 1) if moe.aux_loss[1] == "batch" else (1,)
+    over = (0, 1) if moe.aux_over == "batch" else (1,)
     share = chosen_BRX.sum(over, keepdims=True) / chosen_BRX.sum((*over, 2), keepdims=True)
     z_BR = np.square(np.log(np.exp(logits).sum(1))).reshape(B, R)
-    return moe.aux_loss[0] * X * np.sum(p_BRX * share, 2) + moe.z_loss * z_BR
+    return moe.aux_weight * X * np.sum(p_BRX * share, 2) + moe.z_loss * z_BR
 
 
 def assert_close(found, expected, tolerance=1e-5):
@@ -254,7 +254,7 @@ def test_what_balance_adds_is_the_formula_of_the_paper(name):
     found, moe = run(name).aux, LAYERS[name][1]
     expected = expected_aux(name, *chosen(name))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert np.any(found) == bool(moe.aux_loss[0] or moe.z_loss)
+    assert np.any(found) == bool(moe.aux_weight or moe.z_loss)
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_balanced_experts_add_the_weight_of_the_loss_and_others_more():
     def aux(w_router):
         x_BRD = jax.reshard(np.ones((2, 4, D), np.float32), act("BRD"))
         moe = map_params(lambda p, dims, act_dims: w_router if dims == "DX" else p, layer)
-        return jnp.mean(moe(x_BRD, MoEConfig(aux_loss=(0.5, "batch")))[1].balance_BR)
+        return jnp.mean(moe(x_BRD, MoEConfig(aux_weight=0.5))[1].balance_BR)
 
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])):
         layer = some_layer(cfg)

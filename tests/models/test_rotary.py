@@ -18,7 +18,7 @@ from ultrascale_jax.sharding.rules import act
 MODEL = ModelConfig(d_model=32, num_heads=2, num_kv_heads=2, head_dim=16)
 LLAMA = dataclasses.replace(MODEL, rope_theta=500_000.0)
 YARN_64 = RopeScaling(kind="yarn", factor=4.0, original_seq_len=64, attention_factor=1.5)
-YARN_1M = RopeScaling(kind="yarn", factor=128.0, freq_factors=(1.0, 4.0))
+YARN_1M = RopeScaling(kind="yarn", factor=128.0, high_freq_factor=4.0)
 STRETCHED = dataclasses.replace(LLAMA, head_dim=128, rope_scaling=YARN_1M)
 
 # `inv_freq` and `attention_scaling` of transformers 5.23's LlamaRotaryEmbedding(LlamaConfig(hidden_size=32,

@@ -61,7 +61,7 @@ TABLE = {
     ),
     "block_cp2_fsdp2": (
         {"cp": 2, "fsdp": 2}, {"precision": "fp8_block", "zero": 1, "seed": 1}, {},
-        {"bf16_layers": (1, 0)},
+        {"bf16_first": 1},
     ),
 }  # fmt: skip
 # One scale for a tensor over three axes that split it. Scales of rows and blocks need no other device: their products

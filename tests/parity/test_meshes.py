@@ -94,12 +94,12 @@ FAMILIES = {
     "gemma3": {"model": GEMMA3},
     "mixtral": {
         "model": MIXTRAL,
-        "moe": {"aux_loss": (0.1, "sequence"), "z_loss": 0.01},
+        "moe": {"aux_weight": 0.1, "aux_over": "sequence", "z_loss": 0.01},
     },
     # Balanced over a micro-batch, so there is only one.
     "mixtral_batch": {
         "model": MIXTRAL,
-        "moe": {"aux_loss": (0.1, "batch")},
+        "moe": {"aux_weight": 0.1},
         "train": {"microbatches": 1},
     },
     "lora": {"train": {"lora": "rank=4,scaling=rslora", "init_from": "hf:x"}},
@@ -115,7 +115,7 @@ FAMILIES = {
         "model": {"tied_embeddings": True},
         "train": DPO | {"dpo": "beta=0.5,loss=ipo"},
     },
-    "gpt_oss": {"model": GPT_OSS, "moe": {"aux_loss": (0.1, "sequence")}},
+    "gpt_oss": {"model": GPT_OSS, "moe": {"aux_weight": 0.1, "aux_over": "sequence"}},
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
     # Two modules, with the window and the positions of the last layer; z_loss is that of their logits too.
     "gemma3_mtp": {

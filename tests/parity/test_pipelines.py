@@ -104,7 +104,7 @@ SLOW = {"zb_h1_ep_cp_experts"}
 UNEVALUATED = {"zb_h1_ep_cp_experts", "zb_h1_ep_sp_experts", "1f1b_sp_tp_more_than_kv_heads"}
 
 
-BALANCED = MoEConfig(capacity_factor=1.0, aux_loss=(0.1, "sequence"), z_loss=0.01)
+BALANCED = MoEConfig(capacity_factor=1.0, aux_weight=0.1, aux_over="sequence", z_loss=0.01)
 
 
 def configure(mesh, pp, train, model, cp=None) -> Config:

@@ -34,7 +34,7 @@ BASE = Config(
     ),
     mesh=MeshConfig(**dict.fromkeys(AXES, 2)),
     data=DataConfig(source="synthetic", seq_len=32),
-    moe=MoEConfig(capacity_factor=1.0, aux_loss=(0.1, "sequence"), z_loss=0.01),
+    moe=MoEConfig(capacity_factor=1.0, aux_weight=0.1, aux_over="sequence", z_loss=0.01),
     optim=OptimConfig(lr=1e-2, warmup_steps=2),
     train=TrainConfig(steps=2, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
 )  # fmt: skip

@@ -117,7 +117,7 @@ def test_a_rate_of_biases_that_a_model_has_not_is_refused(experts):
         dataclasses.replace(cfg, moe=MoEConfig(bias_rate=0.01)).check(1)
 
 
-BALANCED = MoEConfig(aux_loss=(1.0, "sequence"), z_loss=0.1)
+BALANCED = MoEConfig(aux_weight=1.0, aux_over="sequence", z_loss=0.1)
 
 
 def loader_batch(cfg: Config, step: int = 0) -> dict[str, np.ndarray]:
@@ -196,7 +196,7 @@ STEPS = 60
         pytest.param(MoEConfig(bias_rate=0.002), 1e-3, id="bias"),
         # Its gradient is in models/test_moe.py.
         pytest.param(
-            MoEConfig(bias_rate=0, aux_loss=(1.0, "batch")), 1e-2, id="loss", marks=pytest.mark.wide
+            MoEConfig(bias_rate=0, aux_weight=1.0), 1e-2, id="loss", marks=pytest.mark.wide
         ),
     ],
 )

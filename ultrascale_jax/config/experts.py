@@ -14,9 +14,6 @@ BIAS_RATE = 0.001
 Dispatch = Literal["dropless", "capacity", "allgather"]
 
 
-AuxOver = Literal["batch", "sequence"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(Section, name="moe"):
     """Exchange of tokens with their experts over mesh.ep, and balance of the experts."""
@@ -29,9 +26,10 @@ class MoEConfig(Section, name="moe"):
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
     overlap: bool = False
     """Halve the batch: one half communicates while the experts work on the other."""
-    aux_loss: tuple[float, AuxOver] = (0.0, "batch")
-    """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4), and the tokens to balance: a
-    micro-batch over all devices (batch), or each of its sequences (sequence, DeepSeek-V3)."""
+    aux_weight: NonNegative = 0.0
+    """Weight of the balancing loss of each layer (Switch, arXiv 2101.03961, equation 4)."""
+    aux_over: Literal["batch", "sequence"] = "batch"
+    """Tokens to balance: a micro-batch over all devices, or each of its sequences (DeepSeek-V3)."""
     z_loss: NonNegative = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
     bias_rate: NonNegative | None = None
@@ -40,8 +38,6 @@ class MoEConfig(Section, name="moe"):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.aux_loss[0] < 0:
-            self.refuse("aux_loss", "must be a weight, 0 or more, and batch or sequence")
         if self.a2a_groups > 1 and self.dispatch == "allgather":
             self.refuse("a2a_groups", "allgather has no levels; use 1, or another dispatch")
 

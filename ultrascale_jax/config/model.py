@@ -41,9 +41,10 @@ class RopeScaling(Section, name="model.rope_scaling"):
     """Rule that stretches the frequencies."""
     factor: Annotated[float, at_least(1)] = 8.0
     """How many times longer than `original_seq_len` the context is."""
-    freq_factors: tuple[float, float] = (1.0, 0.0)
-    """Llama 3's low and high: frequencies with fewer turns in `original_seq_len` are divided by `factor`, those with
-    more are kept (YaRN's beta_slow and beta_fast). A high one of 0 is the kind's own: 4 for llama3, 32 for yarn."""
+    low_freq_factor: float = 1.0
+    """Frequencies with fewer turns in `original_seq_len` are divided by `factor` (YaRN's beta_slow)."""
+    high_freq_factor: float = 0.0
+    """Frequencies with more turns are kept (YaRN's beta_fast); 0 is the kind's own: 4 for llama3, 32 for yarn."""
     original_seq_len: Count = 8192
     """Sequence length of the pre-training before the stretch, in tokens."""
     attention_factor: NonNegative = 0.0
@@ -58,8 +59,8 @@ class RopeScaling(Section, name="model.rope_scaling"):
         super().__post_init__()
         low, high = self.thresholds
         yarn, without = self.kind == "yarn", f"{self.kind} has none; use 0"
-        inside = f"the first must lie between 0 and the second, {high:g}"
-        self.require(0 < low < high, "freq_factors", inside)
+        inside = f"must lie between 0 and high_freq_factor, {high:g}"
+        self.require(0 < low < high, "low_freq_factor", inside)
         self.require(yarn or not self.attention_factor, "attention_factor", without)
         self.require(yarn or not self.mscale_all_dim, "mscale_all_dim", without)
         self.require(yarn or self.truncate, "truncate", f"{self.kind} rounds no dims; use True")
@@ -68,8 +69,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
     def thresholds(self) -> tuple[float, float]:
         """Turns in `original_seq_len` below which a frequency is divided, and above which it is kept."""
         own = 32.0 if self.kind == "yarn" else 4.0
-        low, high = self.freq_factors
-        return low, high or own
+        return self.low_freq_factor, self.high_freq_factor or own
 
     @property
     def magnitude(self) -> float:

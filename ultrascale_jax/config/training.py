@@ -186,13 +186,17 @@ class Fp8Config(Section, name="fp8"):
 
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Type in which the products are computed that give the weights' gradients."""
-    bf16_layers: tuple[Natural, Natural] = (0, 0)
-    """So many of the first layers, and so many of the last ones, stay bfloat16."""
+    bf16_first: Natural = 0
+    """First layers that stay bfloat16."""
+    bf16_last: Natural = 0
+    """Last layers that stay bfloat16."""
 
     def check(self, num_layers: int, pp: int) -> None:
         """Refuse what cannot be in a model of so many layers, in so many stages."""
-        bf16 = sum(self.bf16_layers)
-        if bf16 >= num_layers:
-            self.refuse("bf16_layers", f"no layer of {num_layers} is left for fp8; use fewer")
-        if bf16 and pp > 1:
-            self.refuse("bf16_layers", "stages must be alike: use 0 0, or mesh.pp=1")
+        first, last = self.bf16_first, self.bf16_last
+        field = "bf16_first" if first else "bf16_last"
+        if first + last >= num_layers:
+            kept = f"with fp8.bf16_last={last} no layer of {num_layers} is left for fp8"
+            self.refuse("bf16_first", f"{kept}; use fewer")
+        if first + last and pp > 1:
+            self.refuse(field, "stages must be alike: use 0, or mesh.pp=1")

@@ -146,7 +146,8 @@ def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, R
         return theta, _yarn(rope, factor, original, family)
     return theta, RopeScaling(
         factor=factor,
-        freq_factors=(number(rope, "low_freq_factor"), number(rope, "high_freq_factor")),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
         original_seq_len=original,
     )
 
@@ -165,7 +166,8 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family)
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        freq_factors=(given.get("beta_slow", 1.0), given.get("beta_fast", 32.0)),
+        low_freq_factor=given.get("beta_slow", 1.0),
+        high_freq_factor=given.get("beta_fast", 32.0),
         original_seq_len=original,
         attention_factor=attention_factor,
         mscale_all_dim=given.get("mscale_all_dim", 0.0) if family.latent else 0.0,

@@ -51,13 +51,14 @@ class Recipe:
     """Type in which the weight's gradient is multiplied."""
     implementation: str
     """Implementation of products with scales for each block."""
-    bf16_layers: tuple[int, int] = (0, 0)
-    """So many of the first and of the last layers stay in the type of compute."""
+    bf16_first: int = 0
+    """First layers that stay in the type of compute."""
+    bf16_last: int = 0
+    """Last layers that stay in the type of compute."""
 
     def covers(self, layer: int, num_layers: int) -> bool:
         """Return whether the products of this layer are in fp8."""
-        first, last = self.bf16_layers
-        return first <= layer < num_layers - last
+        return self.bf16_first <= layer < num_layers - self.bf16_last
 
 
 @jax.tree_util.register_dataclass

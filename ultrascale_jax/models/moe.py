@@ -195,10 +195,9 @@ def _experts(
     )
     chosen_BRX = chosen_BRX.reshape(B, R, -1)
     aux_BR = jnp.zeros((B, R), jnp.float32)
-    weight, over = moe.aux_loss
-    if weight:
+    if moe.aux_weight:
         probabilities_BRX = probabilities.reshape(B, R, -1)
-        aux_BR += weight * _imbalance(probabilities_BRX, chosen_BRX, over)
+        aux_BR += moe.aux_weight * _imbalance(probabilities_BRX, chosen_BRX, moe.aux_over)
     if moe.z_loss:
         lse = jax.nn.logsumexp(logits, axis=1)
         aux_BR += moe.z_loss * jnp.square(lse).reshape(B, R)

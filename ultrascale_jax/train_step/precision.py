@@ -35,7 +35,8 @@ def recipe(cfg: Config) -> Recipe | None:
         gradients="e5m2" if scaling == "tensor" else "e4m3",
         wgrad=fp8.wgrad,
         implementation=cfg.kernels.fp8_matmul,
-        bf16_layers=fp8.bf16_layers,
+        bf16_first=fp8.bf16_first,
+        bf16_last=fp8.bf16_last,
     )
 
 
