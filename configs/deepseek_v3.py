@@ -31,7 +31,7 @@ config = Config(
         seq_len=4096,
         document_mask=False,
     ),
-    optim=OptimConfig(lr=2.2e-4, schedule="wsd:68000", warmup_steps=2000),
+    optim=OptimConfig(lr=2.2e-4, schedule="wsd", decay_steps=68_000, warmup_steps=2000),
     train=TrainConfig(
         steps=235_000, global_batch=15360, microbatches=AUTO, zero=1, remat="auto", eval_every=1000
     ),

@@ -87,7 +87,7 @@ def test_a_run_close_to_the_limit_is_unsure_and_the_hint_fits_for_certain(capsys
 def test_smaller_moments_are_a_hint(capsys):
     found = answer(capsys, "qwen3_32b", "--gpus", "8")
     assert found["verdict"] == "does not fit"
-    assert found["hint"] == "--optim.moment-dtype bfloat16_stochastic"
+    assert found["hint"] == "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
 
 
 def test_the_hint_of_a_run_that_fits_keeps_more(capsys):

@@ -78,7 +78,7 @@ PATHS = {
     "pipeline": {"mesh": {"pp": 2}, "model": {"num_layers": 3}, "train": {"microbatches": 2}},
     "fp16": {"train": {"precision": "fp16"}},
     "muon": {"optim": {"name": "muon"}, "mesh": {"fsdp": 2}},
-    "stochastic rounding": {"optim": {"moment_dtype": "bfloat16_stochastic"}},
+    "stochastic rounding": {"optim": {"moment_dtype": "bfloat16", "stochastic_rounding": True}},
     "experts": {"model": {"experts": Experts(num=4, top_k=2, bias=True)}, "mesh": {"ep": 2}},
 }
 

@@ -73,7 +73,7 @@ def test_any_value_of_any_field_is_taken_or_refused_in_one_line(option, value):
         ["--log.run-dir", "a\0b"],
         ["--checkpoint.dir", "../../x"],
         ["--optim.betas", "0.9"],
-        ["--optim.moment-dtype", "bfloat16_stochastic", "--optim.name", "muon"],
+        ["--optim.stochastic-rounding", "--optim.name", "muon"],
         ["--no.such-key", "1"],
         ["--model", "!!python/object/apply:os.system [true]"],
         ["--train.steps", "__import__('os').system('true')"],

@@ -35,7 +35,7 @@ CFG = Config(
     ),
     mesh=MeshConfig(fsdp=1),
     data=DataConfig(source="synthetic", seq_len=32),
-    optim=OptimConfig(lr=1e-2, moment_dtype="bfloat16_stochastic"),
+    optim=OptimConfig(lr=1e-2, moment_dtype="bfloat16", stochastic_rounding=True),
     train=TrainConfig(steps=4, global_batch=8, precision="fp32"),
 )
 
@@ -195,10 +195,8 @@ def test_moments_round_another_way_at_another_seed_or_step_only():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(UserError, match=r"optim\.moment_dtype='b.*_stochastic': needs optim\.name"):
-        OptimConfig(name="muon", moment_dtype="bfloat16_stochastic")
+    with pytest.raises(UserError, match=r"optim\.stochastic_rounding=True: needs optim\.name"):
+        OptimConfig(name="muon", moment_dtype="bfloat16", stochastic_rounding=True)
     plain = dataclasses.replace(CFG, optim=OptimConfig(moment_dtype="bfloat16"))
-    with pytest.raises(
-        UserError, match=r"optim\.moment_dtype: saved 'bfloat16_stochastic', now 'bfloat16'"
-    ):
+    with pytest.raises(UserError, match=r"optim\.stochastic_rounding: saved True, now False"):
         check_same_run(describe(CFG, 1, "data"), plain, "data", "run/1")

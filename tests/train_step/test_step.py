@@ -317,7 +317,7 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
             {0: 0.1, 4: 0.5, 9: 1.0, 54: 0.55, 99: 0.1},
         ),
         (
-            {"schedule": "wsd:20", "warmup_steps": 10},
+            {"schedule": "wsd", "decay_steps": 20, "warmup_steps": 10},
             {9: 1.0, 10: 1.0, 79: 1.0, 89: 0.55, 99: 0.1},
         ),
         ({"schedule": "wsd"}, {0: 1.0, 79: 1.0, 99: 0.1}),
@@ -331,21 +331,25 @@ def test_the_schedule_passes_through_its_points(fields, points):
         np.testing.assert_allclose(schedule(cfg)(step), 0.2 * share, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["cosine", "constant", "wsd", "wsd:1", "wsd:4", "wsd:99"])
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [("cosine", 0), ("constant", 0), ("wsd", 0), ("wsd", 1), ("wsd", 4), ("wsd", 99)],
+)
 @pytest.mark.parametrize(
     ("steps", "warmup"),
     [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (10, 0), (10, 3), (10, 9), (10, 20)],
 )
-def test_a_warm_up_ends_at_the_peak_and_a_run_at_the_least_rate(steps, warmup, name):
-    optim = {"lr": 0.2, "schedule": name, "warmup_steps": warmup, "min_lr_ratio": 0.25}
+def test_a_warm_up_ends_at_the_peak_and_a_run_at_the_least_rate(steps, warmup, name, decay):
+    optim = {"lr": 0.2, "schedule": name, "decay_steps": decay, "min_lr_ratio": 0.25}
+    optim["warmup_steps"] = warmup
     rate = schedule(variant(optim=optim, train={"steps": steps}))
     peak = max(warmup, 1) - 1
     after = max(steps - 1 - peak, 0)
     shares = np.array([rate(step) for step in range(peak + after + 2)]) / 0.2
     rising = np.arange(1, peak + 2) / (peak + 1)
     np.testing.assert_allclose(shares[: peak + 1], rising, rtol=1e-6)
-    length = {"cosine": after, "constant": 0, "wsd": max(steps // 5, 1)}.get(name)
-    decaying = min(after, int(name[4:]) if length is None else length)
+    length = {"cosine": after, "constant": 0, "wsd": decay or max(steps // 5, 1)}[name]
+    decaying = min(after, length)
     np.testing.assert_allclose(shares[peak : peak + after - decaying + 1], 1.0)
     if decaying:
         assert np.all(np.diff(shares[peak + after - decaying : steps]) < 0)
@@ -353,7 +357,7 @@ def test_a_warm_up_ends_at_the_peak_and_a_run_at_the_least_rate(steps, warmup, n
 
 
 def test_a_resumed_run_of_other_steps_or_settings_tells_its_rate():
-    fields = {"lr": 0.2, "schedule": "wsd:2", "min_lr_ratio": 0.25}
+    fields = {"lr": 0.2, "schedule": "wsd", "decay_steps": 2, "min_lr_ratio": 0.25}
     saved, longer = (variant(optim=fields, train={"steps": steps}) for steps in (4, 12))
     [line] = rate_change(saved, longer, 4)
     wanted = "update 5: 2.00e-01, by the saved settings 5.00e-02; of the last, 12: 5.00e-02"

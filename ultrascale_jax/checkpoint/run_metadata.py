@@ -13,6 +13,7 @@ from ultrascale_jax.config.foreign import read_json
 
 SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),
+    "optim.stochastic_rounding",
     *("train.seed", "train.global_batch", "train.batch_ramp", "train.init_from", "train.lora"),
     "train.dpo",
 )

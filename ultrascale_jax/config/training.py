@@ -1,7 +1,6 @@
 """Options of the training step: optimizer, batch and precision."""
 
 import functools
-import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -79,9 +78,11 @@ class OptimConfig(Section, name="optim"):
     """Peak learning rate."""
     min_lr_ratio: Annotated[float, SHARE_OF_LR] = 0.1
     """Learning rate of the last step of a decay over the peak."""
-    schedule: str = "cosine"
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """After the warm-up, or else the first step: `cosine` to the last step, `constant`, or stable and then linear
-    decay: `wsd`, over the last fifth of the run, or `wsd:STEPS`."""
+    decay (`wsd`)."""
+    decay_steps: Natural = 0
+    """Steps of the decay of `wsd`, the last ones of the run; 0: a fifth of the run."""
     warmup_steps: Natural = 0
     """Steps of linear warm-up (W): step k has k/W of the peak."""
     betas: Annotated[tuple[float, float], at_least(0), below(1)] = (0.9, 0.95)
@@ -92,26 +93,21 @@ class OptimConfig(Section, name="optim"):
     """Decoupled weight decay, on matrices only."""
     clip_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""
-    moment_dtype: Literal["float32", "bfloat16", "bfloat16_stochastic"] = "float32"
-    """Type in which moments are stored; bfloat16: the first alone. With bfloat16_stochastic both are bfloat16, rounded
-    up or down at random so that they are right on average."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which moments are stored; bfloat16: the first alone, unless it is rounded at random."""
+    stochastic_rounding: bool = False
+    """With bfloat16 moments: store both so, rounded up or down at random so that they are right on average."""
 
     def __post_init__(self):
         super().__post_init__()
-        schedule = re.fullmatch(r"cosine|constant|wsd(:[1-9]\d{0,8})?", self.schedule)
-        rounds = self.name == "adamw" or not self.stochastic_rounding
-        self.require(schedule is not None, "schedule", "must be cosine, constant, wsd or wsd:STEPS")
-        self.require(rounds, "moment_dtype", "needs optim.name=adamw")
-
-    @property
-    def decay_steps(self) -> int:
-        """Return the length of the final decay of `wsd`, in steps; 0 is a fifth of the run."""
-        return int(self.schedule.partition(":")[2] or 0)
-
-    @property
-    def stochastic_rounding(self) -> bool:
-        """Return whether moments are rounded at random."""
-        return self.moment_dtype == "bfloat16_stochastic"
+        if self.decay_steps and self.schedule != "wsd":
+            self.refuse(
+                "decay_steps", f"{self.schedule} has no such steps; use 0, or optim.schedule=wsd"
+            )
+        if self.stochastic_rounding and self.moment_dtype == "float32":
+            self.refuse("stochastic_rounding", "needs optim.moment_dtype=bfloat16")
+        if self.stochastic_rounding and self.name != "adamw":
+            self.refuse("stochastic_rounding", "needs optim.name=adamw")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ def schedule(cfg: Config) -> optax.Schedule:
     falling = optax.constant_schedule(optim.lr)
     if optim.schedule == "cosine" and updates > 0:
         falling = optax.cosine_decay_schedule(optim.lr, updates, alpha=optim.min_lr_ratio)
-    elif optim.schedule.startswith("wsd") and updates > 0:
+    elif optim.schedule == "wsd" and updates > 0:
         decay = min(optim.decay_steps or max(cfg.train.steps // 5, 1), updates)
         down = optax.linear_schedule(optim.lr, optim.min_lr_ratio * optim.lr, decay)
         falling = optax.join_schedules([falling, down], [updates - decay])

@@ -83,7 +83,7 @@ def _tries(cfg: Config, verdict: Verdict, meshes: bool) -> Iterator[tuple[Config
     sharded = with_changes(own, mesh=cfg.mesh, zero=3)
     smaller = [sharded]
     if cfg.optim.name == "adamw":
-        optim = dataclasses.replace(cfg.optim, moment_dtype="bfloat16_stochastic")
+        optim = dataclasses.replace(cfg.optim, moment_dtype="bfloat16", stochastic_rounding=True)
         smaller.append(dataclasses.replace(sharded, optim=optim))
     for tried in smaller:
         yield tried, False
