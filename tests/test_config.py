@@ -277,12 +277,13 @@ def test_no_number_of_a_run_may_be_one_that_the_devices_cannot_hold():
 @pytest.mark.parametrize(
     ("ramp", "message"),
     [
-        ("64", "must end with train.global_batch=16"),
-        ("8; 4: 32", "must end with train.global_batch=16"),
-        ("16; 4: 8", "each must be larger; write sequences of a step, from a step on"),
-        ("8, 4: 16", "write sequences of a step, from a step on: 64; 2000: 128"),
-        ("8; 4: 12; 3: 16", "the stage at 3 would begin after 3 steps, the one before it after 4"),
-        ("8; 2.5: 16", "write stages as FIRST; AT: NEXT"),
+        (((4, 16),), "sequences to less than train.global_batch=16"),
+        (((4, 32),), "sequences to less than train.global_batch=16"),
+        (((4, 8), (9, 4)), "steps must ascend, and sequences to less than"),
+        (((4, 8), (4, 12)), "steps must ascend, and sequences to less than"),
+        (((4, 0),), "must be at least 1"),
+        (((0, 8),), "must be at least 1"),
+        ("8; 4: 16", "must be a tuple"),
     ],
 )
 def test_a_ramp_of_the_batch_that_cannot_be_is_refused(ramp, message):
@@ -292,12 +293,12 @@ def test_a_ramp_of_the_batch_that_cannot_be_is_refused(ramp, message):
 
 
 def test_each_size_of_a_ramp_divides_into_micro_batches_for_the_mesh():
-    cfg = replaced(Config(), train__microbatches=4, train__batch_ramp="4; 0.5: 8; 80: 16")
+    cfg = replaced(Config(), train__microbatches=4, train__batch_ramp=((50, 4), (80, 8)))
     assert [cfg.of_batch(size).train.microbatches for size in (4, 8, 16)] == [1, 2, 4]
     assert cfg.check(4).train.batches.begins == (0, 50, 80)
     with pytest.raises(
         UserError,
-        match=r"^train\.batch_ramp='.*': with 4 sequences train\.global_batch=4: must be divisible",
+        match=r"^train\.batch_ramp=.*: with 4 sequences train\.global_batch=4: must be divisible",
     ):
         replaced(cfg, train__microbatches=2).check(8)
     grouped = replaced(

@@ -43,6 +43,7 @@ WORDS = [
     ("--optim.name adam", "Expected one of .'adamw'", "--optim.name adamw"),
     ("--train.remat selectve", "must be none, selective,", "--train.remat selective"),
     ("--pp.schedule gpipe", "must be one of afab,", "--pp.schedule afab"),
+    ("--train.batch-ramp 3 8 5", "must be pairs of a step and seq", "--train.batch-ramp 3 8"),
     ("--train.steps many", "--train.steps: .* 'many'", "--train.steps 5"),
     ("--train.steps 0", "must be at least 1", "--train.steps 1"),
     ("--train.steps", "Missing value for argument '--train.steps'", "--train.steps 5"),

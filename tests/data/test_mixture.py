@@ -177,7 +177,7 @@ def test_a_later_stage_changes_nothing_before_it(folders):
 
 def test_a_ramp_of_the_batch_reads_the_same_sequences_in_their_order(folders):
     a, b, _ = folders
-    ramp = Batches.parse("4; 3: 6; 0.5: 8", 8, 10)
+    ramp = Batches((4, 6, 8), (0, 3, 5))
     assert [ramp.at(step) for step in range(7)] == [4, 4, 4, 6, 6, 8, 8]
     assert [ramp.before(step) for step in (0, 1, 3, 5, 7)] == [0, 4, 12, 24, 40]
     assert [ramp.microbatches(size, 4) for size in ramp.sizes] == [2, 3, 4]
@@ -190,7 +190,7 @@ def test_a_ramp_of_the_batch_reads_the_same_sequences_in_their_order(folders):
     np.testing.assert_array_equal(rows, rows_of(one_by_one, range(40)))
     assert len(loader.places(3)) == 6
     # On devices, with rows dealt by their work, from a step in the middle of the ramp.
-    loader = staged_loader(source, Batches.parse("8; 4: 16", 16, 8), steps=8, document_mask=True)
+    loader = staged_loader(source, Batches((8, 16), (0, 4)), steps=8, document_mask=True)
     batches = loader.device_batches(make_mesh(MeshConfig(fsdp=8)), 3)
     for step, size in ((3, 8), (4, 16)):
         found, batch, digest = next(batches)

@@ -196,7 +196,7 @@ def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(
 STAGED = change(
     BASE,
     data={"source": "synthetic; 4: synthetic@3,synthetic@1"},
-    train={"batch_ramp": "4; 4: 8", "microbatches": 2, "eval_every": 0},
+    train={"batch_ramp": ((4, 4),), "microbatches": 2, "eval_every": 0},
     optim={"warmup_steps": 0},
 )
 """Two micro-batches of 4 sequences after 4 steps, before that one, and a second source after 4."""
@@ -236,12 +236,12 @@ def test_what_comes_after_a_checkpoint_may_change_and_what_came_before_may_not(s
     folder, _ = staged
     branch = change(STAGED, checkpoint={"resume": f"from:{folder}@4"}, train={"steps": 4})
     later = {"data": {"source": "synthetic; 6: synthetic,synthetic"}}
-    grown = {"train": {"batch_ramp": "4; 9: 16", "global_batch": 16, "steps": 4}}
+    grown = {"train": {"batch_ramp": ((9, 4),), "global_batch": 16, "steps": 4}}
     for change_after in (later, grown):
         run(change(branch, **change_after), tmp_path / "after")
         shutil.rmtree(tmp_path / "after")
     earlier = {"data": {"source": "synthetic; 3: synthetic,synthetic"}}
-    shrunk = {"train": {"batch_ramp": "4; 3: 8", "steps": 4}}
+    shrunk = {"train": {"batch_ramp": ((3, 4),), "steps": 4}}
     for change_before, said in ((earlier, r"data\.source: saved"), (shrunk, r"train\.batch_ramp:")):
         with pytest.raises(UserError, match=f"checkpoints/4 is of another run:\n  {said}"):
             run(change(branch, **change_before), tmp_path / "before")

@@ -52,6 +52,9 @@ PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttent
 PHRASES = {
     r"no type matching .*: (must be .*)": r"\1",
     r"Could not parse arguments (.*) into tuple type typing.Tuple\[(.*)\]": r"must be (\2), not \1",
+    r"(--train.batch-ramp: )Could not find valid parse for arguments: (.*)": (
+        r"\1must be pairs of a step and sequences, as 2000 64 5000 128, not \2"
+    ),
 }
 """Phrases of tyro, as regular expressions, to plain ones."""
 
@@ -251,8 +254,15 @@ def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> l
             section, _, last = option.rpartition(".")
             words.append(option if new else f"{section}.no-{last}")
         else:
-            words += [option, *map(str, new if isinstance(new, tuple) else (new,))]
+            words += [option, *_words_of(new)]
     return words
+
+
+def _words_of(value: Any) -> list[str]:
+    """Return the words of a value that is no switch; those of a tuple of tuples follow each other."""
+    if isinstance(value, tuple):
+        return [word for member in value for word in _words_of(member)]
+    return [str(value)]
 
 
 def read[T](

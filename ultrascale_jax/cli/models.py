@@ -157,7 +157,7 @@ def on_mesh(options: ScoreOptions, cfg: Config, positions: int) -> tuple[Config,
     rows = options.batch or -(-DEFAULT_ROWS // parts) * parts
     fix = f"must be divisible by mesh.dp*mesh.fsdp*mesh.ep*mesh.pp={parts}"
     require(rows % parts == 0, "batch", rows, fix)
-    batches = {"global_batch": rows, "batch_ramp": "", "microbatches": sizes.pp}
+    batches = {"global_batch": rows, "batch_ramp": (), "microbatches": sizes.pp}
     train = replace(cfg.train, **batches, remat="none")
     data = replace(
         cfg.data,

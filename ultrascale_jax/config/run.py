@@ -90,7 +90,7 @@ class Config(Section, name=""):
         """Return the configuration of the steps of `size` sequences, one of those of `train.batch_ramp`."""
         train = self.train
         microbatches = train.batches.microbatches(size, train.microbatches)
-        changes = {"global_batch": size, "microbatches": microbatches, "batch_ramp": ""}
+        changes = {"global_batch": size, "microbatches": microbatches, "batch_ramp": ()}
         return dataclasses.replace(self, train=dataclasses.replace(train, **changes))
 
     def check_chosen(self) -> None:
@@ -274,7 +274,7 @@ def with_changes(
     Another `global_batch` is that of every step, without a ramp.
     """
     if train.get("global_batch", cfg.train.global_batch) != cfg.train.global_batch:
-        train = {"batch_ramp": "", **train}
+        train = {"batch_ramp": (), **train}
     sections = {"pp": pp or cfg.pp, "moe": moe or cfg.moe, "cp": cp or cfg.cp}
     train_cfg = dataclasses.replace(cfg.train, **train)
     return dataclasses.replace(cfg, mesh=mesh, train=train_cfg, **sections)

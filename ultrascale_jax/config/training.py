@@ -1,7 +1,9 @@
 """Options of the training step: optimizer, batch and precision."""
 
 import functools
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from ultrascale_jax.config.base import put_home, require
@@ -118,9 +120,9 @@ class TrainConfig(Section, name="train"):
     """Optimizer steps of the whole run."""
     global_batch: Count = 16
     """Sequences of one optimizer step, over all devices and micro-batches."""
-    batch_ramp: str = ""
-    """Smaller batches first, each from a step or a share of the run on, the last `train.global_batch`: `64; 2000: 128;
-    5000: 256`. Micro-batches keep their size, and their number grows."""
+    batch_ramp: tuple[tuple[Count, Count], ...] = ()
+    """Smaller batches first: a step and the sequences of each step before it, as `2000 64 5000 128`; both ascend, and
+    `train.global_batch` follows. Micro-batches keep their size, and their number grows."""
     microbatches: Natural = 1
     """Gradient-accumulation steps inside one optimizer step; `auto` (0): the fastest number that fits."""
     zero: Literal[0, 1, 2, 3] = 3
@@ -161,13 +163,16 @@ class TrainConfig(Section, name="train"):
             Lora.parse(self.lora)
         if self.dpo:
             Dpo.parse(self.dpo)
-        if self.batch_ramp:
-            Batches.parse(self.batch_ramp, self.global_batch, self.steps)
+        ends, sizes = zip(*self.batch_ramp, (math.inf, self.global_batch), strict=True)
+        if any(a >= b for a, b in (*pairwise(ends), *pairwise(sizes))):
+            largest = f"train.global_batch={self.global_batch}"
+            self.refuse("batch_ramp", f"steps must ascend, and sequences to less than {largest}")
 
     @property
     def batches(self) -> Batches:
         """Return the sequences of each step."""
-        return Batches.parse(self.batch_ramp, self.global_batch, self.steps)
+        sizes = (*(size for _, size in self.batch_ramp), self.global_batch)
+        return Batches(sizes, (0, *(end for end, _ in self.batch_ramp)))
 
     @property
     def auto(self) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ultrascale_jax.config import LARGEST, Batches, ContextConfig, DataConfig, UserError, require
-from ultrascale_jax.config.stages import begins, parse_stages
 from ultrascale_jax.data.balance import attention_work, deal_rows
 from ultrascale_jax.data.held_out import HeldOut
 from ultrascale_jax.data.mixture import StagedSamples, parse_named
@@ -37,6 +36,7 @@ from ultrascale_jax.data.samples import (
     nth_token,
 )
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
+from ultrascale_jax.data.stages import begins, parse_stages
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
 

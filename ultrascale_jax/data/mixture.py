@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale_jax.config import require
-from ultrascale_jax.config.stages import FORM, parse_stages
+from ultrascale_jax.data.stages import FORM, parse_stages
 
 KINDS = "python-stdlib, text:GLOB, tokens:DIR or synthetic"
 

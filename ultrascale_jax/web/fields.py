@@ -224,6 +224,6 @@ def _changed(cfg: Config, values: Mapping[str, Any]) -> Config:
         section, _, field = name.partition(".")
         changes.setdefault(section, {})[field] = value
     if "global_batch" in changes.get("train", {}):
-        changes["train"]["batch_ramp"] = ""
+        changes["train"]["batch_ramp"] = ()
     parts = {n: dataclasses.replace(getattr(cfg, n), **new) for n, new in changes.items()}
     return dataclasses.replace(cfg, **parts)

@@ -79,7 +79,7 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
         fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
         sequences = count // cfg.data.seq_len
         require(sequences >= 1, "global_batch_tokens", options.global_batch_tokens, fix)
-        train = dataclasses.replace(cfg.train, global_batch=sequences, batch_ramp="")
+        train = dataclasses.replace(cfg.train, global_batch=sequences, batch_ramp=())
         cfg = dataclasses.replace(cfg, train=train)
     sequences, seq_len = cfg.train.global_batch, cfg.data.seq_len
     require(seq_len <= MOST_SEQ_LEN, "data.seq_len", seq_len, f"must be at most {MOST_SEQ_LEN:,}")

@@ -1,4 +1,4 @@
-"""Stages of a run as one text: `FIRST; AT: NEXT; AT: NEXT`, as `data.source` and `train.batch_ramp` take.
+"""Stages of `data.source` as one text: `FIRST; AT: NEXT; AT: NEXT`.
 
 AT is a step (`2000`: the stage begins after 2,000 steps) or, with a point, a share of the run's steps (`0.8`).
 """
