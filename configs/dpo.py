@@ -1,6 +1,6 @@
 """Preference optimisation (DPO) of a chat model that exists: `--train.init-from` replaces the model here.
 
-The rate is for all parameters; adapters (`--train.lora rank=16`) stand ten times that. A row holds as many pairs as
+The rate is for all parameters; adapters (`--train.lora.rank 16`) stand ten times that. A row holds as many pairs as
 fit, each with both answers, and the prompt before either.
 """
 
@@ -9,6 +9,7 @@ from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    Dpo,
     LogConfig,
     ModelConfig,
     OptimConfig,
@@ -20,7 +21,7 @@ config = Config(
     data=DataConfig(source="tokens:shards/pairs", tokenizer="bytes", seq_len=2048),
     optim=OptimConfig(lr=5e-7, warmup_steps=20, weight_decay=0.0, betas=(0.9, 0.999)),
     train=TrainConfig(
-        dpo="beta=0.1",
+        dpo=Dpo(beta=0.1),
         steps=500,
         global_batch=16,
         microbatches=AUTO,

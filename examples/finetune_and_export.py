@@ -52,7 +52,7 @@ def main(source: str | None = None, out: str | None = None):
             precision="fp32",
             eval_batches=1,
             init_from=f"hf:{base}",
-            lora="rank=8",  # leave it out to train all parameters
+            lora=us.Lora(rank=8),  # leave it out to train all parameters
         ),
         log=us.LogConfig(run_dir=str(folder / "run")),
     ).check(num_devices=8)

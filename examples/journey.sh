@@ -106,7 +106,7 @@ title "6. Adapters on conversations, on a third mesh"
 ultrascale convert-hf out/base hf/base --dtype float32
 cp tokenizer/chat_template.jinja hf/base/
 ultrascale train finetune --train.init-from hf:hf/base --fake-devices 8 --mesh fsdp=2,sp=2,cp=2 --log.run-dir out/tuned \
-    --train.lora rank=16 --optim.lr 1e-2 --data.source tokens:shards/talks --data.seq-len 64 --train.steps "$TUNE_STEPS" \
+    --train.lora.rank 16 --optim.lr 1e-2 --data.source tokens:shards/talks --data.seq-len 64 --train.steps "$TUNE_STEPS" \
     --train.global-batch 16 --train.precision fp32 --train.microbatches 1 --train.remat none --train.eval-batches 1
 
 title "7. Evaluate before and after"

@@ -59,7 +59,7 @@ CASES = {
     "zero2": f"{DEBUG} --mesh dp=2,fsdp=4 --train.microbatches 2 --train.global_batch 16 --train.zero 2",
     "zero3": f"{DEBUG} --mesh fsdp=4,sp=2 --train.microbatches 2",
     "offload": f"{DEBUG} --mesh fsdp=8 --train.remat save:q,k,v+offload:gate,up",
-    "lora": f"{DEBUG} --mesh fsdp=4,sp=2 --train.lora rank=4",
+    "lora": f"{DEBUG} --mesh fsdp=4,sp=2 --train.lora.rank 4",
     "muon": f"{DEBUG} --mesh fsdp=4,sp=2 --optim.name muon",
     "bf16": f"{CUDNN} bf16 --mesh dp=2,fsdp=4 --no-data.document_mask",
     "bf16_pp": f"{CUDNN} bf16 --mesh pp=2,fsdp=4 --train.microbatches 2",

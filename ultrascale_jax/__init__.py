@@ -15,10 +15,12 @@ if TYPE_CHECKING:
         Config,
         ContextConfig,
         DataConfig,
+        Dpo,
         Experts,
         KernelsConfig,
         LatentAttention,
         LogConfig,
+        Lora,
         MeshConfig,
         ModelConfig,
         MoEConfig,
@@ -91,8 +93,8 @@ _HOME = {
     "checkpoint.tree": "load_tree save_tree tree_meta",
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
-        "CheckpointConfig Config ContextConfig DataConfig Experts KernelsConfig LatentAttention "
-        "LogConfig MeshConfig MoEConfig ModelConfig OptimConfig TrainConfig UserError"
+        "CheckpointConfig Config ContextConfig DataConfig Dpo Experts KernelsConfig LatentAttention "
+        "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig TrainConfig UserError"
     ),
     "data.loader": "Loader",
     "hooks": "Batch Hook",

@@ -24,7 +24,7 @@ from ultrascale_jax.train_step.preference import SUMS
 from ultrascale_jax.training.setup import make_loader, open_run
 
 HF = Path(__file__).parents[1] / "data" / "hf" / "llama3"
-LORA = "rank=4,alpha=8,scaling=rslora,targets=q_proj+o_proj+down_proj"
+LORA = "4 --train.lora.alpha 8 --train.lora.rslora --train.lora.targets q_proj o_proj down_proj"
 TINY = "debug --data.source synthetic --data.seq-len 64 --train.global-batch 8 --mesh fsdp=2,dp=4"
 
 
@@ -46,9 +46,7 @@ def run_dir(tmp_path_factory):
     """A run of adapters that stands at step 3, and the words that began it."""
     folder = tmp_path_factory.mktemp("lora")
     shutil.copytree(HF, folder / "hf")
-    words = (
-        f"{TINY} --train.init-from hf:{folder}/hf --train.lora {LORA} --log.run-dir {folder}/run"
-    )
+    words = f"{TINY} --train.init-from hf:{folder}/hf --train.lora.rank {LORA} --log.run-dir {folder}/run"
     with opened(words) as run:
         assert run.step == 0 and not np.any(np.asarray(run.state.params.blocks.attn.lora.w_q.b))
         state = dataclasses.replace(run.state, params=random(run.state.params))
@@ -70,8 +68,8 @@ def test_adapters_resume_exactly_on_the_base_where_they_began(run_dir):
     np.testing.assert_array_equal(
         embed, load_file(HF / "model.safetensors")["model.embed_tokens.weight"].astype("float32")
     )
-    with pytest.raises(UserError, match=r"train.lora: saved 'rank=4.*', now 'rank=8'"):
-        with opened(words.replace(LORA, "rank=8")):
+    with pytest.raises(UserError, match=r"train.lora.rank: saved 4, now 8"):
+        with opened(words.replace(LORA, "8")):
             pass
 
 
@@ -104,7 +102,7 @@ def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path,
 def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
     shutil.copytree(HF, tmp_path / "hf")
     source = write_pairs(tmp_path / "pairs", vocab_size=256)
-    words = f"{TINY} --train.init-from hf:{tmp_path}/hf --train.dpo beta=0.1 --log.run-dir {tmp_path}/run"
+    words = f"{TINY} --train.init-from hf:{tmp_path}/hf --train.dpo.beta 0.1 --log.run-dir {tmp_path}/run"
     words = words.replace("synthetic", source)
     with opened(words) as run:
         for mine, theirs in zip(
@@ -122,16 +120,16 @@ def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
         np.testing.assert_array_equal(run.state.model.embed[...], expected)
         np.testing.assert_array_equal(run.state.frozen.embed[...], frozen)
     cfg, params = load_params(tmp_path / "run", make_mesh(MeshConfig.of(pp=2), jax.devices()[:2]))
-    assert not cfg.train.dpo  # any mesh reads it
+    assert not cfg.train.dpo.enabled  # any mesh reads it
     np.testing.assert_array_equal(params.embed[...], expected)
-    with pytest.raises(UserError, match=r"train.dpo: saved 'beta=0.1', now 'beta=0.2'"):
-        with opened(words.replace("beta=0.1", "beta=0.2")):
+    with pytest.raises(UserError, match=r"train.dpo.beta: saved 0.1, now 0.2"):
+        with opened(words.replace("beta 0.1", "beta 0.2")):
             pass
 
 
 def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"train\.lora=.*give --train.init-from hf:DIR"):
-        with opened(f"{TINY} --train.lora rank=2 --log.run-dir {tmp_path}/run"):
+    with pytest.raises(UserError, match=r"train\.lora\.rank=2: .*give --train.init-from hf:DIR"):
+        with opened(f"{TINY} --train.lora.rank 2 --log.run-dir {tmp_path}/run"):
             pass
 
 
@@ -205,7 +203,7 @@ def test_the_journey_from_text_to_a_chat_by_commands(tmp_path, monkeypatch, caps
     Path("talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
     words = ("--out", "shards", "--tokenizer", "hf/tokenizer.json", "--chat")
     ultrascale("prepare-data", "--input", "talks.jsonl", *words)
-    lora = ("--train.lora", "rank=8", "--optim.lr", "1e-2", "--data.source", "tokens:shards")
+    lora = ("--train.lora.rank", "8", "--optim.lr", "1e-2", "--data.source", "tokens:shards")
     tune = (
         "train",
         "finetune",

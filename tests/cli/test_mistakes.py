@@ -158,25 +158,25 @@ COMMANDS = [
     ),
     # Preference pairs.
     (
-        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo beta=0.1",
+        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo.beta 0.1",
         "no preference pairs.* ultrascale prepare-data --preferences --input 'FILES' --out DIR --tokenizer bytes$",
         "prepare-data --preferences --input pairs.jsonl --out ranked --tokenizer bytes --workers 1",
-        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo beta=0.1 --data.source tokens:ranked",
+        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo.beta 0.1 --data.source tokens:ranked",
     ),
     (
         "train ./my.py --log.run-dir w --data.source tokens:pairs",
-        "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --train.init-from$",
-        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --train.init-from trained",
+        "holds preference pairs; give --train.dpo.beta 0.1, and the model to tune by --train.init-from$",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1 --train.init-from trained",
     ),
     (
-        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1",
-        r"train\.dpo=.* give --train.init-from hf:DIR or RUN_DIR$",
-        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --train.init-from trained",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1",
+        r"train\.dpo\.beta=.* give --train.init-from hf:DIR or RUN_DIR$",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1 --train.init-from trained",
     ),
     (
         "train ./my.py --log.run-dir w --train.dpo 0.1",
-        "write beta=0.1, or more",
-        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo beta=0.1 --train.init-from trained",
+        r"did you mean --train\.dpo\.beta",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1 --train.init-from trained",
     ),
     (
         "prepare-data --preferences --input a.jsonl --out ranks",

@@ -17,6 +17,7 @@ from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
     Config,
     DataConfig,
+    Lora,
     MeshConfig,
     ModelConfig,
     TrainConfig,
@@ -105,8 +106,8 @@ def test_own_layers_take_every_precision(mesh, precision):
 
 
 def test_what_cannot_be_with_own_layers_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"train\.lora=.* has a GatedAttention; train all"):
-        trace(OwnModel, lora="rank=2", init_from="hf:x")
+    with pytest.raises(UserError, match=r"train\.lora\.targets=.* has a GatedAttention; train all"):
+        trace(OwnModel, lora=Lora(rank=2), init_from="hf:x")
     with pytest.raises(UserError, match=r"model=.*must be Transformer or a subclass"):
         trace(lambda *args: OwnModel(*args))
     cfg = on(CFG, "fsdp=2")

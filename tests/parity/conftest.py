@@ -91,7 +91,7 @@ def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
             if i == 0:
                 first = by_name(*found)
         evaluation = None
-        if evaluates and cfg.train.dpo:
+        if evaluates and cfg.train.dpo.enabled:
             sums = make_pair_step(cfg)(state, batch)
             evaluation = float(sums["loss"]) / int(sums["pairs"])
         elif evaluates:

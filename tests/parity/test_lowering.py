@@ -19,7 +19,7 @@ def marked(name: str):
 @pytest.mark.parametrize("name", [marked(name) for name in test_meshes.TABLE])
 def test_plain_lowering_on_a_mesh_equals_one_device(name, assert_equals_one_device, pairs):
     cfg = change(test_meshes.configure(*test_meshes.TABLE[name]), train={"lowering": "plain"})
-    if cfg.train.dpo:
+    if cfg.train.dpo.enabled:
         cfg = change(cfg, data={"source": pairs})
     assert_equals_one_device(cfg, evaluates=False)
 

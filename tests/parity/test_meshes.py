@@ -10,8 +10,10 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
+    Dpo,
     Experts,
     LatentAttention,
+    Lora,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -66,7 +68,7 @@ DEEPSEEK = MIXTRAL | {
         groups=4, groups_per_token=2, bias=True,
     ),
 }  # fmt: skip
-DPO = {"dpo": "beta=0.5,label_smoothing=0.1", "init_from": "hf:x", "z_loss": 0.0}
+DPO = {"dpo": Dpo(beta=0.5, label_smoothing=0.1), "init_from": "hf:x", "z_loss": 0.0}
 # Sections and their fields. Rows hold several documents, except where the mask is off.
 FAMILIES = {
     "llama": {},
@@ -102,18 +104,21 @@ FAMILIES = {
         "moe": {"aux_weight": 0.1},
         "train": {"microbatches": 1},
     },
-    "lora": {"train": {"lora": "rank=4,scaling=rslora", "init_from": "hf:x"}},
+    "lora": {"train": {"lora": Lora(rank=4, rslora=True), "init_from": "hf:x"}},
     "lora_of_attention": {
         "model": {"qk_norm": "head", "num_kv_heads": 2, "qkv_bias": True},
-        "train": {"lora": "rank=2,targets=q_proj+k_proj+o_proj", "init_from": "hf:x"},
+        "train": {
+            "lora": Lora(rank=2, targets=("q_proj", "k_proj", "o_proj")),
+            "init_from": "hf:x",
+        },
     },
     # Two pairs a row; the fixture `pairs` has their source.
     "dpo": {"data": {"seq_len": 64}, "train": DPO},
-    "dpo_lora": {"data": {"seq_len": 64}, "train": DPO | {"lora": "rank=4"}},
+    "dpo_lora": {"data": {"seq_len": 64}, "train": DPO | {"lora": Lora(rank=4)}},
     "ipo_tied": {
         "data": {"seq_len": 64},
         "model": {"tied_embeddings": True},
-        "train": DPO | {"dpo": "beta=0.5,loss=ipo"},
+        "train": DPO | {"dpo": Dpo(beta=0.5, loss="ipo")},
     },
     "gpt_oss": {"model": GPT_OSS, "moe": {"aux_weight": 0.1, "aux_over": "sequence"}},
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
@@ -249,6 +254,6 @@ def configure(mesh, train, family, cp=None, moe=None) -> Config:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in TABLE])
 def test_mesh_gives_the_losses_and_gradients_of_one_device(name, assert_equals_one_device, pairs):
     cfg = configure(*TABLE[name])
-    if cfg.train.dpo:
+    if cfg.train.dpo.enabled:
         cfg = change(cfg, data={"source": pairs})
     assert_equals_one_device(cfg, evaluates=name not in UNEVALUATED)

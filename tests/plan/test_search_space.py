@@ -13,6 +13,7 @@ from ultrascale_jax.config import (
     REMAT_POLICIES,
     SCHEDULES,
     ContextConfig,
+    Lora,
     MeshConfig,
     UserError,
     with_changes,
@@ -147,7 +148,7 @@ def test_layers_offload_what_the_host_has_the_memory_for():
     assert {remat for remat, _ in offloaded(mixtral, usual, "ep")} == set(OFFLOADED_EXPERTS)
     assert not offloaded(mixtral, usual, "ep", 4)
     adapters = dataclasses.replace(
-        llama3_8b.train, lora="rank=16", init_from="hf:folder", remat="full", microbatches=1
+        llama3_8b.train, lora=Lora(rank=16), init_from="hf:folder", remat="full", microbatches=1
     )
     assert not offloaded(dataclasses.replace(llama3_8b, train=adapters), usual)
 

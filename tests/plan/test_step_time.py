@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrascale_jax.config import Experts, MeshConfig, MoEConfig
+from ultrascale_jax.config import Experts, Lora, MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 from ultrascale_jax.plan.flops import flops_per_token
@@ -261,7 +261,7 @@ def test_a_layers_parameters_wait_once_for_the_hops_unless_others_share_their_st
 
     assert gather_s(tp=8) > 3 * gather_s(sp=8)
     assert gather_s(cp=8) > gather_s(dp=8)
-    assert gather_s(lora="rank=1", sp=8) > 3 * gather_s(sp=8)
+    assert gather_s(lora=Lora(rank=1), sp=8) > 3 * gather_s(sp=8)
 
 
 def test_a_norm_behind_the_mlp_repeats_its_product_unless_that_is_kept():

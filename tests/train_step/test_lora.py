@@ -39,28 +39,34 @@ CFG = Config(
     mesh=MeshConfig.of(fsdp=2, tp=2),
     data=DataConfig(source="synthetic", seq_len=16),
     train=TrainConfig(
-        global_batch=8, precision="fp32", lora="rank=4,scaling=rslora", init_from="hf:x"
+        global_batch=8, precision="fp32", lora=Lora(rank=4, rslora=True), init_from="hf:x"
     ),
 )
 
 
-def test_what_an_adapter_is_told_by_one_text():
-    assert Lora.parse("rank=8") == Lora(rank=8, alpha=16.0)
-    lora = Lora.parse("rank=16, alpha=8, scaling=rslora, targets=v_proj+q_proj")
+def test_an_adapters_scale_and_what_its_fields_refuse():
+    assert Lora(rank=8).scale == Lora(rank=8, alpha=16.0).scale == 2.0
+    lora = Lora(rank=16, alpha=8.0, rslora=True, targets=("v_proj", "q_proj"))
     assert (lora.scale, lora.targets) == (2.0, ("q_proj", "v_proj"))
-    assert Lora.parse("rank=16,alpha=8").scale == 0.5
-    wrong = ("alpha=x", "alpha=-1", "rank=2", "targets=qproj", "targets=", "scaling=x", "r=4")
-    for text in ("8", "rank=0", "alpha=2", *(f"rank=2,{more}" for more in wrong)):
-        with pytest.raises(UserError, match=r"^train\.lora="):
-            TrainConfig(lora=text)
+    assert Lora(rank=16, alpha=8.0).scale == 0.5
+    assert not Lora().enabled and lora.enabled
+    for wrong, named in (
+        ({"rank": -1}, r"rank=-1: must not be negative"),
+        ({"rank": 8, "alpha": -1.0}, r"alpha=-1\.0: must not be negative"),
+        ({"rank": 8, "targets": ("qproj",)}, r"targets=\('qproj',\): .* one of q_proj"),
+        ({"rank": 8, "targets": ()}, r"targets=\(\): name some of q_proj"),
+        ({"alpha": 16.0}, r"alpha=16\.0: has no effect without train\.lora\.rank; give both"),
+    ):
+        with pytest.raises(UserError, match=rf"^train\.lora\.{named}"):
+            Lora(**wrong)
 
 
 def test_what_adapters_cannot_be_with_is_refused():
     experts = {"model": {"experts": Experts(num=4, top_k=2, d_ff=16)}}
-    with pytest.raises(UserError, match=r"train\.lora=.* dense models"):
+    with pytest.raises(UserError, match=r"train\.lora\.rank=4: .* dense models"):
         change(CFG, **experts).check(4)
     pipeline = change(CFG, train={"microbatches": 2})
-    with pytest.raises(UserError, match=r"train\.lora=.* not for pipelines"):
+    with pytest.raises(UserError, match=r"train\.lora\.rank=4: .* not for pipelines"):
         dataclasses.replace(pipeline, mesh=MeshConfig.of(pp=2)).check(2)
 
 
@@ -88,13 +94,13 @@ def test_gradients_on_fsdp_x_tp_are_the_dense_model_s_projected_on_one_device():
     )
     state, batch = some_state(cfg, mesh), make_loader(cfg).batch(0)
     found = gradients(cfg, mesh, state, batch)
-    dense = dataclasses.replace(change(cfg, train={"lora": ""}), mesh=MeshConfig(fsdp=1))
+    dense = dataclasses.replace(change(cfg, train={"lora": Lora()}), mesh=MeshConfig(fsdp=1))
     with jax.set_mesh(mesh):
         whole = merged(state.params, state.frozen)
     places = jax.tree.map(lambda s: s.sharding, abstract_state(dense, alone).params)
     whole = dataclasses.replace(state, params=jax.device_put(whole, places), frozen=None)
     expected = gradients(dense, alone, whole, batch)
-    scale = Lora.parse(cfg.train.lora).scale
+    scale = cfg.train.lora.scale
     assert len(found) == 2 * len(TARGETS)
     for part, name in WEIGHTS.values():
         adapter = getattr(getattr(state.params.blocks, part).lora, name)

@@ -89,27 +89,34 @@ def documents(name):
     return [(found.read(*span), found.counted(*span)) for span in spans]
 
 
-def test_what_the_loss_is_told_by_one_text():
-    assert Dpo.parse("beta=0.1") == Dpo(beta=0.1)
-    found = Dpo.parse("loss=ipo, beta=2, reference=none")
-    assert (found.loss, found.beta, found.has_reference) == ("ipo", 2.0, False)
-    assert Dpo.parse("beta=1,label_smoothing=0.1").label_smoothing == 0.1
-    more = ("beta=2", "label_smoothing=0.5", "label_smoothing=0.1,loss=ipo", "loss=", "reference=x")
-    for text in ("0.1", "loss=ipo", "beta=0", "beta=x", *(f"beta=1,{more}" for more in more)):
-        with pytest.raises(UserError, match=r"^train\.dpo="):
-            TrainConfig(dpo=text)
+def test_the_fields_of_the_loss_refuse_what_they_cannot_mean():
+    assert Dpo(beta=0.1).has_reference and not Dpo(beta=0.1, reference="none").has_reference
+    assert not Dpo().enabled and not Dpo().has_reference
+    for wrong, named in (
+        ({"beta": -1.0}, r"beta=-1\.0: must not be negative"),
+        ({"beta": 1.0, "label_smoothing": 0.5}, r"label_smoothing=0\.5: must be less than 0\.5"),
+        ({"beta": 1.0, "label_smoothing": 0.1, "loss": "ipo"}, r"label_smoothing=.*loss=sigmoid"),
+        ({"beta": 1.0, "loss": ""}, r"loss='': must be one of sigmoid, ipo"),
+        ({"beta": 1.0, "reference": "x"}, r"reference='x': must be one of initial, none"),
+        ({"loss": "ipo"}, r"loss='ipo': has no effect without train\.dpo\.beta; give both"),
+    ):
+        with pytest.raises(UserError, match=rf"^train\.dpo\.{named}"):
+            Dpo(**wrong)
 
 
 def test_what_pairs_cannot_be_with_is_refused():
-    cfg = change(CFG, train={"dpo": "beta=0.1"})
+    cfg = change(CFG, train={"dpo": Dpo(beta=0.1)})
     for sections, words in (
-        ({"mesh": {"fsdp": 1, "tp": 1, "pp": 2}}, r"train\.dpo=.* not for pipelines"),
-        ({"model": {"experts": Experts(num=4, top_k=2, d_ff=16)}}, r"train\.dpo=.* dense models"),
-        ({"model": {"mtp_layers": 1}}, r"model\.mtp_layers=1: .* use 0"),
-        ({"data": {"document_mask": False}}, r"train\.dpo=.* data\.document_mask=True"),
-        ({"train": {"dpo": "beta=0.1", "z_loss": 1e-4}}, r"train\.z_loss=.* use 0"),
+        ({"mesh": {"fsdp": 1, "tp": 1, "pp": 2}}, r"train\.dpo\.beta=.* not for pipelines"),
         (
-            {"train": {"dpo": "beta=0.1", "precision": "fp8"}},
+            {"model": {"experts": Experts(num=4, top_k=2, d_ff=16)}},
+            r"train\.dpo\.beta=.* dense models",
+        ),
+        ({"model": {"mtp_layers": 1}}, r"model\.mtp_layers=1: .* use 0"),
+        ({"data": {"document_mask": False}}, r"train\.dpo\.beta=.* data\.document_mask=True"),
+        ({"train": {"dpo": Dpo(beta=0.1), "z_loss": 1e-4}}, r"train\.z_loss=.* use 0"),
+        (
+            {"train": {"dpo": Dpo(beta=0.1), "precision": "fp8"}},
             r"train\.precision='fp8': .* fp8_block",
         ),
         ({"kernels": {"loss": "mosaic"}}, r"kernels\.loss=.* use auto or xla"),
@@ -124,11 +131,10 @@ def test_label_smoothing_and_no_reference_by_their_formulas():
     segments = np.array([[1, 2, 3, 4], [1, 2, 3, 3], [1, 1, 1, 1]])  # two pairs, one and padding
     batch = {"segment_ids": segments, "targets": np.full(segments.shape, 5)}
     there = np.array([[True, True], [True, False], [False, False]])
-    for text, ratios in (
-        ("beta=0.3,label_smoothing=0.2", policy - reference),
-        ("beta=0.3,label_smoothing=0.2,reference=none", policy),
+    for dpo, ratios in (
+        (Dpo(beta=0.3, label_smoothing=0.2), policy - reference),
+        (Dpo(beta=0.3, label_smoothing=0.2, reference="none"), policy),
     ):
-        dpo = Dpo.parse(text)
         found, sums = pair_losses(dpo, policy, reference if dpo.has_reference else None, batch)
         x = 0.3 * (ratios[..., 0] - ratios[..., 1])[there]
         expected = 0.8 * np.log1p(np.exp(-x)) + 0.2 * np.log1p(np.exp(x))
@@ -139,14 +145,14 @@ def test_label_smoothing_and_no_reference_by_their_formulas():
 
 
 def test_the_reference_rests_as_the_planner_counts_it():
-    cfg = change(CFG, train={"dpo": "beta=0.1", "precision": "bf16"}).check(4)
+    cfg = change(CFG, train={"dpo": Dpo(beta=0.1), "precision": "bf16"}).check(4)
     state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
     kinds = {s.dtype.name for s in jax.tree.leaves(state.frozen) if s.ndim > 2}
     assert kinds == {"bfloat16"}
     run = Run.of(cfg, 4)
     planned = sum(n for part, n in memory.state(run, weights_of(run)).items() if part != "batch")
     assert planned == pytest.approx(bytes_at_rest(state), rel=0.01)
-    plain = Run.of(change(cfg, train={"dpo": ""}), 4)
+    plain = Run.of(change(cfg, train={"dpo": Dpo()}), 4)
     # Forward is a third of forward and backward.
     assert run.step_flops == pytest.approx(plain.step_flops * 4 / 3)
     cluster = find_cluster(None, "h100", 4)
@@ -210,7 +216,7 @@ def losses(cfg):
         )
         rows = []
         for i in range(STEPS):
-            batch = jax.device_put(batch_of(i, bool(cfg.train.dpo)), place)
+            batch = jax.device_put(batch_of(i, cfg.train.dpo.enabled), place)
             state, metrics = step(state, batch)
             rows.append(jax.device_get(metrics))
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}
@@ -219,7 +225,7 @@ def losses(cfg):
 @pytest.mark.wide
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_rowwise", "fp8_block"])
 def test_a_policy_that_is_its_reference_has_no_reward_in_any_precision(precision):
-    found = losses(change(CFG, train={"dpo": "beta=0.1", "precision": precision}))
+    found = losses(change(CFG, train={"dpo": Dpo(beta=0.1), "precision": precision}))
     assert found["loss"][0] == pytest.approx(math.log(2), rel=1e-6)
     assert found["reward_chosen"][0] == found["reward_rejected"][0] == 0
     np.testing.assert_allclose(found["loss"], expected()["sigmoid_loss"], rtol=0.03)
@@ -229,9 +235,9 @@ def test_a_policy_that_is_its_reference_has_no_reward_in_any_precision(precision
 @pytest.mark.parametrize(
     ("name", "dpo"),
     [
-        ("sigmoid", "beta=0.1"),
-        pytest.param("ipo", "beta=0.1,loss=ipo", marks=pytest.mark.wide),
-        pytest.param("sft", "", marks=pytest.mark.wide),
+        ("sigmoid", Dpo(beta=0.1)),
+        pytest.param("ipo", Dpo(beta=0.1, loss="ipo"), marks=pytest.mark.wide),
+        pytest.param("sft", Dpo(), marks=pytest.mark.wide),
     ],
 )
 def test_four_steps_on_fsdp_x_tp_have_the_losses_and_rewards_of_trl(name, dpo):
@@ -246,5 +252,5 @@ def test_four_steps_on_fsdp_x_tp_have_the_losses_and_rewards_of_trl(name, dpo):
     for key, values in told.items():
         if values is not None:  # a reward is a difference of two log-likelihoods of about 30
             np.testing.assert_allclose(found[key], values, rtol=1e-5, atol=3e-6, err_msg=key)
-    if dpo:
+    if dpo.enabled:
         assert (found["pairs"] == BATCH).all() and found["reward_chosen"][-1] != 0

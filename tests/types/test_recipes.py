@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from ultrascale_jax.cli.command_line import load_recipe, recipes
-from ultrascale_jax.config import Config, MeshConfig, PipelineConfig
+from ultrascale_jax.config import Config, Lora, MeshConfig, PipelineConfig
 from ultrascale_jax.plan.formulas.memory import state as predicted
 from ultrascale_jax.plan.formulas.parameters import weights_of
 from ultrascale_jax.plan.workload import Run
@@ -161,7 +161,7 @@ def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
         expected["moe_load"] = ((cfg.model.experts.num,), "float32")
     if cfg.model.mtp_layers:
         expected["mtp_loss"] = ((cfg.model.mtp_layers,), "float32")
-    if cfg.train.dpo:
+    if cfg.train.dpo.enabled:
         expected |= {name: ((), "float32") for name in (*SUMS, "reward_margin")}
         expected["pairs"] = ((), "int32")
     assert {n: (m.shape, m.dtype.name) for n, m in metrics.items()} == expected
@@ -218,7 +218,7 @@ def test_large_models_split_every_matrix_over_all_devices_that_do_not_replicate(
 
 @pytest.mark.parametrize("rank", [16, 512])
 def test_an_adapters_rank_rests_whole_where_its_shards_do_not_divide_it_and_the_plan_knows(rank):
-    cfg = on_1024("llama3_8b", lora=f"rank={rank}", init_from="hf:folder")
+    cfg = on_1024("llama3_8b", lora=Lora(rank=rank), init_from="hf:folder")
     with jax.sharding.use_abstract_mesh(abstract_mesh(cfg.mesh)):
         state = jax.eval_shape(lambda: initial_state(cfg))
     run = Run.of(cfg, 1024)

@@ -13,6 +13,8 @@ from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict, saved_config
 from ultrascale_jax.checkpoint.step_dirs import Damaged, steps
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
+from ultrascale_jax.config.dpo import Dpo
+from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
 from ultrascale_jax.models.lora import merged
@@ -83,22 +85,24 @@ def _params(
         kernels=KernelsConfig(),
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
-        train=dataclasses.replace(cfg.train, dpo=""),  # which refuses meshes that can score text
+        train=dataclasses.replace(cfg.train, dpo=Dpo()),  # which refuses meshes that can score text
     )
-    wanted = abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora else like
+    wanted = (
+        abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora.enabled else like
+    )
     shapes = flatten(checkpoint_layout_shapes(wanted, wanted.layer_order_of))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
     loaded = unflatten(groups[PARAMS], wanted)
     params = from_checkpoint_layout(loaded, wanted, wanted.layer_order_of)
     params = restoring.cast(params, wanted)
-    return _merged(cfg, mesh, params, like) if cfg.train.lora and merge else (cfg, params)
+    return _merged(cfg, mesh, params, like) if cfg.train.lora.enabled and merge else (cfg, params)
 
 
 def _merged(
     cfg: Config, mesh: Mesh, adapters: Transformer, like: Transformer | None
 ) -> tuple[Config, Transformer]:
     """Return the base of adapters with these in its weights, and the config of a run without adapters."""
-    plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, lora=""))
+    plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, lora=Lora()))
     like = abstract_state(plain, mesh, type(adapters)).params if like is None else like
     fix = "is a run of train.lora, whose adapters lie in another order here; export it, and begin with hf:DIR"
     require(like.layer_order == adapters.layer_order, "train.init_from", cfg.log.run_dir, fix)

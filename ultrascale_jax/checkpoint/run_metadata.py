@@ -150,11 +150,8 @@ def saved_config(run_dir: Path) -> Config:
 
 
 def fields(cfg: Config) -> dict[str, object]:
-    """Return the dotted names of all fields and their values."""
-    flat: dict[str, object] = {}
-    for section, values in json.loads(json.dumps(dataclasses.asdict(cfg))).items():
-        flat |= {f"{section}.{name}": value for name, value in values.items()}
-    return flat
+    """Return the dotted names of all fields and their values as JSON has them."""
+    return json.loads(json.dumps(cfg.flat(), default=dataclasses.asdict))
 
 
 def _dataclass_from_dict(kind, values: dict, name: str):

@@ -20,7 +20,6 @@ import tyro
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import Config, MeshConfig, UserError, require
 from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
-from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import (
@@ -102,8 +101,8 @@ def _export_adapters(options: Options, mesh: "Mesh") -> None:
 
     cfg, params = load_params(options.run_dir, mesh, options.step, merge=False)
     fix = f"{options.run_dir} trained all parameters, not train.lora; leave it out"
-    require(bool(cfg.train.lora), "adapters", True, fix)
-    lora, base = Lora.parse(cfg.train.lora), cfg.train.init_from.removeprefix("hf:")
+    require(cfg.train.lora.enabled, "adapters", True, fix)
+    lora, base = cfg.train.lora, cfg.train.init_from.removeprefix("hf:")
     with jax.set_mesh(mesh):
         save_adapters(params, cfg.model, lora, options.hf_dir, base=base, dtype=options.dtype)
 

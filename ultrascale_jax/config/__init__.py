@@ -18,9 +18,11 @@ from ultrascale_jax.config.base import (
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.context import ContextConfig, Strategy
 from ultrascale_jax.config.data import DATA, DataConfig, SpecialTokens
+from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.experts import BIAS_RATE, MoEConfig
 from ultrascale_jax.config.hardware import GPU_MEMORY_SHARE, GPUS_PER_NODE, HOST_MEMORY_SHARE
 from ultrascale_jax.config.kernels import KernelsConfig
+from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.mesh import AXES, MeshConfig
 from ultrascale_jax.config.model import Experts, LatentAttention, ModelConfig, RopeScaling
 from ultrascale_jax.config.pipeline import GROUPED, SCHEDULES, STAGES_PER_RANK, PipelineConfig

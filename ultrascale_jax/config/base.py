@@ -52,16 +52,6 @@ def put_home(values: Any, *fields: str) -> None:
         object.__setattr__(values, field, changed(getattr(values, field)))
 
 
-def named_parts(name: str, text: str, names: tuple[str, ...], form: str) -> dict[str, str]:
-    """Read `a=1,b=2` of the field `name`, each of `names` at most once; raise a `UserError` that shows the `form`."""
-    given: dict[str, str] = {}
-    for part in text.split(","):
-        key, _, value = (word.strip() for word in part.partition("="))
-        require(key in names and key not in given and value != "", name, text, form)
-        given[key] = value
-    return given
-
-
 def require_type(name: str, value: object, kind: type, fix: str = "") -> None:
     """Refuse an argument that is not a `kind`; `fix` says how to get one."""
     if not isinstance(value, kind):

@@ -108,7 +108,7 @@ class Traits:
             zero=cfg.train.zero,
             microbatches=cfg.train.microbatches,
             remat=cfg.train.remat,
-            lora=bool(cfg.train.lora),
+            lora=cfg.train.lora.enabled,
             experts=cfg.model.experts is not None,
             dispatch=cfg.moe.dispatch,
             fp8=cfg.train.precision in FP8,

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,11 +56,11 @@ class Config(Section, name=""):
         model, train = self.model, self.train
         if mesh.pp > 1:
             self._check_pipeline(mesh)
-        if train.lora:
+        if train.lora.enabled:
             self._check_lora()
         if model.mtp_layers:
             self._check_mtp(mesh)
-        if train.dpo:
+        if train.dpo.enabled:
             self._check_dpo(mesh)
         self._check_experts()
         check_split(
@@ -86,6 +87,10 @@ class Config(Section, name=""):
             warnings.warn(f"{text}: its links will be slow", stacklevel=2)
         return dataclasses.replace(self, mesh=mesh)
 
+    def flat(self) -> dict[str, Any]:
+        """Return the value of each field by its dotted name; a part of the model that may be absent is one value."""
+        return dict(_flat(self))
+
     def of_batch(self, size: int) -> "Config":
         """Return the configuration of the steps of `size` sequences, one of those of `train.batch_ramp`."""
         train = self.train
@@ -100,11 +105,7 @@ class Config(Section, name=""):
             refuse("train", name, "auto", fix)
 
     def _check_names(self) -> None:
-        known = [
-            f"{section.name}.{part.name}"
-            for section in dataclasses.fields(self)
-            for part in dataclasses.fields(getattr(self, section.name))
-        ]
+        known = list(self.flat())
         for name in self.checkpoint.allow_change:
             if name not in (*known, DATA):
                 near = difflib.get_close_matches(name, known, n=1)
@@ -155,14 +156,14 @@ class Config(Section, name=""):
     def _check_lora(self) -> None:
         if self.model.experts is not None or self.model.latent is not None:
             dense = "adapters are for dense models with plain attention"
-            self.refuse("train.lora", f"{dense}; leave it out to train all parameters")
+            self.refuse("train.lora.rank", f"{dense}; use 0 to train all parameters")
 
     def _check_mtp(self, mesh: MeshConfig) -> None:
         name, length = "model.mtp_layers", self.data.seq_len
         if mesh.pp > 1:
             fix = f"no pipeline runs these modules (mesh.pp={mesh.pp}); use other axes, or 0 to train without them"
             self.refuse(name, fix)
-        if self.train.lora:
+        if self.train.lora.enabled:
             self.refuse(name, "adapters (train.lora) do not train these modules; use 0")
         if self.model.mtp_layers >= length:
             self.refuse(name, f"must be less than data.seq_len={length}")
@@ -171,18 +172,22 @@ class Config(Section, name=""):
         """Refuse what preference pairs cannot be trained with."""
         if mesh.pp > 1:
             fix = f"pairs are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
-            self.refuse("train.dpo", fix)
+            self.refuse("train.dpo.beta", fix)
         if self.model.experts is not None:
-            fix = "pairs are for dense models; leave it out to train on chosen answers (prepare-data --chat)"
-            self.refuse("train.dpo", fix)
+            fix = (
+                "pairs are for dense models; use 0 to train on chosen answers (prepare-data --chat)"
+            )
+            self.refuse("train.dpo.beta", fix)
         if self.model.mtp_layers:
             fix = "modules that predict ahead learn no preferences (train.dpo); use 0"
             self.refuse("model.mtp_layers", fix)
         if not self.data.document_mask:
-            self.refuse("train.dpo", "a row holds several answers; use data.document_mask=True")
+            self.refuse(
+                "train.dpo.beta", "a row holds several answers; use data.document_mask=True"
+            )
         if self.train.z_loss:
             self.refuse("train.z_loss", "the loss is of pairs, which have no z-loss; use 0")
-        if self.train.precision == "fp8" and not self.train.lora:
+        if self.train.precision == "fp8" and not self.train.lora.enabled:
             rounded = "rounds weights from float32, and the reference's from bfloat16"
             self.refuse("train.precision", f"{rounded}; use fp8_rowwise or fp8_block")
         if self.kernels.loss == "mosaic":
@@ -199,9 +204,9 @@ class Config(Section, name=""):
         if model.vocab_size % parts:
             fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
             self.refuse("model.vocab_size", fix)
-        if train.lora:
+        if train.lora.enabled:
             fix = f"adapters are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
-            self.refuse("train.lora", fix)
+            self.refuse("train.lora.rank", fix)
         if self.optim.name == "muon" and 0 < model.dense_layers < model.num_layers:
             fix = "Muon's state has no names by which to sort both kinds of layer; use adamw, or mesh.pp=1"
             self.refuse("optim.name", fix)
@@ -216,6 +221,15 @@ class Config(Section, name=""):
         if "offload" in train.remat:
             keeps = "a pipeline keeps its activations on the device"
             self.refuse("train.remat", f"{keeps}; use another policy, or mesh.pp=1")
+
+
+def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for member in dataclasses.fields(values):
+        value = getattr(values, member.name)
+        if isinstance(value, Section) and member.default is not None:
+            yield from _flat(value, f"{path}{member.name}.")
+        else:
+            yield f"{path}{member.name}", value
 
 
 def check_split(

@@ -82,6 +82,12 @@ class Section:
         if not holds:
             self.refuse(field, fix)
 
+    def require_switch(self, switch: str) -> None:
+        """Refuse a field that is set while the field `switch` is 0, which turns the section off."""
+        for field in () if getattr(self, switch) else fields(self):
+            fix = f"has no effect without {self._name}.{switch}; give both"
+            self.require(getattr(self, field.name) == field.default, field.name, fix)
+
     def refuse(self, field: str, fix: str) -> NoReturn:
         """Raise a `UserError` that names a field, its value and the fix."""
         refuse(self._name, field, operator.attrgetter(field)(self), fix)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -144,12 +144,10 @@ class TrainConfig(Section, name="train"):
     init_from: str = ""
     """Parameters to begin with: `hf:DIR`, a Hugging Face folder, or `RUN_DIR[@STEP]`, another run's checkpoint. Empty:
     random ones."""
-    lora: str = ""
-    """Train low-rank adapters, and nothing else: `rank=16[,alpha=32][,scaling=lora|rslora][,targets=q_proj+v_proj]`;
-    without targets all projections have one. Needs `train.init_from`."""
-    dpo: str = ""
-    """Train on preference pairs, by DPO: `beta=0.1[,label_smoothing=0.1][,loss=sigmoid|ipo][,reference=initial|none]`;
-    the reference is the model with which the run begins. Needs `train.init_from` and `prepare-data --preferences`."""
+    lora: Lora = field(default_factory=Lora)
+    """Low-rank adapters, which are trained alone; they need `train.init_from`."""
+    dpo: Dpo = field(default_factory=Dpo)
+    """Loss on preference pairs (DPO); it needs `train.init_from`, and shards of `prepare-data --preferences`."""
     eval_every: Natural = 0
     """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
     eval_batches: Count = 8
@@ -159,10 +157,6 @@ class TrainConfig(Section, name="train"):
         put_home(self, "init_from")
         super().__post_init__()
         remat_names(self.remat)
-        if self.lora:
-            Lora.parse(self.lora)
-        if self.dpo:
-            Dpo.parse(self.dpo)
         ends, sizes = zip(*self.batch_ramp, (math.inf, self.global_batch), strict=True)
         if any(a >= b for a, b in (*pairwise(ends), *pairwise(sizes))):
             largest = f"train.global_batch={self.global_batch}"

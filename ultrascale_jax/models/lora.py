@@ -80,7 +80,9 @@ def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
         }
         if found:
             fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
-            require(type(module) in (Attention, MLP), "train.lora", "+".join(found.values()), fix)
+            require(
+                type(module) in (Attention, MLP), "train.lora.targets", tuple(found.values()), fix
+            )
             module.lora = Adapters(
                 **{
                     name: Adapter(getattr(module, name), lora, keys[target])

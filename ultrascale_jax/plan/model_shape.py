@@ -145,19 +145,19 @@ class ModelShape(ModelConfig):
         return matrices + routed + heads * self.vocab_size * self.d_model
 
 
-def adapter_sides(model: ModelConfig, lora: str) -> tuple[int, int]:
+def adapter_sides(model: ModelConfig, lora: Lora) -> tuple[int, int]:
     """Count the parameters of the adapters that `train.lora` gives a dense model, none without: of the sides between
     model dim and rank, and of the others."""
-    if not lora:
+    if not lora.enabled:
         return 0, 0
-    H, found = model.head_dim, Lora.parse(lora)
+    H = model.head_dim
     heads, kv_heads = model.num_heads * H, model.num_kv_heads * H
     widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
-    rows = model.num_layers * found.rank
-    others = sum(widths.get(target, model.d_ff) for target in found.targets)
-    return rows * model.d_model * len(found.targets), rows * others
+    rows = model.num_layers * lora.rank
+    others = sum(widths.get(target, model.d_ff) for target in lora.targets)
+    return rows * model.d_model * len(lora.targets), rows * others
 
 
-def adapter_params(model: ModelConfig, lora: str) -> int:
+def adapter_params(model: ModelConfig, lora: Lora) -> int:
     """Count the parameters of the adapters that `train.lora` gives a dense model; 0 without."""
     return sum(adapter_sides(model, lora))

@@ -25,7 +25,7 @@ from ultrascale_jax.config import (
     require,
     require_type,
 )
-from ultrascale_jax.config.dpo import has_reference
+from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, choose
 from ultrascale_jax.config.section import Count, check_fields
 from ultrascale_jax.kernels.document_classes import divides
@@ -62,7 +62,7 @@ class Run:
     """Attention ends at document borders."""
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
-    lora: str = ""
+    lora: Lora = field(default_factory=Lora)
     """As `train.lora`: with adapters all other parameters are frozen."""
     reference: bool = False
     """Whether the reference of `train.dpo` runs forward in each step: the base of adapters, or else a frozen copy."""
@@ -116,7 +116,7 @@ class Run:
             "document_mask": cfg.data.document_mask,
             "moment_bytes": _moment_bytes(cfg.optim),
             "lora": train.lora,
-            "reference": has_reference(train.dpo),
+            "reference": train.dpo.has_reference,
             "kernels": cfg.kernels,
         }
         if mesh.cp > 1:
@@ -168,7 +168,7 @@ class Run:
             zero=self.zero,
             microbatches=self.microbatches,
             remat=self.remat,
-            lora=bool(self.lora),
+            lora=self.lora.enabled,
             experts=self.shape.experts is not None,
             dispatch=self.moe.dispatch,
             fp8=self.precision == "fp8",

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import Config, remat_names, require, require_type
-from ultrascale_jax.config.dpo import Dpo, has_reference
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.lora import split_adapters, without_adapters
@@ -110,8 +109,7 @@ class Preference:
 
         reference_BP2 = None if self.reference is None else logps(*self.reference)
         policy_BP2 = logps(model, self.fp8)
-        dpo = Dpo.parse(cfg.train.dpo)
-        total, sums = preference.pair_losses(dpo, policy_BP2, reference_BP2, batch)
+        total, sums = preference.pair_losses(cfg.train.dpo, policy_BP2, reference_BP2, batch)
         return self.weight * total, Sums(self.weight * total, pairs=sums)
 
     def zeros(self) -> Sums:
@@ -131,10 +129,10 @@ def preference_objective(
     `used` is the model that is trained, with its adapters, as `prepare_params` returned it, and `fp8` is `fp8_of` it.
     """
     reference = None
-    if has_reference(cfg.train.dpo):
+    if cfg.train.dpo.has_reference:
         assert frozen is not None, "train.dpo has a frozen reference"
         base = prepare_params(cfg, frozen)
-        if cfg.train.lora:
+        if cfg.train.lora.enabled:
             base = without_adapters(split_adapters(used)[1])
         reference = base, fp8_of(cfg, frozen)
     return Preference(cfg=cfg, fp8=fp8, weight=weight, reference=reference)
@@ -166,7 +164,7 @@ def count(batch: Batch) -> jax.Array:
 
 def count_terms(cfg: Config, batch: Batch) -> jax.Array:
     """Return the number of terms whose mean is the loss: targets, or with `train.dpo` pairs; int32 scalar."""
-    return preference.count_pairs(batch) if cfg.train.dpo else count(batch)
+    return preference.count_pairs(batch) if cfg.train.dpo.enabled else count(batch)
 
 
 def of_known_ids(cfg: Config, batch: Batch, loss: jax.Array) -> jax.Array:

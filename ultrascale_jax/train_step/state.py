@@ -19,8 +19,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.config.dpo import has_reference
-from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.fp8 import is_variable
 from ultrascale_jax.models.layers import each_param, map_params
 from ultrascale_jax.models.lora import add_adapters, split_adapters
@@ -91,17 +89,17 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
 
     key, order = jax.random.key(cfg.train.seed), layer_order(cfg)
     made = model(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
-    if cfg.train.lora:
-        made = add_adapters(made, Lora.parse(cfg.train.lora), jax.random.fold_in(key, 1))
+    if cfg.train.lora.enabled:
+        made = add_adapters(made, cfg.train.lora, jax.random.fold_in(key, 1))
     return fresh_state(cfg, map_params(rest, made))
 
 
 def fresh_state(cfg: Config, model: Transformer) -> TrainState:
     """Make the state of a run that begins with these parameters; call it under `jax.jit`."""
     params, frozen, zero = model, None, jnp.int32(0)
-    if cfg.train.lora:
+    if cfg.train.lora.enabled:
         params, frozen = split_adapters(model)
-    elif has_reference(cfg.train.dpo):
+    elif cfg.train.dpo.has_reference:
         frozen = model
     if frozen is not None:
         dtype = COMPUTE[cfg.train.precision]

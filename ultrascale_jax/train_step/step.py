@@ -95,10 +95,10 @@ def gradients(
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
         return pipelined.gradients(cfg, params, parts, weight, router_weight)
-    adapters = frozen is not None and bool(cfg.train.lora)
+    adapters = frozen is not None and cfg.train.lora.enabled
     model = combine(params, frozen) if adapters else params
     used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
-    if cfg.train.dpo:
+    if cfg.train.dpo.enabled:
         minimised = preference_objective(cfg, used, fp8, frozen, weight)
     else:
         minimised = NextToken(cfg=cfg, fp8=fp8, weight=weight, router_weight=router_weight)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,7 +154,7 @@ def _all_hooks(
         Throughput(cfg, mesh),
         # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
         ReplicaCheck(cfg.watch.replicas_every),
-        (PreferenceEvaluation if cfg.train.dpo else Evaluation)(cfg, evaluation),
+        (PreferenceEvaluation if cfg.train.dpo.enabled else Evaluation)(cfg, evaluation),
         *own,
         PeriodicSave(checkpoints, loader.fingerprint_at),
         # These see rows that are complete; the last one may end the run.
@@ -190,11 +191,11 @@ def check_pairs(cfg: Config, loader: Loader) -> None:
     """Refuse preference pairs without `train.dpo`, and anything else with it."""
     for name, corpus in zip(loader.sources.mixture.names, loader.sources.corpora, strict=True):
         pairs = isinstance(corpus, Corpus) and corpus.pairs
-        fix = "holds preference pairs; give --train.dpo beta=0.1, and the model to tune by --train.init-from"
-        require(bool(cfg.train.dpo) or not pairs, "data.source", name, fix)
+        fix = "holds preference pairs; give --train.dpo.beta 0.1, and the model to tune by --train.init-from"
+        require(cfg.train.dpo.enabled or not pairs, "data.source", name, fix)
         make = f"ultrascale prepare-data --preferences --input 'FILES' --out DIR --tokenizer {cfg.data.tokenizer}"
         fix = f"holds no preference pairs, which train.dpo learns from; make shards of them: {make}"
-        require(pairs or not cfg.train.dpo, "data.source", name, fix)
+        require(pairs or not cfg.train.dpo.enabled, "data.source", name, fix)
 
 
 def trained_on(loader: Loader, evaluation: Mapping[str, Loader]) -> list[str]:
@@ -288,13 +289,13 @@ def _state(
         )
 
     resumed = checkpoints.resume(abstract, accept)
-    for field in ("lora", "dpo"):
+    for field in ("train.lora.rank", "train.dpo.beta"):
         fix = "needs a model that has learned: give --train.init-from hf:DIR or RUN_DIR"
-        value = getattr(cfg.train, field)
-        require(not value or bool(cfg.train.init_from), f"train.{field}", value, fix)
+        value = operator.attrgetter(field)(cfg)
+        require(not value or bool(cfg.train.init_from), field, value, fix)
     state, step, notes = resumed or _first_state(cfg, mesh, model, abstract)
     notes += rate_change(saved, cfg, step - int(state.skipped))
-    if cfg.train.lora:
+    if cfg.train.lora.enabled:
         notes += [f"training {adapter_params(cfg.model, cfg.train.lora):,} parameters of adapters"]
     if abstract.frozen is not None:
         frozen = initial_params(cfg, abstract.frozen, mesh)
@@ -309,7 +310,7 @@ def _first_state(
     if not cfg.train.init_from:
         return init_state(cfg, mesh, model), 0, []
     notes = [f"parameters of {cfg.train.init_from}"]
-    if cfg.train.lora:
+    if cfg.train.lora.enabled:
         return init_adapters(cfg, mesh, model), 0, notes
     params = initial_params(cfg, abstract.params, mesh)
 

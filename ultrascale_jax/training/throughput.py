@@ -7,7 +7,6 @@ import jax
 from jax.sharding import Mesh
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.config.dpo import has_reference
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.plan.flops import flops_per_token, mfu
 from ultrascale_jax.plan.model_shape import adapter_params
@@ -23,7 +22,7 @@ class Throughput(Hook):
     def __init__(self, cfg: Config, mesh: Mesh):
         self._batches, self._seq_len = cfg.train.batches, cfg.data.seq_len
         adapters = adapter_params(cfg.model, cfg.train.lora)
-        reference = has_reference(cfg.train.dpo)
+        reference = cfg.train.dpo.has_reference
         flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters, reference=reference)
         self._flops = flops / mesh.size
         kind = mesh.devices.flat[0].device_kind

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.plan.formulas import experts, pipeline
 from ultrascale_jax.plan.model_shape import MLP_MATRICES, adapter_sides
 from ultrascale_jax.plan.workload import Run
@@ -101,9 +100,9 @@ def trained_params(run: Run, weights: Weights) -> float:
     ZeRO shards an adapter's side as wide as the model, and the tensor group the other, whose rank ZeRO shards if it
     divides it.
     """
-    if not run.lora:
+    if not run.lora.enabled:
         return sharded_params(run, weights)
     model_side, other = adapter_sides(run.shape, run.lora)
     shards = run.shards if run.zero else 1
-    of_rank = shards if Lora.parse(run.lora).rank % shards == 0 else 1
+    of_rank = shards if run.lora.rank % shards == 0 else 1
     return model_side / shards + other / run.mesh.tensor / of_rank
