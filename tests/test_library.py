@@ -61,8 +61,16 @@ def test_a_tree_goes_to_disk_and_comes_back_on_another_mesh(tmp_path, capsys):
     assert lines[1].endswith("P('rows',)")
 
 
+def test_documents_of_ones_own_are_sharded_over_a_mesh_of_ones_own(capsys):
+    names: dict = {}
+    exec(compile(EXAMPLES[4], str(DOCS), "exec"), names)
+    assert capsys.readouterr().out.startswith("3 {'tokens': P('data',), 'targets': ")
+    for name, array in names["loader"].batch(3).items():
+        np.testing.assert_array_equal(np.sort(names["batch"][name], 0), np.sort(array, 0))
+
+
 def test_the_search_from_python_prints_three_ways_without_jax():
-    code = EXAMPLES[4] + "\nimport sys\nassert 'jax' not in sys.modules and cfg.check(8)"
+    code = EXAMPLES[5] + "\nimport sys\nassert 'jax' not in sys.modules and cfg.check(8)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 3

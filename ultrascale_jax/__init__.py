@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from ultrascale_jax.data.loader import Loader
+    from ultrascale_jax.data.sources import documents_of
     from ultrascale_jax.hooks import Batch, Hook
     from ultrascale_jax.huggingface.arrays import read_hf
     from ultrascale_jax.huggingface.checkpoint import load as load_hf
@@ -97,6 +98,7 @@ _HOME = {
         "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig TrainConfig UserError"
     ),
     "data.loader": "Loader",
+    "data.sources": "documents_of",
     "hooks": "Batch Hook",
     "huggingface.arrays": "read_hf",
     "huggingface.checkpoint": "load_hf save_hf",

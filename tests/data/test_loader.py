@@ -315,7 +315,7 @@ def test_cp_orders_the_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts
 @pytest.mark.parametrize(("sizes", "cp"), [({"cp": 4}, 1), ({"cp": 4}, 2), ({"fsdp": 8}, 4)])
 def test_a_mesh_whose_attention_wants_another_order_is_refused(sizes, cp):
     ranks, devices = sizes.get("cp", 1), jax.devices()[: max(sizes.values())]
-    named = rf"^cp={cp}: .*a mesh of cp={ranks} .*use make_loader\(cfg\), or .*cp={ranks}, context="
+    named = rf"^cp={cp}: attention over {ranks} ranks .*use make_loader\(cfg\), or .*cp={ranks}, context="
     for loader in (make_loader(cp=cp), *make_loader(cp=cp).evaluation().values()):
         with pytest.raises(UserError, match=named):
             loader.device_batches(make_mesh(MeshConfig.of(**sizes), devices), 0)

@@ -1,15 +1,19 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data import mixture, sources
+from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.mixture import parse_mixture, parse_named, source_of
-from ultrascale_jax.data.sources import open_sources, stdlib_paths
+from ultrascale_jax.data.sources import documents_of, open_sources, stdlib_paths
 from ultrascale_jax.data.tokenizer import train_bpe
 
 
@@ -161,3 +165,62 @@ def test_sources_of_an_evaluation_have_names_or_are_one(source, expected):
 def test_sources_of_an_evaluation_are_all_named_once_and_have_no_stages(source, said):
     with pytest.raises(UserError, match=rf"^data\.eval_source='{source}': {said}"):
         parse_named(source)
+
+
+def documents():
+    numbers = np.random.default_rng(0)
+    return [numbers.integers(1, 50, size) for size in numbers.integers(1, 90, 40)]
+
+
+def of_arrays(**options):
+    sources = documents_of(documents(), vocab_size=50)
+    data = DataConfig(seq_len=32, eval_fraction=0.1)
+    return Loader(data, vocab_size=50, global_batch=8, seed=0, sources=sources, **options)
+
+
+def test_documents_from_arrays_make_rows_in_which_each_comes_once_an_epoch():
+    loader = of_arrays(split="eval")
+    train = of_arrays()
+    rows = [row for i in range(train.num_sequences // 8) for row in train.batch(i)["tokens"]]
+    ids = Counter(np.concatenate(rows).tolist())
+    every = Counter(np.concatenate(documents()).tolist())
+    assert sum(ids.values()) > 0.7 * sum(every.values())
+    assert all(count <= every[token] for token, count in ids.items())
+    assert loader.num_sequences > 0 and loader.fingerprint == train.fingerprint
+
+
+def test_batches_go_to_a_mesh_of_other_names_by_a_spec():
+    mesh, loader = jax.make_mesh((4, 2), ("rows", "copies")), of_arrays()
+    batches = loader.device_batches(mesh, 2, spec=PartitionSpec("rows"))
+    step, batch, start_hash = next(batches)
+    batches.close()
+    assert step == 2 and start_hash()() == loader.batch_hash(2)
+    assert batch["tokens"].sharding == NamedSharding(mesh, PartitionSpec("rows"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (None, r"mesh=\('rows', 'seq'\): has other axes than this library's; .*spec=P\('data'\)"),
+        (PartitionSpec("rows", "seq"), "cp=1: attention over 2 ranks wants another order"),
+    ],
+)
+def test_a_mesh_whose_order_of_tokens_is_unknown_is_refused(spec, message):
+    mesh = jax.make_mesh((4, 2), ("rows", "seq"))
+    with pytest.raises(UserError, match=message):
+        of_arrays().device_batches(mesh, 0, spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ([], "documents=.*has no document"),
+        ([np.arange(3), np.zeros(0, int)], r"documents\[1\]='int64\[0\]': must be integers"),
+        ([np.ones(3)], r"documents\[0\]='float64\[3\]': must be integers \[tokens\]"),
+        ([np.array([3, 50])], "has ids from 3 to 50, outside of 0 to vocab_size - 1 = 49"),
+        ([np.array([-1, 5])], "has ids from -1 to 5"),
+    ],
+)
+def test_arrays_that_are_no_documents_are_refused(arrays, message):
+    with pytest.raises(UserError, match=message):
+        documents_of(arrays, vocab_size=50)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -20,7 +21,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ultrascale_jax.config import LARGEST, Batches, ContextConfig, DataConfig, UserError, require
+from ultrascale_jax.config import (
+    AXES,
+    LARGEST,
+    Batches,
+    ContextConfig,
+    DataConfig,
+    UserError,
+    require,
+)
 from ultrascale_jax.data.balance import attention_work, deal_rows
 from ultrascale_jax.data.held_out import HeldOut
 from ultrascale_jax.data.mixture import StagedSamples, parse_named
@@ -252,7 +261,7 @@ class Loader:
         return self._parts[part], self._shuffled[part].row(sample)
 
     def device_batches(
-        self, mesh: Mesh, start_step: int
+        self, mesh: Mesh, start_step: int, *, spec: PartitionSpec | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
         """Return an iterator over step, batch on the devices and the batch's hash, from `start_step` on, without end.
 
@@ -261,23 +270,36 @@ class Loader:
         the digests of all rows: see `StartHash`. Close the iterator to stop the threads.
         A thread's exception is raised where its batch is due.
 
+        Args:
+            mesh: the devices.
+            start_step: the first step.
+            spec: how a mesh of your own shards rows and their tokens, as `P("data")` or `P("data", "seq")`.
+
         Raises:
             UserError: the mesh splits a row over another number of ranks than `cp`, so attention would want another
-                order of its tokens; or a shard was altered or cut short under the run.
+                order of its tokens; it has other axes than this library's, and there is no `spec`; or a shard was
+                altered or cut short under the run.
             UnreadableError: the file system failed.
         """
-        ranks = dict(mesh.shape).get("cp", 1)
+        if spec is None:
+            unknown = [name for name in AXES if name not in mesh.axis_names]
+            fix = "has other axes than this library's; say how it shards [B, T], as spec=P('data')"
+            require(not unknown, "mesh", mesh.axis_names, fix)
+            spec = act("BT")
+        split_tokens = (*spec, None, None)[1]
+        names = split_tokens if isinstance(split_tokens, tuple) else (split_tokens,)
+        ranks = math.prod(mesh.shape[name] for name in names if name)
         fix = (
-            f"attention on a mesh of cp={ranks} wants another order of tokens; "
+            f"attention over {ranks} ranks wants another order of tokens; "
             f"use make_loader(cfg), or Loader(..., cp={ranks}, context=cfg.cp)"
         )
         require(self._cp == ranks, "cp", self._cp, fix)
-        return self._device_batches(mesh, start_step)
+        return self._device_batches(NamedSharding(mesh, spec), start_step)
 
     def _device_batches(
-        self, mesh: Mesh, start_step: int
+        self, sharding: NamedSharding, start_step: int
     ) -> Generator[tuple[int, dict[str, jax.Array], StartHash], None, None]:
-        sharding = NamedSharding(mesh, act("BT"))
+        mesh = sharding.mesh
         by_row = NamedSharding(mesh, PartitionSpec(sharding.spec[0]))
         add_rows = jax.jit(_add_rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 

@@ -13,6 +13,7 @@ mixtures: `web=text:a/*.txt,code=tokens:b`. `mixture.py` reads such texts.
 import hashlib
 import os
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,12 @@ from ultrascale_jax.data.documents import whole_text
 from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture
 from ultrascale_jax.data.shards import DOCUMENT, text_hash
-from ultrascale_jax.data.tokenizer import Tokenizer, encode_documents, run_tokenizer
+from ultrascale_jax.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    encode_documents,
+    run_tokenizer,
+)
 from ultrascale_jax.storage.cache import cache_folder
 from ultrascale_jax.storage.remote import RemoteError, is_url
 
@@ -69,6 +75,43 @@ def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -
     mixture = Mixture.parse(data.source)
     corpora = tuple(_open(name, data, tokenizer, vocab_size, together) for name in mixture.names)
     return Sources(mixture=mixture, corpora=corpora, tokenizer=tokenizer)
+
+
+def documents_of(
+    arrays: Iterable[np.ndarray], *, vocab_size: int, tokenizer: Tokenizer | None = None
+) -> Sources:
+    """Return documents of your own as the `sources` of a `Loader`, held in memory.
+
+    Args:
+      arrays: token ids of each document, integers `[tokens]`; its end token is the last one, if it has one.
+      vocab_size: ids must be below it.
+      tokenizer: what made the ids; bytes without one.
+
+    Raises:
+      UserError: a document is empty or no array of one dim of integers, an id is outside the vocabulary, or there is
+        no document.
+    """
+    tokens, table = [], []
+    for number, array in enumerate(arrays):
+        ids = np.asarray(array)
+        name, shown = f"documents[{number}]", f"{ids.dtype}{list(ids.shape)}"
+        is_document = ids.ndim == 1 and ids.size > 0 and np.issubdtype(ids.dtype, np.integer)
+        require(is_document, name, shown, "must be integers [tokens], at least one")
+        least, most = int(ids.min()), int(ids.max())
+        fix = f"has ids from {least} to {most}, outside of 0 to vocab_size - 1 = {vocab_size - 1}"
+        require(least >= 0 and most < vocab_size, name, shown, fix)
+        ids = ids.astype("<u4")
+        tokens.append(ids)
+        table.append((ids.size, text_hash(ids.tobytes())))
+    require(len(tokens) > 0, "documents", [], "has no document")
+    documents = np.array(table, DOCUMENT)
+    documents["end"] = np.cumsum(documents["end"])
+    name = "documents"
+    corpus = in_memory(
+        np.concatenate(tokens), documents, hashlib.sha256(documents.tobytes()).hexdigest(), name
+    )
+    mixture = Mixture(names=(name,), weights=((1.0,),))
+    return Sources(mixture, (corpus,), tokenizer or ByteTokenizer())
 
 
 def _open(
