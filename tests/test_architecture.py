@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # Each layer may import the ones before it; layers on one line may not import each other.
 LAYERS = [
-    {"config", "kernels", "hlo", "units"},
+    {"config", "kernels", "hlo", "quiet_imports", "units"},
     {"launch", "figures"},
     {"storage"},
     {"sharding"},
@@ -34,7 +34,10 @@ MAY_IMPORT = {
     layer: set().union(*LAYERS[:rank]) | ({"data"} if layer in ABOVE_DATA else set())
     for rank, layers in enumerate(LAYERS)
     for layer in layers
-} | {"data": {"config", "launch", "sharding", "storage", "units"}, "configs": {"config"}}
+} | {
+    "data": {"config", "launch", "quiet_imports", "sharding", "storage", "units"},
+    "configs": {"config"},
+}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["cli"] |= {"configs", "package"}
 MAY_IMPORT["scripts"] |= {"configs", "package"}

@@ -121,6 +121,11 @@ def test_a_star_import_needs_no_extra():
     assert "flax" in loaded and not {"lm_eval", "datasets", "pandas"}.intersection(loaded)
 
 
+def test_the_public_names_leave_the_root_logger_as_it_was():
+    code = "from ultrascale_jax import *; import logging; print(logging.root.handlers)"
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
+
+
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = ultrascale_jax.nothing

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
@@ -40,6 +39,7 @@ from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
+from ultrascale_jax.quiet_imports import ocp
 from ultrascale_jax.train_step.state import (
     TrainState,
     checkpoint_layout_shapes,

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint.fingerprint import fingerprints
 from ultrascale_jax.checkpoint.layout import Groups, name, named
@@ -38,6 +37,7 @@ from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.failures import denied
 from ultrascale_jax.launch.multihost import agree
+from ultrascale_jax.quiet_imports import ocp
 from ultrascale_jax.storage.remote import RemoteError
 
 LOOK_S = 60.0

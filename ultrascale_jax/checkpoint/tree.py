@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-from orbax.checkpoint import v1 as ocp
 
 from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.fingerprint import is_supported
@@ -21,6 +20,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
 )
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch.events import say
+from ultrascale_jax.quiet_imports import ocp
 
 GROUP = "tree"
 """Name of the group of arrays; they are numbered, and the metadata lists their paths."""

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -46,6 +45,7 @@ from ultrascale_jax.data.samples import (
 )
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.data.stages import begins, parse_stages
+from ultrascale_jax.quiet_imports import grain
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
 

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from functools import cached_property, lru_cache
 from typing import cast
 
-import grain
 import numpy as np
 
 from ultrascale_jax.config import DataConfig, require
@@ -18,6 +17,7 @@ from ultrascale_jax.config.dpo import most_pairs
 from ultrascale_jax.data.corpus import Corpus, block_bounds
 from ultrascale_jax.data.held_out import Split
 from ultrascale_jax.data.sources import Synthetic
+from ultrascale_jax.quiet_imports import grain
 
 Batch = dict[str, np.ndarray]
 
