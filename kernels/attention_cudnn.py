@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as private
 
+from ultrascale_jax.kernels.attention_mask import BlockMask
+
 MASKED = -1e9
 """Added to masked scores: finite, so that a query without any key has a log-sum-exp."""
 
 
-def forward(q, k, v, visible, causal, window) -> tuple[jax.Array, jax.Array]:
-    """Return the result `[B, T, N, H]` in q's type and log-sum-exp `[B, N, T]` float32; see `attention_forward`."""
-    optional = _optional(q, visible)
-    params = _params(q, optional, _mask_type(causal), window)
+def forward(q, k, v, mask: BlockMask) -> tuple[jax.Array, jax.Array]:
+    """Compute `attention_forward`."""
+    optional, params = _masked(q, mask)
     return private._dot_product_attention_fwd_p_wrapper.bind(
         q, k, v, *optional, **params, is_training=True
     )
 
 
-def backward(q, k, v, out, lse, dout, visible, causal, window):
-    """Return gradients of q, k and v in their types, from the whole softmax's `out` and `lse`."""
-    optional = _optional(q, visible)
-    params = _params(q, optional, _mask_type(causal), window)
+def backward(q, k, v, out, lse, dout, mask: BlockMask) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute `attention_backward`."""
+    optional, params = _masked(q, mask)
     return tuple(
         private._dot_product_attention_bwd_p_wrapper.bind(
             q, k, v, *optional, lse, out, dout, **params
@@ -58,8 +58,8 @@ def packed_backward(q, k, v, out, lse, dout, lengths, starts):
     )[:3]
 
 
-def packed_applies(q, k) -> bool:
-    """Return whether cuDNN takes segments on the platform of the compilation, given that `cudnn_applies`.
+def takes_segments(q, k) -> bool:
+    """Return whether cuDNN takes segments of these arrays on the GPU of the compilation.
 
     Its offsets count elements in int32, and cuDNN 9.6 is the first that groups heads in ragged arrays.
     """
@@ -67,6 +67,13 @@ def packed_applies(q, k) -> bool:
     return (
         fits and private.check_compute_capability("9.0") and private.check_cudnn_version() >= 90600
     )
+
+
+def _masked(q, mask: BlockMask) -> tuple[list[jax.Array], dict]:
+    """Return the optional arrays and the parameters of a call with a mask."""
+    optional = _optional(q, mask.by_arrays())
+    kind = private.MaskType.CAUSAL if mask.causal else private.MaskType.NO_MASK
+    return optional, _params(q, optional, kind, mask.causal_window)
 
 
 def _packed(q, k, lengths, starts) -> tuple[list[jax.Array], dict]:
@@ -91,10 +98,6 @@ def _optional(q, visible) -> list[jax.Array]:
         masked = max(MASKED, float(jnp.finfo(q.dtype).min))  # float16's own is -65504
         bias = jnp.where(visible, 0.0, masked).astype(q.dtype)[:, None]
     return [bias] + [unused] * 6
-
-
-def _mask_type(causal: bool) -> private.MaskType:
-    return private.MaskType.CAUSAL if causal else private.MaskType.NO_MASK
 
 
 def _params(q, optional, mask, window) -> dict:

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ultrascale_jax.kernels.attention_mask import BlockMask
+from ultrascale_jax.kernels.attention_ranges import Ranges, ranges_of
 from ultrascale_jax.kernels.device import match_vma
 
 HALF = 64
@@ -30,8 +32,6 @@ HALF = 64
 
 TILE = 128
 """Queries or keys of a program; T and S are multiples of it."""
-
-HEAD_DIMS = (64, 128)
 
 STAGES = 4
 """Half tiles loaded ahead in the backward pass: with the program's own ones 193 of 227 KiB of shared memory."""
@@ -50,13 +50,6 @@ ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
 
 BY_HEAD = ("lse", "delta")
 """Arrays `[B, N, T]`; the others are `[B, T, N, H]`."""
-
-
-class Ranges(NamedTuple):
-    """The keys that each query sees: `start <= s < end`, both `[B, T]` int32; start >= end for no keys."""
-
-    start: jax.Array
-    end: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,23 +125,15 @@ class Program:
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, *, staged: bool = False
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: BlockMask, *, staged: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute attention of each query to its range of the keys.
+    """Compute `attention_forward`; a query that sees no key gets zeros, and a log-sum-exp of -1e30.
 
-    Args:
-      q: queries `[B, T, N, H]` bfloat16; T is a multiple of 128, H is 64 or 128.
-      k: keys `[B, S, K, H]`; S is a multiple of 128, K divides N.
-      v: values `[B, S, K, H]`.
-      ranges: the keys that each query sees.
-      staged: every operand of a product passes through shared memory, as the GPU interpreter wants it. Without, what
-        follows from the scores stays in registers.
-
-    Returns:
-      The result `[B, T, N, H]` bfloat16, and the log-sum-exp of the scores `[B, N, T]` float32; zeros and -1e30 for a
-      query that sees no key.
+    With `staged` every operand of a product passes through shared memory, as the GPU interpreter wants it. Without, the
+    weights stay in registers.
     """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    q, k, v, ranges = match_vma(q, k, v, ranges_of(mask, B, T, S))
     stages = 256 // H
     scratch = {"lse": plgpu.SMEM((COMPUTE, HALF), jnp.float32)}
     if staged:
@@ -228,17 +213,12 @@ def _attend(p: Program, wg, *, stages: int) -> None:
 
 
 def backward(
-    q, k, v, out, lse, dout, ranges: Ranges, *, staged: bool = False
+    q, k, v, out, lse, dout, mask: BlockMask, *, staged: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return gradients of q, k and v in their types; result and log-sum-exp may be of more keys than these.
-
-    Args:
-      q, k, v, ranges, staged: as given to `forward`.
-      out: result `[B, T, N, H]`.
-      lse: log-sum-exp `[B, N, T]` float32.
-      dout: cotangent of `out`, `[B, T, N, H]`.
-    """
+    """Compute `attention_backward`; `staged` as given to `forward`."""
     S, group = k.shape[1], q.shape[2] // k.shape[2]
+    ranges = ranges_of(mask, *q.shape[:2], S)
+    q, k, v, out, lse, dout, ranges = match_vma(q, k, v, out, lse, dout, ranges)
     delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
     # The log-sum-exp to the base 2: a kernel has exp2.
     inputs = {"q": q, "k": k, "v": v, "do": dout, "lse": lse * LOG2_E, "delta": delta}

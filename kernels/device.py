@@ -1,11 +1,11 @@
-"""Find the GPU that a kernel is compiled for, and choose the implementation for it."""
+"""Find the GPU that a kernel is compiled for, and choose between a kernel and its reference there."""
 
 from typing import Any
 
 import jax
 from jax import lax
 
-from ultrascale_jax.kernels.choices import HOPPER, auto_order
+from ultrascale_jax.kernels import choices
 
 
 def device() -> Any:
@@ -18,14 +18,9 @@ def on_gpu() -> bool:
     return device().platform in ("gpu", "cuda")
 
 
-def is_hopper(kind: str) -> bool:
-    """Return whether GPUs of this kind have the kernels' instructions (sm_90a)."""
-    return any(name in kind for name in HOPPER)
-
-
 def on_hopper() -> bool:
     """Return whether the device has the kernels' instructions."""
-    return is_hopper(device().device_kind)
+    return choices.is_hopper(device().device_kind)
 
 
 def cores() -> int:
@@ -34,40 +29,30 @@ def cores() -> int:
     return jax.devices()[0].core_count if absent is None else absent.num_cores
 
 
-def match_vma(*arrays: jax.Array) -> list[jax.Array]:
-    """Return the arrays typed as varying over all mesh axes over which any of them does, as results and gradients."""
+def match_vma(*trees: Any) -> list[Any]:
+    """Return trees of arrays typed as varying over all mesh axes over which any does, as results and gradients."""
+    arrays, structure = jax.tree.flatten(trees)
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
     missing = [tuple(sorted(axes - jax.typeof(x).mat.varying)) for x in arrays]
-    return [
+    arrays = [
         lax.pcast(x, names, to="varying") if names else x
         for x, names in zip(arrays, missing, strict=True)
     ]
+    return list(jax.tree.unflatten(structure, arrays))
 
 
 def takes(field: str, implementation: str, name: str) -> bool:
     """Return whether `implementation` of a field of `kernels` means `name` on this device, if that takes the arrays."""
     auto = implementation == "auto"
-    return name in (auto_order(field, device().device_kind) if auto else (implementation,))
+    return name in (choices.auto_order(field, device().device_kind) if auto else (implementation,))
 
 
-def choose(implementation: str, *, fits: bool, needs: str, got: str, field: str) -> bool:
-    """Return whether to use the Mosaic kernel: on request, or where the table of `choices.py` has it for this GPU.
+def takes_mosaic(field: str, implementation: str, needs: dict[str, bool], got: str) -> bool:
+    """Return whether a call takes the Mosaic kernel and not the reference; arguments and errors as of `choices.choose`.
 
-    Args:
-      implementation: `auto`, `mosaic` or `xla`.
-      fits: whether the kernel takes these shapes and types.
-      needs, got: what it takes, and what there is, for the error.
-      field: the field of `kernels` in the configuration that says the implementation.
-
-    Raises:
-      ValueError: the implementation is unknown, or the kernel is asked for and cannot run here or on these shapes.
+    `needs` are the kernel's, besides a Hopper GPU.
     """
-    if implementation not in ("auto", "mosaic", "xla"):
-        raise ValueError(f"kernels.{field}={implementation!r}: must be auto, mosaic or xla")
-    runs = fits and on_hopper()
-    if implementation == "mosaic" and not runs:
-        raise ValueError(
-            f"kernels.{field}='mosaic': needs an H100 or H200, {needs}; got {device().device_kind}, {got}; "
-            f"use kernels.{field}='xla'"
-        )
-    return runs and takes(field, implementation, "mosaic")
+    kind = device().device_kind
+    mosaic = {"an H100 or H200": choices.is_hopper(kind)} | needs
+    chosen = choices.choose(field, implementation, kind, {"mosaic": mosaic, "xla": {}}, got)
+    return chosen == "mosaic"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, match_vma
+from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, dequantize
 
 
@@ -42,15 +42,13 @@ def fp8_matmul(
             f"of 1 x {BLOCK} and [N, K] in blocks or in tiles of {BLOCK} x {BLOCK}, both or neither with groups"
         )
     (M, K), N = shapes[0][-2:], shapes[2][-2]
-    types = all(q.values.dtype in mosaic.TYPES for q in (a, b))
-    fits = types and mosaic.takes(M, N, K)
-    fused = choose(
-        implementation,
-        fits=fits and jnp.dtype(out_dtype) in (jnp.bfloat16, jnp.float32),
-        needs=f"float8_e4m3fn or float8_e5m2 to bfloat16 or float32, and dims that are multiples of {mosaic.BLOCK}",
-        got=f"{a.values.dtype} and {b.values.dtype} to {jnp.dtype(out_dtype)}, M={M}, N={N}, K={K}",
-        field="fp8_matmul",
-    )
+    needs = {
+        "float8_e4m3fn or float8_e5m2": all(q.values.dtype in mosaic.TYPES for q in (a, b)),
+        "a result in bfloat16 or float32": jnp.dtype(out_dtype) in (jnp.bfloat16, jnp.float32),
+        f"dims that {BLOCK} divides": M % BLOCK == N % BLOCK == K % BLOCK == 0,
+    }
+    got = f"{a.values.dtype} and {b.values.dtype} to {jnp.dtype(out_dtype)}, M={M}, N={N}, K={K}"
+    fused = takes_mosaic("fp8_matmul", implementation, needs, got)
     a_values, a_scales, b_values, b_scales = match_vma(*a, *b)
     if not fused:
         return _reference(Quantized(a_values, a_scales), Quantized(b_values, b_scales), out_dtype)

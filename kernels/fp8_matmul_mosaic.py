@@ -42,11 +42,6 @@ PARTS = range(0, BLOCK, 64)
 SWIZZLED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 
-def takes(M: int, N: int, K: int) -> bool:
-    """Return whether the kernel takes products of `[M, K]` and `[N, K]`."""
-    return M % BLOCK == N % BLOCK == K % BLOCK == 0
-
-
 def products(
     a: jax.Array,
     a_scales: jax.Array,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, match_vma
+from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 
 
 def grouped_matmul(
@@ -40,13 +40,13 @@ def grouped_matmul(
       ValueError: the implementation is unknown, or the kernel cannot run here or on these shapes.
     """
     R, (D, _, F) = x.shape[0], w.shape
-    fused = choose(
-        implementation,
-        fits=mosaic.takes(R, D, F) and x.dtype == w.dtype == jnp.bfloat16,
-        needs=f"bfloat16, rows in multiples of {mosaic.ALIGNED}, and D and F in multiples of {mosaic.MULTIPLE}",
-        got=f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}",
-        field="grouped_matmul",
-    )
+    needs = {
+        "bfloat16": x.dtype == w.dtype == jnp.bfloat16,
+        f"rows in multiples of {mosaic.ALIGNED}": R % mosaic.ALIGNED == 0,
+        f"D and F that {mosaic.MULTIPLE} divides": D % mosaic.MULTIPLE == F % mosaic.MULTIPLE == 0,
+    }
+    got = f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}"
+    fused = takes_mosaic("grouped_matmul", implementation, needs, got)
     multiply = _fused if fused else reference
     return multiply(*match_vma(x, w, sizes), transposed)
 

@@ -48,11 +48,6 @@ ROW_BY_ROW = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 """The same order in memory for 64 columns, but any row may be the first of a copy."""
 
 
-def takes(R: int, D: int, F: int) -> bool:
-    """Return whether the kernel takes R rows and matrices `[D, F]`."""
-    return R % ALIGNED == D % MULTIPLE == F % MULTIPLE == 0
-
-
 def products(
     x: jax.Array,
     w: jax.Array,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, match_vma
+from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 
 CHUNK_BYTES = 2**28
 """Upper bound of the gradients of a chunk's logits."""
@@ -51,13 +51,14 @@ def linear_cross_entropy(
       ValueError: the implementation is unknown, or the kernels cannot run here or on these shapes.
     """
     (M, D), V = x.shape, head.shape[1]
-    fused = choose(
-        implementation,
-        fits=mosaic.takes(M, D, V) and x.dtype == head.dtype == jnp.bfloat16,
-        needs=f"bfloat16, M in multiples of {mosaic.ROWS}, D of {mosaic.DEPTH} and V of {mosaic.ALIGNED}",
-        got=f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}",
-        field="loss",
-    )
+    needs = {
+        "bfloat16": x.dtype == head.dtype == jnp.bfloat16,
+        f"M in multiples of {mosaic.ROWS}": M % mosaic.ROWS == 0,
+        f"D in multiples of {mosaic.DEPTH}": D % mosaic.DEPTH == 0,
+        f"V in multiples of {mosaic.ALIGNED}": V % mosaic.ALIGNED == 0,
+    }
+    got = f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}"
+    fused = takes_mosaic("loss", implementation, needs, got)
     # A target that does not count, or is no word of this shard, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
     statistics = fused_statistics if fused else reference_statistics

@@ -47,11 +47,6 @@ LOWEST = -1e30
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def takes(M: int, D: int, V: int) -> bool:
-    """Return whether the kernels take M tokens, D elements of each, and V words."""
-    return M % ROWS == D % DEPTH == V % ALIGNED == 0
-
-
 def statistics(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return for each token the log-sum-exp of its logits, and its target's logit (0 if that is no column of head).
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import quantize_fp8_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, match_vma
+from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 
 BLOCK = 128
 """Columns of a block; rows and columns of a tile."""
@@ -94,17 +94,13 @@ def _quantize(x, scaling, amax, dtype, implementation, *, both: bool):
         if scaling != "tensor":
             raise ValueError(f"amax is given for scaling={scaling!r}: only 'tensor' takes it")
         x, amax = match_vma(x, amax)
-    fused = choose(
-        implementation,
-        fits=scaling in ("block", "tile")
-        and x.ndim == 2
-        and x.dtype == jnp.bfloat16
-        and not any(n % BLOCK for n in x.shape),
-        needs=f"scaling block or tile of bfloat16 [M, K] in multiples of {BLOCK}",
-        got=f"{scaling} of {x.dtype} {list(x.shape)}",
-        field="fp8_matmul",
-    )
-    if fused:
+    needs = {
+        "scaling block or tile": scaling in ("block", "tile"),
+        "bfloat16": x.dtype == jnp.bfloat16,
+        f"[M, K] in multiples of {BLOCK}": x.ndim == 2 and not any(n % BLOCK for n in x.shape),
+    }
+    got = f"{scaling} of {x.dtype} {list(x.shape)}"
+    if takes_mosaic("fp8_matmul", implementation, needs, got):
         return kernel(x, scaling, dtype, both=both)
     arrays = (x, jnp.swapaxes(x, -1, -2)) if both else (x,)
     return tuple(reference(a, scaling, amax, dtype) for a in arrays)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
-from ultrascale_jax.kernels.device import choose, match_vma
+from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 
 
 def rms_norm(
@@ -33,13 +33,12 @@ def rms_norm(
       ValueError: the implementation is unknown, or the kernel cannot run here or on these shapes.
     """
     D = x.shape[-1]
-    fused = choose(
-        implementation,
-        fits=x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32 and mosaic.takes(D),
-        needs=f"bfloat16 with a float32 weight, and D a multiple of {mosaic.MULTIPLE} up to {mosaic.WIDEST}",
-        got=f"{x.dtype} with {weight.dtype}, D={D}",
-        field="norm",
-    )
+    needs = {
+        "bfloat16 with a float32 weight": x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32,
+        f"D in multiples of {mosaic.MULTIPLE}": D % mosaic.MULTIPLE == 0,
+        f"D up to {mosaic.WIDEST}": D <= mosaic.WIDEST,
+    }
+    fused = takes_mosaic("norm", implementation, needs, f"{x.dtype} with {weight.dtype}, D={D}")
     return _rms_norm(*match_vma(x, weight), eps, fused)
 
 

@@ -35,11 +35,6 @@ REGISTERS = 16384
 """Elements of the sums that a program's warpgroups carry in all: a quarter of the registers of an SM."""
 
 
-def takes(D: int) -> bool:
-    """Return whether the kernel takes rows of D elements."""
-    return D % MULTIPLE == 0 and D <= WIDEST
-
-
 class Chunks:
     """Chunks `[size, LANES]` of a row of D elements, from `starts` on; each thread holds neighbours."""
 

@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 
 from tests.attention_oracle import dense_attention
-from ultrascale_jax.kernels.attention import (
-    BlockMask,
-    attention,
-    attention_forward,
-    fused_attention,
-)
+from ultrascale_jax.kernels.attention import attention, attention_forward, fused_attention
+from ultrascale_jax.kernels.attention_mask import BlockMask
 
 SEGMENTS = np.array([[1] * 5 + [2] * 8, [1] + [2] * 3 + [3] * 9], np.int32)
 INDEX = np.arange(13, dtype=np.int32)
@@ -91,7 +87,6 @@ def test_sinks_and_a_window_that_is_chosen_at_run_time(full):
     """The path of cuDNN and Mosaic joins sinks to any blocks; the reference has a logit more in its softmax."""
     q, k, v, d_out = arrays(2)
     sinks, segments = np.array([-1.0, 0.0, 0.5, 3.0], np.float32), (SEGMENTS, SEGMENTS)
-    seen = SEGMENTS[:, :, None] == SEGMENTS[:, None, :]
 
     @jax.jit
     def run(full, *arrays):
@@ -100,7 +95,7 @@ def test_sinks_and_a_window_that_is_chosen_at_run_time(full):
             return attention(q, k, v, q_index=INDEX, sinks=sinks, implementation="xla", **options)
 
         def by_blocks(q, k, v, sinks):
-            mask = BlockMask(visible=seen, causal=True, window=4)
+            mask = BlockMask(segment_ids=segments, causal=True, window=4)
             return fused_attention(q, k, v, sinks, mask, full, "xla")
 
         pairs = [jax.vjp(fn, *arrays) for fn in (reference, by_blocks)]
@@ -128,9 +123,9 @@ def test_queries_may_start_later_than_keys(key_heads):
 
 def test_forced_packed_attention_of_a_block_with_a_mask_fails_loudly(key_heads):
     q, k, v = arrays(key_heads)[:3]
-    mask = BlockMask(visible=np.ones((1, q.shape[1], k.shape[1]), bool))
+    mask = BlockMask(positions=(INDEX, INDEX))
     with pytest.raises(
-        ValueError, match=r"kernels\.attention='cudnn_packed': packs no documents on"
+        ValueError, match=r"kernels\.attention='cudnn_packed': .*whole rows: no ring, no sinks"
     ):
         attention_forward(q, k, v, mask, implementation="cudnn_packed")
 

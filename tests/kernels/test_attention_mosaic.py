@@ -17,15 +17,9 @@ from tests.attention_oracle import Dense, dense_attention
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import attention_mosaic as mosaic
-from ultrascale_jax.kernels.attention import (
-    BlockMask,
-    attention,
-    attention_backward,
-    attention_forward,
-    visible_keys,
-    visible_ranges,
-)
-from ultrascale_jax.kernels.attention_mosaic import Ranges
+from ultrascale_jax.kernels.attention import attention, attention_backward, attention_forward
+from ultrascale_jax.kernels.attention_mask import BlockMask, visible_keys
+from ultrascale_jax.kernels.attention_ranges import Ranges, visible_ranges
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.manual import smap
@@ -126,8 +120,7 @@ def whole(case: Case, forward, backward):
     index, pair = np.arange(case.ids.size), (case.ids, case.ids)
 
     def run(q, k, v, dout):
-        ranges = visible_ranges(index, index, pair, case.window)
-        mask = BlockMask(ranges=ranges)
+        mask = BlockMask(positions=(index, index), segment_ids=pair, window=case.window)
         out, lse = forward(q, k, v, mask)
         return out, lse, *backward(q, k, v, out, lse, dout, mask)
 
@@ -135,7 +128,7 @@ def whole(case: Case, forward, backward):
 
 
 def joined(case: Case, forward, backward, cut: int):
-    """The same of two blocks of keys, as a ring has them; and the first one's ranges, result and log-sum-exp."""
+    """The same of two blocks of keys, as a ring has them; and the first one's mask, result and log-sum-exp."""
     index, ids = np.arange(case.ids.size), case.ids
 
     def run(q, k, v, dout):
@@ -144,7 +137,9 @@ def joined(case: Case, forward, backward, cut: int):
                 k[:, keys],
                 v[:, keys],
                 BlockMask(
-                    ranges=visible_ranges(index, index[keys], (ids, ids[:, keys]), case.window)
+                    positions=(index, index[keys]),
+                    segment_ids=(ids, ids[:, keys]),
+                    window=case.window,
                 ),
             )
             for keys in (slice(0, cut), slice(cut, None))
@@ -157,15 +152,15 @@ def joined(case: Case, forward, backward, cut: int):
         gradients = [backward(q, k, v, out, lse, dout, mask) for k, v, mask in blocks]
         dqs, *others = ([x.astype(jnp.float32) for x in xs] for xs in zip(*gradients, strict=True))
         gradients = sum(dqs), *(jnp.concatenate(xs, axis=1) for xs in others)
-        return (out, lse, *gradients), (blocks[0][2].ranges, *parts[0])
+        return (out, lse, *gradients), (blocks[0][2].by_arrays(), *parts[0])
 
     return run
 
 
-def check_joined(got, want, errors, cut: int) -> None:
+def check_joined(got, want, errors) -> None:
     """As `check`; and there are queries that see nothing of the first block."""
-    result, (ranges, out, lse) = got
-    unseen = ~within(ranges, cut).any(2)[0]
+    result, (visible, out, lse) = got
+    unseen = ~np.asarray(visible).any(2)[0]
     assert unseen.any() and np.all(np.isfinite(np.asarray(out, np.float32)))
     assert np.all(np.asarray(lse)[:, :, unseen] < -1e29)
     check(result, want, errors)
@@ -184,28 +179,17 @@ EXACT, ROUNDED = (1e-6, 1e-5, 1e-6), (4e-3, 1e-3, 1e-2)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.wide), 9])
-def test_the_reference_takes_ranges_and_blocks_join_to_the_whole(window):
+def test_the_references_blocks_join_to_the_whole(window):
     small = case((1, 64, 4, 2, 8), (25, 10, 29), window, jnp.float32)
     passes = attention_forward, attention_backward
     both = jax.jit(lambda *a: (whole(small, *passes)(*a), joined(small, *passes, 32)(*a)))
     in_one, in_two = both(*small.arrays)
     check(in_one, small.want, EXACT)
-    check_joined(in_two, small.want, EXACT, 32)
+    check_joined(in_two, small.want, EXACT)
 
 
-def one_device(run):
-    """A pass of the kernel as the GPU interpreter takes it."""
-
-    def call(*arrays_and_mask):
-        *arrays, mask = arrays_and_mask
-        B, tokens = arrays[0].shape[:2]
-        bounds = Ranges(*(jnp.broadcast_to(x, (B, tokens)) for x in mask.ranges))
-        return run(*arrays, bounds, staged=True)
-
-    return call
-
-
-KERNEL = one_device(mosaic.forward), one_device(mosaic.backward)
+# As the GPU interpreter takes them.
+KERNEL = [functools.partial(run, staged=True) for run in (mosaic.forward, mosaic.backward)]
 
 
 @pytest.mark.slow
@@ -223,7 +207,7 @@ def test_the_kernel_in_the_interpreter_equals_the_oracle_and_has_no_races(interp
 def test_the_kernels_blocks_join_to_the_whole_in_the_interpreter(interpreted):
     blocks = case((1, 384, 1, 1, 64), (100, 130, 154), window=90)
     got = interpreted(joined(blocks, *KERNEL, 128), *blocks.arrays)
-    check_joined(got, blocks.want, ROUNDED, 128)
+    check_joined(got, blocks.want, ROUNDED)
 
 
 # test_programs_visit_the_tiles_that_meet_their_ranges_and_no_others has its plan.
@@ -237,8 +221,8 @@ def test_the_kernel_reads_no_keys_that_no_query_of_a_tile_sees(interpreted):
     index = np.arange(tokens)
 
     def run(q, k, v, dout):
-        ranges = visible_ranges(index[256:], index, (ids[:, 256:], ids))
-        mask, (forward, backward) = BlockMask(ranges=ranges), KERNEL
+        mask = BlockMask(positions=(index[256:], index), segment_ids=(ids[:, 256:], ids))
+        forward, backward = KERNEL
         out, lse = forward(q, k, v, mask)
         return out, lse, *backward(q, k, v, out, lse, dout, mask)
 
@@ -268,14 +252,11 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
         [x[..., :32] for x in (q, k, v)],
         [q, k[:, :64], v[:, :64]],
     )
-    mask = np.tri(128, dtype=bool)[None]
     with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
         assert jax.eval_shape(run, q, k, v).shape == q.shape
         for arrays in wrong:
             with pytest.raises(ValueError, match=r"kernels\.attention='mosaic'.*got NVIDIA H100"):
                 jax.eval_shape(run, *arrays)
-        with pytest.raises(ValueError, match="takes no `visible`"):
-            attention_forward(q, k, v, BlockMask(visible=mask), implementation="mosaic")
     with pytest.raises(ValueError, match="must be one of auto, cudnn"):
         attention(q, k, v, q_index=index, implementation="triton")
 

@@ -3,8 +3,7 @@
 import pytest
 
 from ultrascale_jax.config import KernelsConfig
-from ultrascale_jax.kernels.choices import TABLE, auto_order
-from ultrascale_jax.kernels.device import is_hopper
+from ultrascale_jax.kernels.choices import TABLE, auto_order, is_hopper
 from ultrascale_jax.plan.hardware import GPUS
 
 

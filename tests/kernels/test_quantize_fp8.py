@@ -156,13 +156,17 @@ def test_unknown_choices_fail_and_say_what_is_known(h100s):
         fp8.quantize_fp8(x, "row", amax=np.float32(1))
     with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got cpu"):
         fp8.quantize_fp8(x, "tile", implementation="mosaic")
-    wrongs = x[:100], x.astype(np.float32), x[None]
+    wrongs = (
+        (x[:100], "in multiples of 128"),
+        (x.astype(np.float32), "needs bfloat16"),
+        (x[None], "in multiples of 128"),
+    )
     with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
-        for wrong in wrongs:
-            with pytest.raises(ValueError, match=r"multiples of 128.*got NVIDIA H100"):
+        for wrong, need in wrongs:
+            with pytest.raises(ValueError, match=rf"{need}.*got NVIDIA H100"):
                 fp8.quantize_fp8_both(wrong, "block", implementation="mosaic")
         for scaling in ("row", "tensor"):
-            with pytest.raises(ValueError, match=r"block or tile .*got NVIDIA H100"):
+            with pytest.raises(ValueError, match=r"block or tile; got NVIDIA H100"):
                 fp8.quantize_fp8(x, scaling, implementation="mosaic")
 
 

@@ -95,7 +95,7 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
         for a, w in wrong:
             with pytest.raises(ValueError, match=r"kernels\.norm='mosaic'.*got NVIDIA H100"):
                 rms_norm(a, w, eps=EPS, implementation="mosaic")
-    with pytest.raises(ValueError, match="must be auto, mosaic or xla"):
+    with pytest.raises(ValueError, match="must be one of auto, mosaic, xla"):
         rms_norm(x, weight, eps=EPS, implementation="triton")
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ultrascale_jax as uj
 from tests.attention_oracle import Dense, dense_attention
 from ultrascale_jax.config import ContextConfig
-from ultrascale_jax.kernels.attention import attention_reference
+from ultrascale_jax.kernels.attention_xla import attention_reference
 from ultrascale_jax.parallel.context.ring import RingSpec
 
 TOLERANCE = 1e-5

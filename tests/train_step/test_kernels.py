@@ -81,3 +81,16 @@ def test_forced_packed_attention_is_refused_for_rows_and_heads_that_cannot_be(se
         UserError, match=rf"^kernels\.attention='cudnn_packed'.*{seq_len}.*{head_dim}"
     ):
         check_kernels(cfg, device)
+
+
+def test_forced_packed_attention_is_refused_on_a_ring_unless_there_are_no_documents():
+    device, kernels = target_devices(1)[0], KernelsConfig(attention="cudnn_packed")
+    data = DataConfig(seq_len=8192)
+    cfg = Config(model=MODEL, data=data, kernels=kernels, mesh=MeshConfig(cp=2))
+    with pytest.raises(
+        UserError, match=r"^kernels\.attention='cudnn_packed': needs whole rows: no"
+    ):
+        check_kernels(cfg, device)
+    check_kernels(
+        dataclasses.replace(cfg, data=dataclasses.replace(data, document_mask=False)), device
+    )

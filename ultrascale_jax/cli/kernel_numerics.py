@@ -11,15 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ultrascale_jax.kernels.attention import (
-    EVERY_KEY,
-    BlockMask,
-    attention,
-    attention_backward,
-    attention_forward,
-    visible_keys,
-    visible_ranges,
-)
+from ultrascale_jax.kernels.attention import attention, attention_backward, attention_forward
+from ultrascale_jax.kernels.attention_mask import BlockMask
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
@@ -106,16 +99,14 @@ def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Ch
         queries, keys = (1, T, N, H), (1, 2 * T, K, H)
         return normals(key, queries, queries, keys, keys, dtype=dtype)
 
-    def mask(name: str, index, causal: bool) -> BlockMask:
+    def mask(keys: jax.Array, causal: bool) -> BlockMask:
         if not documents:
-            return BlockMask(causal=True) if causal else EVERY_KEY
-        places = second, index, (ids[:, second], ids[:, index])
-        if name == "mosaic":
-            return BlockMask(ranges=visible_ranges(*places), causal=causal)
-        return BlockMask(visible=visible_keys(*places), causal=causal)
+            return BlockMask(causal=causal)
+        segment_ids = ids[:, second], ids[:, keys]
+        return BlockMask(positions=(second, keys), segment_ids=segment_ids, causal=causal)
 
     def run(name: str, dout, q, k, v) -> tuple:
-        masks = mask(name, first, False), mask(name, second, True)
+        masks = mask(first, causal=False), mask(second, causal=True)
         ks, vs = jnp.split(k, 2, axis=1), jnp.split(v, 2, axis=1)
         forward = functools.partial(attention_forward, q, implementation=name)
         outs, lses = zip(*map(forward, ks, vs, masks), strict=True)

@@ -28,7 +28,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, choose
 from ultrascale_jax.config.section import Count, check_fields
-from ultrascale_jax.kernels.document_classes import divides
+from ultrascale_jax.kernels.choices import HOPPER, AttentionCall
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.flops import flops_per_token, mean_keys, mfu
@@ -191,18 +191,26 @@ class Run:
         return self.lowering.sums_by_layer
 
     @property
-    def packs_documents(self) -> bool:
-        """Whether attention ends at document borders without a mask, as `kernels/attention.py` decides for Hopper."""
-        elements = self.sequences * self.seq_len * self.shape.num_heads * self.shape.head_dim
-        return (
-            self.document_mask
-            and self.ring[0] == 1
-            and self.kernels.attention in ("auto", "cudnn_packed")
-            and self.precision != "fp32"
-            and not self.shape.window_share
-            and divides(self.seq_len)
-            and elements / (self.mesh.tensor * self.ring[1]) < 2**31
+    def attention(self) -> AttentionCall:
+        """The facts about attention on a Hopper GPU that decide which implementations can compute it."""
+        length, heads = self.seq_len // self.ring[0], self.shape.num_heads * self.shape.head_dim
+        elements = self.sequences * self.seq_len * heads / (self.mesh.tensor * self.ring[1])
+        return AttentionCall(
+            kind=HOPPER[0],
+            dtype="float32" if self.precision == "fp32" else "bfloat16",
+            queries=length,
+            keys=length,
+            head_dim=self.shape.head_dim,
+            masked=self.document_mask,
+            joined=self.ring[0] > 1,
+            window=bool(self.shape.window_share),
+            ragged=elements < 2**31,
         )
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether attention ends at document borders without a mask."""
+        return self.attention.packs(self.kernels.attention)
 
     @property
     def chunk_layers(self) -> int:

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.config.lowering import Lowering
-from ultrascale_jax.kernels.device import is_hopper
-from ultrascale_jax.kernels.document_classes import LEAST_TOKENS, SHORTEST, divides
-from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
+from ultrascale_jax.kernels.choices import AttentionCall, is_hopper
 from ultrascale_jax.models.fp8 import Fp8, Recipe, Scaling, weight_amaxes
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
@@ -78,10 +76,24 @@ def check_kernels(cfg: Config, device: jax.Device) -> None:
         require(is_hopper(kind) or value != "mosaic", name, value, fix)
         fix = f"computes in bfloat16, and train.precision is {cfg.train.precision}; use auto or xla"
         require(cfg.train.precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)
-    attention, length, width = cfg.kernels.attention, cfg.data.seq_len, cfg.model.head_dim
-    packs = divides(length) and cudnn_takes_head_dim(width)
-    fix = (
-        f"needs a data.seq_len of {LEAST_TOKENS} or more that 4 divides down to {SHORTEST} (it is {length}) and a "
-        f"model.head_dim that 8 divides, up to 256 (it is {width}); use auto"
+    attention = cfg.kernels.attention
+    call = attention_call(cfg, kind, on_gpu=device.platform == "gpu")
+    lacking = call.lacking(attention)
+    fix = f"needs {', '.join(lacking)}, and has {call}; use auto"
+    require(not lacking, "kernels.attention", attention, fix)
+
+
+def attention_call(cfg: Config, kind: str, *, on_gpu: bool = True) -> AttentionCall:
+    """Return the facts about a run's attention on GPUs of `kind`, JAX's name."""
+    (ring, _), length = cfg.cp.ranks(cfg.mesh.cp), cfg.data.seq_len
+    return AttentionCall(
+        kind=kind,
+        on_gpu=on_gpu,
+        dtype=jnp.dtype(COMPUTE[cfg.train.precision]).name,
+        queries=length // ring,
+        keys=length // ring,
+        head_dim=cfg.model.head_dim,
+        masked=cfg.data.document_mask,
+        joined=ring > 1 or cfg.model.attention_sinks,
+        window=cfg.model.sliding_window is not None,
     )
-    require(attention != "cudnn_packed" or packs, "kernels.attention", attention, fix)

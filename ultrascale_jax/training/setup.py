@@ -24,8 +24,8 @@ from ultrascale_jax.health.rerun import Rerun
 from ultrascale_jax.health.skipped_steps import SkippedSteps
 from ultrascale_jax.health.stragglers import StragglerCheck, cadence
 from ultrascale_jax.hooks import Hook, Run
-from ultrascale_jax.kernels.document_classes import divides, max_documents
-from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
+from ultrascale_jax.kernels.choices import HOPPER
+from ultrascale_jax.kernels.document_classes import max_documents
 from ultrascale_jax.launch.distributed import StopRequest, guarded
 from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.run_files import write_atomic
@@ -34,7 +34,7 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.model_shape import adapter_params
 from ultrascale_jax.sharding.mesh import check_mesh
 from ultrascale_jax.train_step.optim import rate_change
-from ultrascale_jax.train_step.precision import check_kernels
+from ultrascale_jax.train_step.precision import attention_call, check_kernels
 from ultrascale_jax.train_step.state import (
     TrainState,
     abstract_state,
@@ -262,10 +262,8 @@ def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
 
 
 def packs_documents(cfg: Config) -> bool:
-    """Return whether the run may take packed attention, which has room for so many documents in a row."""
-    seq_len, (ring, _) = cfg.data.seq_len, cfg.cp.ranks(cfg.mesh.cp)
-    packs = cfg.kernels.attention in ("auto", "cudnn_packed") and divides(seq_len) and ring == 1
-    return packs and cfg.train.precision != "fp32" and cudnn_takes_head_dim(cfg.model.head_dim)
+    """Return whether a Hopper GPU takes packed attention, which has room for so many documents in a row."""
+    return attention_call(cfg, HOPPER[0]).packs(cfg.kernels.attention)
 
 
 def _state(

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config import ContextConfig, Strategy, require_choice, require_type
 from ultrascale_jax.config.kernels import AttentionImplementation
-from ultrascale_jax.kernels.attention import packs
+from ultrascale_jax.kernels.attention import choose
+from ultrascale_jax.kernels.attention_mask import BlockMask
 from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.parallel.context.ring import RingSpec, ring
@@ -107,9 +108,10 @@ def _attend(
 
     Where a block needs a mask, its positions are those given or the places in the sequence.
     """
-    packable = segment_ids is not None and spec.ranks == 1 and positions is None
-    packable = packable and sinks is None and not with_lse
-    if packable and packs(spec.implementation, q, k, spec.window):
+    joined = spec.ranks > 1 or positions is not None or sinks is not None or with_lse
+    documents = None if segment_ids is None else (segment_ids, segment_ids)
+    mask = BlockMask(segment_ids=documents, causal=True, window=spec.window)
+    if choose(spec.implementation, q, k, mask, joined=joined) == "cudnn_packed":
         return packed_attention(*match_vma(q, k, v, segment_ids)), None
     T, apart = q.shape[1], segment_ids is not None or positions is not None
     masked = apart or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0

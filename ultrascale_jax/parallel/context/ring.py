@@ -18,16 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.kernels.attention import (
-    UNSEEN,
-    BlockMask,
     add_sinks,
     attention_backward,
     attention_forward,
     branch_by_window,
     sinks_gradient,
-    visible_keys,
-    visible_ranges,
 )
+from ultrascale_jax.kernels.attention_mask import BlockMask
+from ultrascale_jax.kernels.attention_xla import UNSEEN
 from ultrascale_jax.kernels.residuals import name_attention
 from ultrascale_jax.parallel.context.window import distances_in_reach
 
@@ -247,7 +245,9 @@ def _own_mask(spec: RingSpec, positions, segment_ids) -> BlockMask:
     if not spec.local_mask:
         return BlockMask(causal=True, window=spec.window)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
-    return _seen(spec, positions, positions, segments, causal=True)
+    return BlockMask(
+        positions=(positions, positions), segment_ids=segments, causal=True, window=spec.window
+    )
 
 
 def _chunks(spec: RingSpec, positions, segment_ids, **arrays) -> dict[str, Any]:
@@ -270,15 +270,8 @@ def _mask(spec: RingSpec, queries: dict, keys: dict) -> BlockMask:
     if queries["positions"] is None:
         return BlockMask()
     segments = None if queries["segments"] is None else (queries["segments"], keys["segments"])
-    return _seen(spec, queries["positions"], keys["positions"], segments)
-
-
-def _seen(spec: RingSpec, q_positions, k_positions, segments, *, causal: bool = False) -> BlockMask:
-    """Return the keys that queries see, in the form that the implementation takes."""
-    given = q_positions, k_positions, segments, spec.window
-    if spec.implementation == "mosaic":
-        return BlockMask(ranges=visible_ranges(*given), causal=causal)
-    return BlockMask(visible=visible_keys(*given), causal=causal)
+    positions = queries["positions"], keys["positions"]
+    return BlockMask(positions=positions, segment_ids=segments, window=spec.window)
 
 
 def _block(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:

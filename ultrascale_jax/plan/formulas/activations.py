@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ultrascale_jax.config import remat_names
-from ultrascale_jax.kernels.limits import cudnn_takes_head_dim
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run
@@ -42,12 +41,7 @@ def layer_of(run: Run) -> Layer:
     """Return the layer of `run`; without experts."""
     shape, mesh, tokens = run.shape, run.mesh, run.tokens
     heads, head_dim = shape.num_heads / mesh.tensor, shape.head_dim
-    # As kernels/attention.py decides.
-    flash = (
-        run.precision != "fp32"
-        and cudnn_takes_head_dim(head_dim)
-        and run.kernels.attention != "xla"
-    )
+    flash = run.kernels.attention != "xla" and not run.attention.lacking("cudnn")
     width = 4 if run.precision == "fp32" else 2
     return Layer(
         whole=tokens * shape.d_model,
