@@ -84,7 +84,10 @@ def program(context: ContextConfig, layout: Layout, window: int | None = None):
 
     def local(qkv, *documents):
         options = {"axis": layout.axis, "window": window, "with_lse": True}
-        both = {name: attend(context, *x, *documents, **options) for name, x in qkv.items()}
+        both = {
+            name: uj.context_attention(context, *x, *documents, **options)
+            for name, x in qkv.items()
+        }
         return tuple({name: pair[i] for name, pair in both.items()} for i in range(2))
 
     def with_gradients(function, qkv, d_out, *documents):

@@ -16,7 +16,7 @@ n/u (arXiv 2405.07719). Blocks are joined by their log-sum-exp in float32; the b
 sends keys, values and the float32 sums of their gradients round once.
 """
 
-from typing import Literal, Protocol, cast, overload
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -73,122 +73,104 @@ def context_attention(
       ValueError: the shapes do not fit each other or the axis.
     """
     require_choice("implementation", implementation, AttentionImplementation)
-    ranks, ulysses = _check(context, q, k, v, positions, segment_ids, axis, window)
-    documents = [x for x in (positions, segment_ids) if x is not None]
-    axes = frozenset({axis}).union(*map(varying, (q, k, v, *documents)))
-    q, k, v = (vary(x, axes) for x in (q, k, v))
-    positions, segment_ids = jax.tree.map(lambda x: vary(x, {axis}), (positions, segment_ids))
-    apart, chunks = bool(documents), context.chunks if ranks > 1 else 1
+    require_type("context", context, ContextConfig)
+    _check_call(context, axis, window)
+    ranks, ulysses = context.ranks(jax.lax.axis_size(axis))
+    _check_shapes(q, k, v, positions, segment_ids, ulysses)
+    has_documents, chunks = (
+        (positions, segment_ids) != (None, None),
+        context.chunks if ranks > 1 else 1,
+    )
     spec = RingSpec(
         axis=axis, ranks=ranks, ulysses=ulysses, chunks=chunks, gathered=context.strategy == "allgather",
-        window=window, local_mask=apart or (window is not None and chunks > 1), implementation=implementation,
-        placed=positions is None,
+        window=window, local_mask=has_documents or (window is not None and chunks > 1),
+        implementation=implementation, placed=positions is None,
     )  # fmt: skip
+    axes = frozenset({axis}).union(
+        *map(varying, jax.tree.leaves((q, k, v, positions, segment_ids)))
+    )
+    q, k, v, sinks = jax.tree.map(lambda x: vary(x, axes), (q, k, v, sinks))
+    documents = jax.tree.map(lambda x: vary(x, {axis}), (positions, segment_ids))
+    if ulysses == 1:
+        return _attend(spec, q, k, v, documents, full, sinks, with_lse)
+    q, k, v, sinks = _exchange_heads(spec, q, k, v, sinks)
+    documents = jax.tree.map(spec.gather, documents)
+    out, lse = _attend(spec, q, k, v, documents, full, sinks, with_lse)
+    out = spec.exchange(out, split_axis=1, concat_axis=2)
+    return out, None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
+
+
+def _strategy(strategy: Strategy) -> Callable[..., jax.Array]:
+    """Return the function of one strategy."""
+
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        axis: str = "cp",
+        *,
+        ulysses: int = 1,
+        window: int | None = None,
+        full: jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        implementation: AttentionImplementation = "auto",
+    ) -> jax.Array:
+        """Compute causal attention by one strategy; arguments and errors are those of `context_attention`.
+
+        `q` is `[B, T, N, H]`, `k` and `v` are `[B, T, K, H]`: this rank's shards. `ulysses` ranks share a position of
+        the ring, and exchange heads for sequence. Return `[B, T, N, H]` in q's type.
+        """
+        context = ContextConfig(strategy=strategy, ulysses=ulysses)
+        return context_attention(
+            context, q, k, v, positions, segment_ids, axis, window=window, full=full, sinks=sinks,
+            implementation=implementation,
+        )[0]  # fmt: skip
+
+    attend.__name__ = attend.__qualname__ = f"{strategy}_attention"
+    return attend
+
+
+ring_attention = _strategy("ring")
+zigzag_attention = _strategy("zigzag")
+allgather_attention = _strategy("allgather")
+ulysses_attention = _strategy("ulysses")
+
+
+def _exchange_heads(spec: RingSpec, q, k, v, sinks):
+    """Return all of a position's sequence for this rank's part of the heads."""
+    heads, copies = q.shape[2] // spec.ulysses, max(1, spec.ulysses // k.shape[2])
     if sinks is not None:
-        sinks = vary(sinks, axes)
-    if ulysses > 1:
-        if sinks is not None:
-            first = jax.lax.axis_index(axis) % ulysses * (q.shape[2] // ulysses)
-            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, q.shape[2] // ulysses)
-        copies = max(1, ulysses // k.shape[2])
-        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-        q, k, v = (spec.exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
-        positions, segment_ids = jax.tree.map(spec.gather, (positions, segment_ids))
-    out, lse = _attend(spec, q, k, v, positions, segment_ids, full, sinks, with_lse)
-    if ulysses > 1:
-        out = spec.exchange(out, split_axis=1, concat_axis=2)
-        lse = None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
-    return out, lse
+        first = jax.lax.axis_index(spec.axis) % spec.ulysses * heads
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads)
+    k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+    return *(spec.exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v)), sinks
 
 
 def _attend(
-    spec: RingSpec, q, k, v, positions, segment_ids, full, sinks, with_lse: bool
+    spec: RingSpec, q, k, v, documents, full, sinks, with_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attend on full packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
 
     Where a block needs a mask, its positions are those given or the places in the sequence.
     """
+    positions, segment_ids = documents
+    pair = None if segment_ids is None else (segment_ids, segment_ids)
+    mask = BlockMask(segment_ids=pair, causal=True, window=spec.window)
     joined = spec.ranks > 1 or positions is not None or sinks is not None or with_lse
-    documents = None if segment_ids is None else (segment_ids, segment_ids)
-    mask = BlockMask(segment_ids=documents, causal=True, window=spec.window)
     if choose(spec.implementation, q, k, mask, joined=joined) == "cudnn_packed":
         return packed_attention(*match_vma(q, k, v, segment_ids)), None
-    T, apart = q.shape[1], segment_ids is not None or positions is not None
-    masked = apart or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
+    T, has_documents = q.shape[1], segment_ids is not None or positions is not None
+    masked = has_documents or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
     if masked and positions is None:
         positions = vary(spec.index(T), {spec.axis})
     out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids, full, sinks)
     return out, jax.lax.stop_gradient(lse) if with_lse else None
 
 
-class StrategyAttention(Protocol):
-    """`context_attention` by one strategy; `ulysses` ranks share a position of the ring.
-
-    It returns the result, and with `with_lse` the log-sum-exp beside it.
-    """
-
-    @overload
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        axis: str = "cp",
-        *,
-        ulysses: int = 1,
-        window: int | None = None,
-        full: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        implementation: AttentionImplementation = "auto",
-        with_lse: Literal[False] = False,
-    ) -> jax.Array: ...
-
-    @overload
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        axis: str = "cp",
-        *,
-        ulysses: int = 1,
-        window: int | None = None,
-        full: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        implementation: AttentionImplementation = "auto",
-        with_lse: Literal[True],
-    ) -> tuple[jax.Array, jax.Array]: ...
-
-
-def _named(strategy: Strategy) -> StrategyAttention:
-    """Return the function of one strategy."""
-
-    def attend(*arrays, ulysses: int = 1, with_lse: bool = False, **settings):
-        context = ContextConfig(strategy=strategy, ulysses=ulysses)
-        out, lse = context_attention(context, *arrays, with_lse=with_lse, **settings)
-        return (out, lse) if with_lse else out
-
-    attend.__name__ = attend.__qualname__ = f"{strategy}_attention"
-    attend.__doc__ = f"""Causal attention by the strategy `{strategy}`: `context_attention` has the shapes.
-
-    `ulysses` ranks share a position of the ring and exchange heads for sequence.
-    """
-    return cast(StrategyAttention, attend)
-
-
-ring_attention = _named("ring")
-zigzag_attention = _named("zigzag")
-allgather_attention = _named("allgather")
-ulysses_attention = _named("ulysses")
-
-
-def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int, int]:
-    """Return positions of the ring, and ranks that share one. Raises an error for shapes that do not fit."""
-    require_type("context", context, ContextConfig)
+def _check_call(context: ContextConfig, axis: str, window: int | None) -> None:
+    """Raise an error for an axis, a number of ranks or a window that cannot be."""
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"
@@ -199,25 +181,23 @@ def _check(context, q, k, v, positions, segment_ids, axis, window) -> tuple[int,
         )
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
-    ranks, ulysses = context.ranks(jax.lax.axis_size(axis))
+
+
+def _check_shapes(q, k, v, positions, segment_ids, ulysses: int) -> None:
+    """Raise an error for arrays that do not fit each other or the ranks that exchange heads."""
+    shapes, want = f"q {q.shape}, k {k.shape}, v {v.shape}", "[B, T, N, H] and twice [B, T, K, H]"
     if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape}: want four dims, [B, T, N, H] and twice [B, T, K, H]"
-        )
+        raise ValueError(f"{shapes}: want four dims, {want}")
     if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: want one type of floats")
     (B, T, N, H), K = q.shape, k.shape[2]
-    wanted = (B, T, K, H)
-    if k.shape != wanted or v.shape != wanted or N % K:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape}: want [B, T, N, H] and twice [B, T, K, H], K a divisor of N"
-        )
+    if not k.shape == v.shape == (B, T, K, H) or N % K:
+        raise ValueError(f"{shapes}: want {want}, K a divisor of N")
     for name, x in (("positions", positions), ("segment_ids", segment_ids)):
         if x is not None and x.shape != (B, T):
-            raise ValueError(f"{name} {x.shape}: want [B, T] = {(B, T)}, this rank's piece")
+            raise ValueError(f"{name} {x.shape}: want [B, T] = {(B, T)}, this rank's shard")
     if N % ulysses or (K % ulysses and ulysses % K):
         raise ValueError(
             f"ulysses={ulysses}: {N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
             "use fewer ranks for ulysses and a ring for the rest"
         )
-    return ranks, ulysses
