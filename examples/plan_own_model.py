@@ -41,7 +41,7 @@ def main():
         held, step = formulas(cfg, cluster)
         chosen[text] = cfg, step.tokens_per_s_gpu
         print(
-            f"{text:12} remat {cfg.train.remat:10} x {cfg.train.microbatches}  {held.peak_bytes / 2**30:5.1f} GiB, "
+            f"{text:12} remat {cfg.train.remat!s:10} x {cfg.train.microbatches}  {held.peak_bytes / 2**30:5.1f} GiB, "
             f"{step.tokens_per_s_gpu:6,.0f} tokens/s/GPU"
         )
     best = max(chosen, key=lambda text: chosen[text][1])

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale_jax.config import Config, MeshConfig
+from ultrascale_jax.config import Config, Keep, MeshConfig
 from ultrascale_jax.config import lowering as rules
 from ultrascale_jax.launch.distributed import set_environment
 
@@ -60,7 +60,7 @@ CASES = {
     "405b": Case(
         recipe="llama3_405b",
         mesh="fsdp=128,sp=8",
-        train={"global_batch": 128, "remat": "save:attn_out+offload:gate,up"},
+        train={"global_batch": 128, "remat": Keep(saved=("attn_out",), offloaded=("gate", "up"))},
     ),
     "405b_full": Case(recipe="llama3_405b", mesh="fsdp=128,sp=8", train={"global_batch": 128, "remat": "full"}),
     "128k": Case(recipe="llama3_8b_128k", mesh="cp=8,fsdp=4", train={"global_batch": 4, "remat": "full"}),

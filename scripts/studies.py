@@ -364,7 +364,7 @@ def _cell(candidate: Candidate) -> Cell:
     lines = (
         " ".join(axes),
         f"{zero}mbs{run.sequences} x{run.microbatches}",
-        run.remat.replace(",", ", ").replace("+", " +"),
+        str(run.remat).replace(",", ", ").replace("+", " +"),
         f"{candidate.best.peak_bytes / GIB:.1f} GiB",
     )
     text = "\n".join(wrap(line, CELL_WIDTH) for line in lines)

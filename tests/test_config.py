@@ -21,11 +21,14 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
+    Dpo,
     Experts,
     Fp8Config,
+    Keep,
     KernelsConfig,
     LatentAttention,
     LogConfig,
+    Lora,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -57,6 +60,8 @@ SECTIONS = (
     MoEConfig,
     Fp8Config,
     KernelsConfig,
+    Lora,
+    Dpo,
 )
 
 
@@ -185,7 +190,8 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
         (lambda: TrainConfig(microbatches=-1), "train.microbatches=-1"),
         (lambda: TrainConfig(seed=-1), "train.seed=-1"),
         (lambda: TrainConfig(remat="some"), "train.remat='some'"),
-        (lambda: TrainConfig(remat="save:q,nothing"), "train.remat='save:q,nothing'"),
+        (lambda: Keep(), "train.remat=Keep(saved=(), offloaded=())"),
+        (lambda: Keep(saved=("q", "nothing")), "train.remat.saved=('q', 'nothing')"),
         (lambda: PipelineConfig(schedule="gpipe"), "pp.schedule='gpipe'"),
         (lambda: PipelineConfig(virtual=-1), "pp.virtual=-1"),
         (lambda: PipelineConfig(virtual=2), "pp.virtual=2"),
@@ -387,7 +393,12 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
             "cp.strategy='zigzag'",
             "allgather",
         ),
-        ({**PP4, "train__remat": "offload:gate"}, 8, "train.remat='offload:gate'", "mesh.pp=1"),
+        (
+            {**PP4, "train__remat": Keep(offloaded=("gate",))},
+            8,
+            "train.remat=Keep(saved=(), offloaded=('gate',))",
+            "mesh.pp=1",
+        ),
     ],
 )
 def test_a_run_refuses_what_its_mesh_cannot_divide_before_anything_is_made(
@@ -488,7 +499,7 @@ def test_a_configuration_that_is_not_chosen_yet_is_refused(changes):
 
 
 def test_remat_names_are_split_into_saved_and_offloaded():
-    assert remat_names("save:q,k+offload:gate") == (("q", "k"), ("gate",))
+    assert remat_names(Keep(saved=("q", "k"), offloaded=("gate",))) == (("q", "k"), ("gate",))
     assert remat_names("selective") == ((), ())
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.runs import change
-from ultrascale_jax.config import Config, MeshConfig, TrainConfig, UserError
+from ultrascale_jax.config import Config, Keep, MeshConfig, TrainConfig, UserError
 from ultrascale_jax.config.lowering import RULES, Lowering
 from ultrascale_jax.configs.mixtral_8x7b import config as MIXTRAL
 
@@ -14,7 +14,7 @@ RUNS = [
     (Config(mesh=MeshConfig.of(dp=4, fsdp=2)), 8),
     (Config(mesh=MeshConfig.of(cp=4, fsdp=2)), 8),
     (Config(mesh=MeshConfig.of(fsdp=4, sp=2), train=TrainConfig(precision="fp8")), 8),
-    (Config(mesh=MeshConfig.of(fsdp=8), train=TrainConfig(remat="offload:gate")), 8),
+    (Config(mesh=MeshConfig.of(fsdp=8), train=TrainConfig(remat=Keep(offloaded=("gate",)))), 8),
     (
         change(
             MIXTRAL,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         DataConfig,
         Dpo,
         Experts,
+        Keep,
         KernelsConfig,
         LatentAttention,
         LogConfig,
@@ -94,7 +95,7 @@ _HOME = {
     "checkpoint.tree": "load_tree save_tree tree_meta",
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
-        "CheckpointConfig Config ContextConfig DataConfig Dpo Experts KernelsConfig LatentAttention "
+        "CheckpointConfig Config ContextConfig DataConfig Dpo Experts Keep KernelsConfig LatentAttention "
         "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig TrainConfig UserError"
     ),
     "data.loader": "Loader",

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.config.section import Section
 
 
 def descriptions(kind: type) -> dict[str, str]:
@@ -26,12 +27,17 @@ def descriptions(kind: type) -> dict[str, str]:
     }
 
 
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
 def option_rows(kind: type, path: str) -> Iterator[str]:
     """Yield a row of the page for each option of a section, and of the sections that it may have."""
     hints, texts = get_type_hints(kind), descriptions(kind)
     for field in dataclasses.fields(kind):
-        kinds = (hints[field.name], *get_args(hints[field.name]))
-        part: Any = next(filter(dataclasses.is_dataclass, kinds), None)
+        part: Any = next(
+            filter(_is_section, (hints[field.name], *get_args(hints[field.name]))), None
+        )
         name = f"{path}.{field.name}"
         if part is not None:
             yield from option_rows(part, name)

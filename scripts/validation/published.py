@@ -19,11 +19,11 @@ from rich.table import Table
 
 from scripts.validation.runs import Prediction, Row, count, lines, measured
 from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     MoEConfig,
-    TrainConfig,
     UserError,
     require,
 )
@@ -112,7 +112,7 @@ def run_of(line: dict[str, str]) -> Run:
         sequences=count("mbs", line["mbs"]),
         microbatches=count("gas", line["gas"]),
         zero=zero,
-        remat=TrainConfig(remat=line["remat"]).remat,
+        remat=parse_remat(line["remat"]),
         precision=precision,
         schedule=line["schedule"] or "1f1b",
         virtual_stages=count("virtual_stages", line["virtual_stages"]),

@@ -27,6 +27,7 @@ from typing import Any
 
 from docs.drawings.charts import Lines
 from scripts.validation import published
+from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
@@ -63,7 +64,7 @@ def config(row: Mapping[str, Any]) -> tuple[Config, int]:
         global_batch=int(row["sequences"]) * microbatches * mesh.batch,
         microbatches=microbatches,
         zero=int(row["zero"]),  # pyrefly: ignore
-        remat=row["remat"],
+        remat=parse_remat(row["remat"]),
     )
     data = DataConfig(seq_len=int(row["seq_len"]), document_mask=row["document_mask"] == "on")
     model = getattr(shapes, row["model"])
@@ -278,7 +279,7 @@ def context(rows: Sequence[Row]) -> str:
             run.num_gpus,
             f"`{row['mesh']}`",
             " ".join(run.exchange) or ("zigzag" if run.mesh.cp > 1 else "flash"),
-            run.remat,
+            str(run.remat),
             *speed(row, run, "exposed_s", "exposed_cp_s"),
             peers.get((run.shape.d_model, run.mesh, run.seq_len), ""),
         )

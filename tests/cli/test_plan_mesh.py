@@ -55,7 +55,8 @@ def test_links_are_those_of_the_groups(capsys):
 
 
 @pytest.mark.parametrize(
-    ("remat", "repeated"), [("none", 0), ("selective", 2), ("dots", 2), ("save:gate,up", 3)]
+    ("remat", "repeated"),
+    [("none", 0), ("selective", 2), ("dots", 2), ("save:gate,up", 3)],
 )
 def test_sp_gathers_a_layers_inputs_again_where_its_backward_pass_needs_them(
     capsys, remat, repeated

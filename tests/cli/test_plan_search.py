@@ -46,7 +46,7 @@ def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
     sizes = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
     assert sizes == best["mesh"]
     assert cfg.train.global_batch == 256 and cfg.data.seq_len == 4096
-    work = (cfg.train.microbatches, cfg.train.zero, cfg.train.remat)
+    work = (cfg.train.microbatches, cfg.train.zero, str(cfg.train.remat))
     assert work == (best["microbatches"], best["zero"], best["remat"])
     batch = best["sequences"] * best["microbatches"] * cfg.mesh.batch
     assert batch == cfg.train.global_batch

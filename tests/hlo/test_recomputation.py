@@ -1,19 +1,20 @@
 """`train.remat` keeps what it says: in the memory of the compiled step and in the work of its loops."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 
 import pytest
 
 from tests.hlo.conftest import LAYERS
-from ultrascale_jax.config import Config
+from ultrascale_jax.config import Config, Keep
 from ultrascale_jax.plan.compiled.compile import CompiledStep, simulate_step
 from ultrascale_jax.plan.hardware import find_cluster
 
 pytestmark = pytest.mark.slow
 
-SAVED = "save:q,k,v,attn_core"
-NAMED = f"{SAVED}+offload:gate,up"
+SAVED = Keep(saved=("q", "k", "v", "attn_core"))
+NAMED = dataclasses.replace(SAVED, offloaded=("gate", "up"))
 
 type Compile = Callable[[str], tuple[Config, CompiledStep]]
 

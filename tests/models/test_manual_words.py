@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.states import some_state
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from ultrascale_jax.config import Config, DataConfig, Keep, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.models.block import PARTS
 from ultrascale_jax.models.transformer import Transformer
@@ -261,7 +261,9 @@ def test_a_layer_communicates_as_the_explicit_one_does(mesh, train, model, more)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "dots", "selective", "full", "save:q,attn_core"])
+@pytest.mark.parametrize(
+    "policy", ["none", "dots", "selective", "full", Keep(saved=("q", "attn_core"))]
+)
 @pytest.mark.parametrize("name", ["fsdp2_sp2_tp2", "sp4_tp2_kv2"])
 def test_a_layer_keeps_what_the_explicit_one_keeps(name, policy):
     mesh, train, model = TABLE[name]

@@ -12,6 +12,7 @@ from ultrascale_jax.config import (
     DataConfig,
     Dpo,
     Experts,
+    Keep,
     LatentAttention,
     Lora,
     MeshConfig,
@@ -192,7 +193,7 @@ TABLE = {
     "cp4_tp2_dpo_zero0": ({"cp": 4, "tp": 2}, {"zero": 0, "remat": "dots"}, "dpo"),
     # Experts.
     "ep4_fsdp2_rounds": (
-        {"ep": 4, "fsdp": 2}, {"remat": "save:up+offload:dispatched,gate"}, "mixtral_batch", {},
+        {"ep": 4, "fsdp": 2}, {"remat": Keep(saved=("up",), offloaded=("dispatched", "gate"))}, "mixtral_batch", {},
         {"capacity_factor": 1.0},
     ),
     "ep2_sp2_fsdp2_overlap": (
@@ -200,7 +201,7 @@ TABLE = {
     ),
     "ep2_cp2_zero1": ({"ep": 2, "cp": 2}, {"zero": 1, "remat": "full"}, "mixtral_batch"),
     "ep4_nodes2_tp2_capacity": (
-        {"ep": 4, "tp": 2}, {"remat": "save:dispatched,gate,up"}, "mixtral", {},
+        {"ep": 4, "tp": 2}, {"remat": Keep(saved=("dispatched", "gate", "up"))}, "mixtral", {},
         {"a2a_groups": 2, "dispatch": "capacity", "capacity_factor": 8.0},
     ),
     "ep2_sp2_tp2_allgather_zero0": (

@@ -9,9 +9,11 @@ from tests.recipes import MEANT_FOR, left_open, pinned
 from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import (
     AUTO,
+    Keep,
     MeshConfig,
     PipelineConfig,
     UserError,
+    remat_names,
     with_changes,
 )
 from ultrascale_jax.configs.deepseek_v3 import config as deepseek_v3
@@ -105,8 +107,8 @@ def test_activations_wait_in_the_host_where_its_memory_and_link_allow_it():
         names["remat"].append(cfg.train.remat)
         names["step_s"].append(step.step_s)
     assert names["step_s"] == sorted(names["step_s"])
-    assert "offload:gate,up" in names["remat"][0]
-    assert names["remat"][2] == names["remat"][3] and "offload" not in names["remat"][3]
+    assert {"gate", "up"} <= {*names["remat"][0].offloaded}
+    assert names["remat"][2] == names["remat"][3] and not remat_names(names["remat"][3])[1]
 
 
 def test_what_gains_less_than_the_formulas_err_is_not_offloaded():
@@ -117,7 +119,7 @@ def test_what_gains_less_than_the_formulas_err_is_not_offloaded():
 
 
 def test_a_host_that_is_too_small_for_what_is_offloaded_is_refused():
-    remat = "save:k,v,attn_core+offload:q,attn_out,gate,up"
+    remat = Keep(saved=("k", "v", "attn_core"), offloaded=("q", "attn_out", "gate", "up"))
     cfg = pinned(llama3_70b, remat, 1)
     need = host_bytes(Run.of(cfg, 512)) / GIB
     assert need == pytest.approx(90, abs=0.1)
@@ -137,7 +139,7 @@ def test_a_host_that_is_too_small_for_what_is_offloaded_is_refused():
 
 
 def test_what_has_a_value_keeps_it():
-    for remat in ("full", "save:q,k,v"):
+    for remat in ("full", Keep(saved=("q", "k", "v"))):
         cfg, why = choose_auto(pinned(llama3_8b, remat, AUTO), h100s(8))
         assert cfg.train.remat == remat and cfg.train.microbatches != AUTO
         assert "--train.remat" not in why and "--train.microbatches" in why
@@ -272,7 +274,7 @@ def test_experts_in_a_pipeline_keep_what_fits():
     cluster = h100s(2048)
     cfg, _ = choose_auto(left_open(deepseek_v3), cluster)
     assert breakdown(Run.of(cfg, 2048)).peak_bytes <= SURE * cluster.gpu.usable_bytes
-    assert cfg.train.remat == "save:attn_out,gate"
+    assert cfg.train.remat == Keep(saved=("attn_out", "gate"))
     lean = breakdown(Run.of(pinned(deepseek_v3, "full", 60), 2048)).peak_bytes
     tight = h100s(2048, lean / GIB / 0.97)
     assert "unsure whether it fits" in choose_auto(left_open(deepseek_v3), tight)[1]

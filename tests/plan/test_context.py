@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import ContextConfig, KernelsConfig, MeshConfig
+from ultrascale_jax.config import ContextConfig, Keep, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
@@ -176,7 +176,7 @@ def test_a_ring_whose_forward_pass_is_repeated_leaves_its_chunks():
     assert found["ring", "full"] == 2 * 4 * key
     assert found["ulysses", "full"] == 0  # one place, no ring
     assert {size for (_, remat), size in found.items() if remat == "selective"} == {0}
-    assert context.repeated_forward_bytes(split(8, remat="save:q,attn_core"), 2) == 0
+    assert context.repeated_forward_bytes(split(8, remat=Keep(saved=("q", "attn_core"))), 2) == 0
 
 
 def test_gathered_keys_take_all_places():

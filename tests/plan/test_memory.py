@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from scripts.validation import xla_tables
-from ultrascale_jax.config import Experts, KernelsConfig, MeshConfig
+from ultrascale_jax.config import Experts, Keep, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
@@ -142,18 +142,21 @@ def test_twice_the_shards_halve_the_state():
 
 
 def test_saving_by_name_lies_between_full_and_selective():
-    some = peak(remat="save:q,k,v,attn_core")
+    some = peak(remat=Keep(saved=("q", "k", "v", "attn_core")))
     assert (
         peak(remat="full")
         < some
-        < peak(remat="save:q,k,v,attn_core,gate")
+        < peak(remat=Keep(saved=("q", "k", "v", "attn_core", "gate")))
         < peak(remat="selective")
     )
-    assert peak(remat="save:q,k,v+offload:gate,up") < some
+    assert peak(remat=Keep(saved=("q", "k", "v"), offloaded=("gate", "up"))) < some
 
 
 def test_the_host_holds_what_is_offloaded_of_one_micro_batch():
-    run = run_8b({"fsdp": 4, "sp": 2}, remat="save:k,v+offload:q,attn_core,attn_out,gate,up")
+    run = run_8b(
+        {"fsdp": 4, "sp": 2},
+        remat=Keep(saved=("k", "v"), offloaded=("q", "attn_core", "attn_out", "gate", "up")),
+    )
     m = run.shape
     # q, attention's result with its statistics, the residual stream of sp, gate and up.
     widths = 2 * (2 * m.num_heads * m.head_dim + m.d_model + 2 * m.d_ff) + 4 * m.num_heads
@@ -268,8 +271,8 @@ def test_what_a_layer_of_experts_keeps_by_hand():
     assert parts("selective")["dispatch"] == 2 * came * 4096
     assert parts("none")["mlp"] == (6 * 2 + 4) * rows * 14336
     assert parts("none")["dispatch"] == 2 * (came + rows) * 4096
-    assert parts("save:gate,dispatched")["mlp"] == 2 * rows * 14336
-    assert parts("save:gate,dispatched")["dispatch"] == 2 * came * 4096
+    assert parts(Keep(saved=("gate", "dispatched")))["mlp"] == 2 * rows * 14336
+    assert parts(Keep(saved=("gate", "dispatched")))["dispatch"] == 2 * came * 4096
     assert not parts("dots")["mlp"]
 
 

@@ -13,9 +13,11 @@ from ultrascale_jax.config import (
     REMAT_POLICIES,
     SCHEDULES,
     ContextConfig,
+    Keep,
     Lora,
     MeshConfig,
     UserError,
+    remat_names,
     with_changes,
 )
 from ultrascale_jax.configs.debug import config as debug
@@ -125,7 +127,7 @@ def test_what_waits_in_lock_step_is_not_recommended():
 
 
 def test_a_pipeline_offloads_nothing():
-    remat = "save:q,k,v+offload:gate,up"
+    remat = Keep(saved=("q", "k", "v"), offloaded=("gate", "up"))
     cfg = dataclasses.replace(debug, train=dataclasses.replace(debug.train, remat=remat))
     runs = enumerate_runs(cfg, cluster(), {}, SPLIT).runs
     assert {run.mesh.pp for run in runs if run.remat == remat} == {1}
@@ -135,10 +137,10 @@ def test_a_pipeline_offloads_nothing():
 def test_layers_offload_what_the_host_has_the_memory_for():
     def offloaded(cfg, machine, axis="fsdp", size=8):
         runs = enumerate_runs(cfg, machine, {axis: (size,), "zero": (3,)}, SPLIT).runs
-        return {(run.remat, run.sequences) for run in runs if "offload" in run.remat}
+        return {(run.remat, run.sequences) for run in runs if remat_names(run.remat)[1]}
 
     usual = cluster()
-    some = {"save:q,k,v,attn_core,attn_out,up+offload:gate"}
+    some = {Keep(saved=("q", "k", "v", "attn_core", "attn_out", "up"), offloaded=("gate",))}
     assert {remat for remat, _ in offloaded(llama3_8b, usual)} == set(OFFLOADED)
     # 8,192 tokens of 32 layers' gate are 7 GiB.
     small = find_cluster(f"1x8,450,50,{8 * 8 / HOST_MEMORY_SHARE},63", None, 8)
@@ -206,10 +208,10 @@ def test_an_axis_outside_the_choices_is_1():
 
 
 def test_a_recipes_own_recompute_policy_is_a_candidate_too():
-    train = dataclasses.replace(debug.train, remat="save:q,k")
+    train = dataclasses.replace(debug.train, remat=Keep(saved=("q", "k")))
     cfg = dataclasses.replace(debug, train=train)
     runs = enumerate_runs(cfg, cluster(), {}, ("fsdp",)).runs
-    assert {run.remat for run in runs} == {*POLICIES, "save:q,k"}
+    assert {run.remat for run in runs} == {*POLICIES, Keep(saved=("q", "k"))}
 
 
 def test_what_is_pinned_so_that_nothing_is_left_is_counted():
@@ -230,7 +232,10 @@ def test_choices_are_read_with_commas_and_spaces():
     expected = {"fsdp": (1, 2, 4), "remat": ("none", "full"), "microbatches": (2,)}
     assert parse_choices("fixed", "fsdp=1,2,4 remat=none,full microbatches=2") == expected
     named = parse_choices("fixed", "remat=full,save:q,k,v+offload:gate,up,dots,tp=2")
-    assert named == {"remat": ("full", "save:q,k,v+offload:gate,up", "dots"), "tp": (2,)}
+    assert named == {
+        "remat": ("full", Keep(saved=("q", "k", "v"), offloaded=("gate", "up")), "dots"),
+        "tp": (2,),
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrascale_jax.config import Experts, Lora, MeshConfig, MoEConfig
+from ultrascale_jax.config import Experts, Keep, Lora, MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.configs.shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 from ultrascale_jax.plan.flops import flops_per_token
@@ -72,7 +72,7 @@ def test_llama3_8b_on_one_node_is_plausible():
         {"pp": 4, "fsdp": 2, "sp": 8, "microbatches": 8},
         {"cp": 8, "sequences": 1},
         {"shape": MIXTRAL, "ep": 8},
-        {"fsdp": 8, "remat": "save:q,k,v+offload:gate,up"},
+        {"fsdp": 8, "remat": Keep(saved=("q", "k", "v"), offloaded=("gate", "up"))},
         {"fsdp": 8, "precision": "fp8"},
     ],
     ids=str,
@@ -89,8 +89,16 @@ def test_parts_are_the_step(fields):
 
 def test_copies_to_the_host_are_waited_for_beyond_a_layer():
     # Forward pass and backward pass each move what a layer offloads once; a pass hides what its work takes the time of.
-    planned = run(fsdp=8, sequences=1, remat="save:q,k,v,attn_core,attn_out+offload:gate,up")
-    kept = run(fsdp=8, sequences=1, remat="save:q,k,v,attn_core,attn_out,gate,up")
+    planned = run(
+        fsdp=8,
+        sequences=1,
+        remat=Keep(saved=("q", "k", "v", "attn_core", "attn_out"), offloaded=("gate", "up")),
+    )
+    kept = run(
+        fsdp=8,
+        sequences=1,
+        remat=Keep(saved=("q", "k", "v", "attn_core", "attn_out", "gate", "up")),
+    )
     copied = host_bytes(planned) / planned.shape.layers
     passes = LayerTime(planned, find_cluster(None, "h100", 8)).passes
     for gbs in (63.0, 10.0, 1.0):
@@ -107,7 +115,9 @@ def test_copies_to_the_host_are_waited_for_beyond_a_layer():
 def test_what_travels_between_nodes_shares_the_link_to_the_host():
     def waited(num_gpus):
         cluster = find_cluster(f"{num_gpus // 8}x8,450,50,2048,20", None, num_gpus)
-        planned = run(fsdp=num_gpus, sequences=1, remat="save:q,k,v+offload:gate,up")
+        planned = run(
+            fsdp=num_gpus, sequences=1, remat=Keep(saved=("q", "k", "v"), offloaded=("gate", "up"))
+        )
         return estimate(planned, cluster).parts["exposed offload"]
 
     # Three quarters of 436 MB of parameters for 8 network cards, forward once and backward twice, over 17 GB/s.
@@ -202,7 +212,7 @@ def test_a_tensor_group_across_nodes_is_much_slower():
 
 
 def test_recomputing_more_takes_longer():
-    policies = ("selective", "save:q,k,v", "full")
+    policies = ("selective", Keep(saved=("q", "k", "v")), "full")
     found = [speed(run(fsdp=8, remat=remat)).step_s for remat in policies]
     assert found == sorted(found) and len(set(found)) == len(found)
     # Both make again what lies between products and attention, and nothing else.
@@ -322,7 +332,7 @@ def test_what_tokens_wait_for_depends_on_their_way():
 
     assert waited(a2a_groups=2) < 0.6 * waited()
     assert waited(overlap=True) < 0.9 * waited()
-    assert waited(remat="save:dispatched") == pytest.approx(0.8 * waited())
+    assert waited(remat=Keep(saved=("dispatched",))) == pytest.approx(0.8 * waited())
     assert waited({"ep": 8}) < 0.3 * waited()
 
 

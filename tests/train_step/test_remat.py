@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.states import some_state
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from ultrascale_jax.config import Config, DataConfig, Keep, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.step import gradients
 
-NAMED = "save:q,k+offload:gate,up"
+NAMED = Keep(saved=("q", "k"), offloaded=("gate", "up"))
 CFG = Config(
     model=ModelConfig(
         vocab_size=64, d_model=32, d_ff=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
@@ -85,5 +85,5 @@ def test_policy_changes_no_gradient(policy):
 
 
 def test_a_name_that_no_block_makes_is_refused():
-    with pytest.raises(ValueError, match=r"train\.remat='save:querry'"):
-        with_policy("save:querry")
+    with pytest.raises(ValueError, match=r"train\.remat\.saved=\('querry',\): must be"):
+        with_policy(Keep(saved=("querry",)))

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from ultrascale_jax.cli.command_line import load_recipe, recipes
-from ultrascale_jax.config import Config, Lora, MeshConfig, PipelineConfig
+from ultrascale_jax.config import Config, Keep, Lora, MeshConfig, PipelineConfig
 from ultrascale_jax.plan.formulas.memory import state as predicted
 from ultrascale_jax.plan.formulas.parameters import weights_of
 from ultrascale_jax.plan.workload import Run
@@ -23,10 +23,13 @@ from ultrascale_jax.train_step.step import make_train_step
 NUM_DEVICES = 4096
 FIXED = {
     "llama32_1b": {"remat": "selective", "microbatches": 8},
-    "llama3_8b_128k": {"remat": "save:q,k,v,attn_core,attn_out,gate", "microbatches": 32},
+    "llama3_8b_128k": {
+        "remat": Keep(saved=("q", "k", "v", "attn_core", "attn_out", "gate")),
+        "microbatches": 32,
+    },
     "llama3_8b_1m": {"remat": "dots", "microbatches": 4},
     "smollm2_135m": {"microbatches": 4},
-    "deepseek_v3": {"remat": "save:attn_out,gate", "microbatches": 60},
+    "deepseek_v3": {"remat": Keep(saved=("attn_out", "gate")), "microbatches": 60},
 }
 """Values of what these recipes leave open; the others recompute all, in one micro-batch."""
 

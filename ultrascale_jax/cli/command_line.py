@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -26,17 +26,22 @@ from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe, recipes
 from ultrascale_jax.cli.suggestions import expanded, meant, options_of, with_switches
 from ultrascale_jax.config import (
     AUTO,
+    REMAT_NAMES,
+    REMAT_POLICIES,
     Config,
     DistConfig,
     Experts,
+    Keep,
     LatentAttention,
     MeshConfig,
+    Remat,
     RopeScaling,
     UserError,
     put_home,
     require,
 )
-from ultrascale_jax.config.section import check_fields
+from ultrascale_jax.config.remat import Policy
+from ultrascale_jax.config.section import Section, check_fields
 from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.units import whole_number
 
@@ -91,6 +96,42 @@ def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         is_instance=lambda value: isinstance(value, int | info.type),
         str_from_instance=lambda value: [str(value)],
     )
+
+
+@REGISTRY.primitive_rule
+def _remat(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Let tyro read a policy of recomputation, or the tensors to keep."""
+    if info.type != Policy | Keep:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="POLICY",
+        instance_from_str=lambda words: parse_remat(words[0]),
+        is_instance=lambda value: isinstance(value, str | Keep),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def parse_remat(text: str) -> Remat:
+    """Read `full`, `auto` or another policy, or the tensors that a layer keeps: `save:q,k+offload:gate,up`.
+
+    Raises `UserError` for another text.
+    """
+    if text in get_args(Policy):
+        return text  # pyrefly: ignore[bad-return]
+    names: dict[str, tuple[str, ...]] = {}
+    for group in text.split("+"):
+        kind, _, listed = group.partition(":")
+        if kind not in ("save", "offload") or kind in names or not listed:
+            policies = ", ".join((*REMAT_POLICIES, "auto"))
+            fix = f"must be {policies}, or save:NAMES and offload:NAMES joined by +"
+            require(False, "train.remat", text, fix)
+        names[kind] = tuple(listed.split(","))
+        for name in names[kind]:
+            fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"
+            require(name in REMAT_NAMES, "train.remat", text, fix)
+    kept: Any = {"saved": names.get("save", ()), "offloaded": names.get("offload", ())}
+    return Keep(**kept)
 
 
 def require_at_least(least: int, options: object, *names: str) -> None:
@@ -244,7 +285,7 @@ def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> l
     for field in dataclasses.fields(after):
         old, new = getattr(before, field.name), getattr(after, field.name)
         option = f"--{name}.{field.name}".replace("_", "-")
-        if dataclasses.is_dataclass(old) or dataclasses.is_dataclass(new):
+        if isinstance(old, Section) or isinstance(new, Section):
             if new is not None:
                 first = () if old is not None else (dataclasses.fields(new)[0].name,)
                 words += changes(f"{name}.{field.name}", old or type(new)(), new, first)

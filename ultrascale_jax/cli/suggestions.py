@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from ultrascale_jax.config import Keep
+
 SYNONYMS = {
     "optim.lr": ("learning_rate", "max_lr", "peak_lr"),
     "optim.warmup_steps": ("warmup", "warmup_iters", "lr_warmup_steps", "num_warmup_steps"),
@@ -57,7 +59,7 @@ def options_of(form: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Yield the options of a dataclass, or an instance of it, and whether each is a switch."""
     for field in dataclasses.fields(form):
         value, name = getattr(form, field.name, None), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, Keep):
             whole = not prefix and field.name in ("options", "config")
             yield from options_of(value, "" if whole else f"{name}.")
         else:

@@ -26,17 +26,22 @@ from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.mesh import AXES, MeshConfig
 from ultrascale_jax.config.model import Experts, LatentAttention, ModelConfig, RopeScaling
 from ultrascale_jax.config.pipeline import GROUPED, SCHEDULES, STAGES_PER_RANK, PipelineConfig
+from ultrascale_jax.config.remat import (
+    REMAT_NAMES,
+    REMAT_POLICIES,
+    Keep,
+    Remat,
+    keeps,
+    kept_by_name,
+    remat_names,
+)
 from ultrascale_jax.config.run import Config, check_split, with_changes
 from ultrascale_jax.config.run_folder import TRACKERS, CheckpointConfig, LogConfig
 from ultrascale_jax.config.training import (
     AUTO,
     FP8,
-    REMAT_NAMES,
-    REMAT_POLICIES,
     Fp8Config,
     OptimConfig,
     TrainConfig,
-    keeps,
-    remat_names,
 )
 from ultrascale_jax.config.watch import DistConfig, WatchConfig

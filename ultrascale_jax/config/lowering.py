@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import FP8, Config, MeshConfig, keeps, remat_names, require
+from ultrascale_jax.config import FP8, Config, MeshConfig, Remat, keeps, remat_names, require
 
 type XlaOptions = tuple[tuple[str, int | bool | str], ...]
 """Options of XLA's compiler by name, sorted."""
@@ -89,7 +89,7 @@ class Traits:
     """Ranks of a ring over cp; 1 without one."""
     zero: int
     microbatches: int
-    remat: str
+    remat: Remat
     lora: bool
     experts: bool
     dispatch: str

@@ -17,6 +17,7 @@ from ultrascale_jax.config.kernels import KernelsConfig
 from ultrascale_jax.config.mesh import MeshConfig
 from ultrascale_jax.config.model import ModelConfig
 from ultrascale_jax.config.pipeline import PipelineConfig
+from ultrascale_jax.config.remat import remat_names
 from ultrascale_jax.config.run_folder import CheckpointConfig, LogConfig
 from ultrascale_jax.config.section import Section, refuse
 from ultrascale_jax.config.training import FP8, Fp8Config, OptimConfig, TrainConfig
@@ -218,7 +219,7 @@ class Config(Section, name=""):
             ring = "passes keys on from rank to rank, which stages cannot where model.full_attention_every"
             fix = f"{ring} makes their layers differ; use allgather or ulysses, or mesh.pp=1"
             self.refuse("cp.strategy", fix)
-        if "offload" in train.remat:
+        if remat_names(train.remat)[1]:
             keeps = "a pipeline keeps its activations on the device"
             self.refuse("train.remat", f"{keeps}; use another policy, or mesh.pp=1")
 

@@ -1,15 +1,15 @@
 """Options of the training step: optimizer, batch and precision."""
 
-import functools
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from ultrascale_jax.config.base import put_home, require
+from ultrascale_jax.config.base import put_home
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.config.remat import Keep, Policy
 from ultrascale_jax.config.section import (
     Bound,
     Count,
@@ -28,42 +28,6 @@ FP8 = ("fp8", "fp8_rowwise", "fp8_block")
 
 AUTO = 0
 """`train.microbatches` that is to be chosen; the command line takes `auto` too, which is the name in `train.remat`."""
-
-REMAT_POLICIES = ("none", "selective", "dots", "full")
-"""Policies of `train.remat` that have a name, from the one that repeats nothing to the one that repeats all."""
-
-REMAT_NAMES = (
-    *("attn_norm", "q", "k", "v", "attn_core", "attn_out"),
-    *("mlp_norm", "dispatched", "gate", "up", "mlp_out"),
-)
-"""Tensors of a block that `train.remat` may name, in the order in which the block computes them."""
-
-
-@functools.cache
-def remat_names(remat: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return names to save on the device and to offload to the host; both empty for a policy with a name.
-
-    Raises `UserError` for a text of another form.
-    """
-    by_kind: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
-    named = remat not in (*REMAT_POLICIES, "auto")
-    for part in remat.split("+") if named else ():
-        kind, _, names = part.partition(":")
-        policies = ", ".join((*REMAT_POLICIES, "auto"))
-        fix = f"must be {policies}, or save:NAMES and offload:NAMES joined by +"
-        require(kind in by_kind and bool(names), "train.remat", remat, fix)
-        for name in names.split(","):
-            fix = f"{name!r} is none of {', '.join(REMAT_NAMES)}"
-            require(name in REMAT_NAMES, "train.remat", remat, fix)
-        by_kind[kind] += tuple(names.split(","))
-    return by_kind["save"], by_kind["offload"]
-
-
-def keeps(remat: str, name: str) -> bool:
-    """Return whether a layer keeps its tensor of that name, one of `REMAT_NAMES`, in some memory."""
-    saved, offloaded = remat_names(remat)
-    return remat in ("none", "selective", "dots") or name in (*saved, *offloaded)
-
 
 SHARE_OF_LR = Bound(lambda ratio: 0 <= ratio <= 1, "is the last rate over optim.lr, from 0 to 1")
 
@@ -130,9 +94,9 @@ class TrainConfig(Section, name="train"):
     precision: Precision = "bf16"
     """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The three of fp8 are
     bfloat16 but for the products of the layers: one scale for a tensor, for a row, or for a block (DeepSeek-V3)."""
-    remat: str = "none"
-    """`none`, `full`, `selective` (attention), `dots`, by name: `save:q,k+offload:gate,up`, or the fastest that fits:
-    `auto`."""
+    remat: Policy | Keep = "none"
+    """What the backward pass computes again: `none`, `selective` (attention), `dots`, `full`, or all but
+    `save:q,k+offload:gate,up`; `auto`: the fastest that fits."""
     lowering: Literal["auto", "plain"] = "auto"
     """How XLA runs the step: `auto` by the rules of `config/lowering.py`, `plain` by none; results are the same."""
     z_loss: NonNegative = 0.0
@@ -156,7 +120,6 @@ class TrainConfig(Section, name="train"):
     def __post_init__(self):
         put_home(self, "init_from")
         super().__post_init__()
-        remat_names(self.remat)
         ends, sizes = zip(*self.batch_ramp, (math.inf, self.global_batch), strict=True)
         if any(a >= b for a, b in (*pairwise(ends), *pairwise(sizes))):
             largest = f"train.global_batch={self.global_batch}"

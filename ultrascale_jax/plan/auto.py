@@ -229,7 +229,7 @@ def _host_is_short(run: Run, gpu: Gpu) -> UserError:
     """Say how much of the host's memory is missing for what a run offloads."""
     need, usable = host_bytes(run) / GIB, gpu.usable_host_bytes / GIB
     return UserError(
-        f"train.remat={run.remat!r}: offloads {need:.1f} GiB of a GPU's activations, but of the host's memory "
+        f"train.remat={run.remat}: offloads {need:.1f} GiB of a GPU's activations, but of the host's memory "
         f"{usable:.1f} GiB are for one GPU; offload fewer names, take more train.microbatches, or train.remat=auto"
     )
 

@@ -21,12 +21,12 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
     check_split,
-    remat_names,
     require,
     require_type,
 )
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, choose
+from ultrascale_jax.config.remat import Keep, Policy
 from ultrascale_jax.config.section import Count, check_fields
 from ultrascale_jax.kernels.choices import HOPPER, AttentionCall
 from ultrascale_jax.parallel.context.window import distances_in_reach
@@ -54,7 +54,7 @@ class Run:
     """Micro-batches of a step (the playbook's gas, for a pipeline its m)."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage over (fsdp, cp, ep), as `train.zero`."""
-    remat: str = "none"
+    remat: Policy | Keep = "none"
     """As `train.remat`."""
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"
     """Type of compute; fp8 keeps bf16 attention, head and norms."""
@@ -93,7 +93,6 @@ class Run:
         )
         fix = "is for a configuration; a run has one policy, as choose_auto chooses it"
         require(self.remat != "auto", "remat", self.remat, fix)
-        remat_names(self.remat)
 
     @classmethod
     def of(cls, cfg: Config, num_gpus: int, **changes) -> "Run":
@@ -287,7 +286,12 @@ class Run:
     def label(self) -> str:
         """A short name: axes larger than 1, then what is not the default."""
         axes = [f"{axis}{self.mesh.sizes[axis]}" for axis in AXES if self.mesh.sizes[axis] > 1]
-        work = [f"zero{self.zero}", f"mbs{self.sequences}", f"x{self.microbatches}", self.remat]
+        work = [
+            f"zero{self.zero}",
+            f"mbs{self.sequences}",
+            f"x{self.microbatches}",
+            str(self.remat),
+        ]
         how = [*self.exchange, *self.dispatch, *self.pipeline]
         return " ".join([*(axes or ["1 GPU"]), *how, *work])
 

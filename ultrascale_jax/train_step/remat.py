@@ -7,7 +7,7 @@ selective   the tensors of a block that have a name: no attention scores, no flo
 dots        the results of matmuls with parameters, or what alone is read of them (`name_product`), of routed experts
             only the sum that returns to a token; and those of attention, which does not run again: cuDNN's residuals,
             or what blocks or documents are joined to
-save:q,k    only these names; offload:gate,up keeps those in host memory
+Keep        its tensors alone, in the memory of the device or of the host
 """
 
 from collections.abc import Callable

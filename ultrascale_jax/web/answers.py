@@ -79,7 +79,7 @@ class Answers:
             "step": step.summary() | {"tokens": run.step_tokens, "sequences": run.sequences},
             "parameters": run.shape.num_params,
             "experts": run.shape.experts is not None,
-            "chosen": {"train.remat": run.remat, "train.microbatches": str(run.microbatches)},
+            "chosen": {"train.remat": str(run.remat), "train.microbatches": str(run.microbatches)},
             "mesh": mesh_of(run, cluster, step.parts),
             "notes": [why, *sorted({str(one.message) for one in caught})],
             "commands": commands(asked, cfg),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import AUTO, REMAT_POLICIES, SCHEDULES, Config, MeshConfig, require
 from ultrascale_jax.plan.hardware import CLUSTERS, GPUS, Cluster
@@ -44,7 +45,7 @@ WHEN = {"Pipeline": "pp", "Long sequences": "cp", "Experts": "experts"}
 OPEN = {
     "cluster": ("", *CLUSTERS),
     "train.microbatches": ("auto",),
-    "train.remat": ("auto", *REMAT_POLICIES, *NAMED),
+    "train.remat": ("auto", *REMAT_POLICIES, *map(str, NAMED)),
 }
 """Fields that take other texts than these choices too; a schedule of a file's table is not among them."""
 
@@ -207,6 +208,8 @@ def _value(name: str, text: str) -> Any:
         require(text in field.choices, name, text, fix)
     if (name, text) == ("train.microbatches", "auto"):
         return AUTO
+    if name == "train.remat":
+        return parse_remat(text)
     is_number = not field.choices or name in ("train.microbatches", "train.zero")
     return _integer(name, text) if is_number else text
 

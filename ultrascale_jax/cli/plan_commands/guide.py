@@ -15,7 +15,7 @@ from rich.table import Table
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
 from ultrascale_jax.cli.plan_commands.words import recipe_of, train_command
-from ultrascale_jax.config import Config, MeshConfig, UserError, require, with_changes
+from ultrascale_jax.config import Config, MeshConfig, Remat, UserError, require, with_changes
 from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
@@ -257,7 +257,7 @@ def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, An
     """Return the memory of one sequence a GPU in ways that hold ever less on each GPU, from the simplest."""
     n, node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
     rest, one = n // node, MeshConfig.of
-    ways = [
+    ways: list[tuple[str, MeshConfig, int, Remat]] = [
         ("every GPU holds the whole model", one(dp=n), 0, "none"),
         ("layers are computed again in the backward pass", one(dp=n), 0, "full"),
         ("ZeRO-1 splits the optimizer's state", one(fsdp=n), 1, "full"),
@@ -278,9 +278,9 @@ def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, An
 
 
 def _memory(
-    cfg: Config, cluster: Cluster, options: Options, mesh: MeshConfig, zero: int, remat: str
+    cfg: Config, cluster: Cluster, options: Options, mesh: MeshConfig, zero: int, remat: Remat
 ) -> dict[str, Any]:
-    run = {"mesh": mesh.text, "zero": zero, "remat": remat}
+    run = {"mesh": mesh.text, "zero": zero, "remat": str(remat)}
     one = with_changes(
         cfg, mesh=mesh, zero=zero, remat=remat, microbatches=1, global_batch=mesh.batch
     )

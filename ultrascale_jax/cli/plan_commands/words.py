@@ -7,8 +7,9 @@ import shlex
 from typing import Any
 
 from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.cli.plan_commands.common import Options
-from ultrascale_jax.config import REMAT_NAMES, SCHEDULES, Config, TrainConfig, require
+from ultrascale_jax.config import REMAT_NAMES, SCHEDULES, Config, require
 from ultrascale_jax.plan.search.search_space import FIELDS, OPTIONS, STASHES
 
 ALWAYS = ("global_batch", "microbatches", "zero", "remat")
@@ -72,11 +73,11 @@ def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _value(name: str, text: str, field: str, word: str) -> int | str:
+def _value(name: str, text: str, field: str, word: str) -> Any:
     if field == "remat":
         fix = "auto leaves remat free, as it is where it is not named"
         require(word != "auto", name, text, fix)
-        return TrainConfig(remat=word).remat
+        return parse_remat(word)
     if field in NAMES:
         fix = f"{field} is one of {', '.join(NAMES[field])}"
         require(word in NAMES[field], name, text, fix)

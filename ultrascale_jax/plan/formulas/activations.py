@@ -7,7 +7,7 @@ runs). In the comments, letters are those of `sharding.py`; `a` is the width of 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ultrascale_jax.config import remat_names
+from ultrascale_jax.config import Keep, remat_names
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run
@@ -152,7 +152,7 @@ def offloaded_bytes(run: Run) -> float:
     names = remat_names(run.remat)[1]
     if not names:
         return 0.0
-    kept = saved_bytes(replace(run, remat=f"save:{','.join(names)}"), layer_of(run))
+    kept = saved_bytes(replace(run, remat=Keep(saved=names)), layer_of(run))
     return sum(size for kind, size in kept.items() if kind != "layer inputs")
 
 
@@ -200,7 +200,7 @@ def working_set(run: Run, layer: Layer) -> float:
     scores where they are in memory, value and gradient in float32 and in the type of compute; or a ring's blocks.
     """
     a, shape = layer.width, run.shape
-    wide = {"none": 2, "selective": 3, "dots": 3}.get(run.remat, 4)
+    wide = {"none": 2, "selective": 3, "dots": 3}.get(str(run.remat), 4)
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
     mlp = a * ffn * wide

@@ -8,6 +8,7 @@ their gradients. The bytes that its copies move, and those in memory at once, we
 
 import dataclasses
 
+from ultrascale_jax.config import kept_by_name
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Group, Run, group
@@ -53,7 +54,7 @@ def repeated_forward_bytes(run: Run, width: int) -> float:
 
     XLA finds that both pick the same chunks of the queries, and send the same keys first.
     """
-    kept = run.remat in ("none", "selective") or "attn_core" in run.remat
+    kept = run.remat in ("none", "selective") or "attn_core" in kept_by_name(run.remat)
     if kept or not run.steps(run.shape.widest_window):
         return 0.0
     query, key = query_key_values(run)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ultrascale_jax.config import REMAT_NAMES, remat_names
+from ultrascale_jax.config import REMAT_NAMES, Keep, Remat, remat_names
 from ultrascale_jax.plan.formulas import costs
 
 RESULTS = {
@@ -24,9 +24,9 @@ KEPT = {
 """Results that the policies of `train_step/remat.py` keep."""
 
 
-def kept_names(remat: str) -> set[str]:
+def kept_names(remat: Remat) -> set[str]:
     """Return the names of a layer's tensors that are there in its backward pass, also from the host."""
-    groups = KEPT.get(remat) or remat_names(remat)
+    groups = remat_names(remat) if isinstance(remat, Keep) else KEPT.get(remat, ())
     return set(REMAT_NAMES) if remat == "none" else {name for names in groups for name in names}
 
 

@@ -62,7 +62,9 @@ def w_queue_bytes(run: Run, layer: Layer) -> float:
     with `none` gathered, with `dots` as the norms' float32 inputs.
     """
     a = layer.width
-    norms = {"none": a * layer.whole, "dots": 4 * layer.residual}.get(run.remat, a * layer.residual)
+    norms = {"none": a * layer.whole, "dots": 4 * layer.residual}.get(
+        str(run.remat), a * layer.residual
+    )
     wide = 3 if run.remat == "none" else 4
     values = 2 * (layer.residual + layer.query + layer.key) + wide * layer.ffn
     return 2 * norms + a * values

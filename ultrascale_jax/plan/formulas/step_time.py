@@ -7,7 +7,7 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 from dataclasses import replace
 from typing import NamedTuple
 
-from ultrascale_jax.config import require_type
+from ultrascale_jax.config import kept_by_name, require_type
 from ultrascale_jax.config.lowering import orders_whole_stage
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
@@ -376,7 +376,7 @@ class Step:
     def ways(self) -> tuple[int, int]:
         """Return the times that tokens are sent to experts or back, forward and backward."""
         remat = self.run.remat
-        kept = remat in ("none", "selective") or "dispatched" in remat
+        kept = remat in ("none", "selective") or "dispatched" in kept_by_name(remat)
         return 2, 2 if kept else 3
 
     @property

@@ -119,7 +119,7 @@ class SearchReport:
             "global_batch": run.global_batch,
             "microbatches": run.microbatches,
             "zero": run.zero,
-            "remat": run.remat,
+            "remat": str(run.remat),
             "exchange": " ".join(run.exchange),
             "schedule": " ".join(run.pipeline),
             "correction": row.correction,
@@ -193,6 +193,6 @@ def _narrow(row: Row) -> tuple[str, ...]:
 
 
 def chosen(cfg: Config) -> dict[str, Any]:
-    """Return the fields of `CHOSEN` by their names."""
-    parts = (name.split(".") for name in CHOSEN)
-    return {f"{part}.{name}": getattr(getattr(cfg, part), name) for part, name in parts}
+    """Return the fields of `CHOSEN` by their names, as the command line reads them."""
+    fields = cfg.flat()
+    return {name: fields[name] for name in CHOSEN} | {"train.remat": str(cfg.train.remat)}

@@ -29,10 +29,13 @@ from ultrascale_jax.config import (
     SCHEDULES,
     Config,
     ContextConfig,
+    Keep,
     MeshConfig,
     MoEConfig,
     PipelineConfig,
+    Remat,
     UserError,
+    remat_names,
     require,
     with_changes,
 )
@@ -46,28 +49,42 @@ STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 STASHES = ("residuals", "input")
 """Stashes of a pipeline's stage, from the one that repeats nothing."""
 
-NAMED = ("save:q,k,v,attn_core,attn_out,gate", "save:q,k,v,attn_core,attn_out", "save:q,k,v")
+NAMED = (
+    Keep(saved=("q", "k", "v", "attn_core", "attn_out", "gate")),
+    Keep(saved=("q", "k", "v", "attn_core", "attn_out")),
+    Keep(saved=("q", "k", "v")),
+)
 """Recomputation by name that is tried without a pipeline: with `up` the products of `dots`, attention, MaxText's."""
 
 OFFLOADED = (
-    "save:q,k,v,attn_core,attn_out,up+offload:gate",
-    "save:q,k,v,attn_core,attn_out+offload:gate,up",
-    "save:k,v,attn_core+offload:q,attn_out,gate,up",
+    Keep(saved=("q", "k", "v", "attn_core", "attn_out", "up"), offloaded=("gate",)),
+    Keep(saved=("q", "k", "v", "attn_core", "attn_out"), offloaded=("gate", "up")),
+    Keep(saved=("k", "v", "attn_core"), offloaded=("q", "attn_out", "gate", "up")),
 )
 """Dense layers that gather ahead keep all of these results, more and more of them in the host's memory: a byte of each
 but `attn_core` saves as much arithmetic, so the widest go first, and of `attn_core` the statistics would go along."""
 
-OFFLOADED_EXPERTS = (OFFLOADED[0], "save:k,v,attn_core,attn_out,up+offload:gate")
+OFFLOADED_EXPERTS = (
+    OFFLOADED[0],
+    Keep(saved=("k", "v", "attn_core", "attn_out", "up"), offloaded=("gate",)),
+)
 """The same with one expert a rank: tokens are sent again in the backward pass, so `dispatched` is not kept. More
 experts on a rank were not compared with a compiled program."""
 
 POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
 """Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
 
-NORMED = {remat: remat.replace("save:", "save:mlp_out,") for remat in (*OFFLOADED, *NAMED)}
+NORMED: dict[Remat, Remat] = {
+    remat: dataclasses.replace(remat, saved=("mlp_out", *remat.saved))
+    for remat in (*OFFLOADED, *NAMED)
+}
 """The same by name for models with a norm behind the MLP: a byte of `mlp_out`, which it reads, saves the most."""
 
-NAMED_EXPERTS = ("save:attn_core,attn_out", "save:attn_out,gate", "save:attn_out")
+NAMED_EXPERTS = (
+    Keep(saved=("attn_core", "attn_out")),
+    Keep(saved=("attn_out", "gate")),
+    Keep(saved=("attn_out",)),
+)
 """The same with experts in a pipeline: what a tick has to have before it can send its tokens again, and one more."""
 
 UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
@@ -295,7 +312,7 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
     ]
 
 
-def _can_offload(run: Run, remat: str, cluster: Cluster) -> bool:
+def _can_offload(run: Run, remat: Remat, cluster: Cluster) -> bool:
     """Return whether layers gather ahead, and the host has the memory for what `remat` offloads."""
     return run.prefetches and fits_host(dataclasses.replace(run, remat=remat), cluster.gpu)
 
@@ -324,11 +341,11 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
-        if run.mesh.pp == 1 or "offload" not in remat:  # which `Config.check` refuses
+        if run.mesh.pp == 1 or not remat_names(remat)[1]:  # which `Config.check` refuses
             yield _variant(run, stash, remat)
 
 
-def _variant(run: Run, stash: str, remat: str) -> Run:
+def _variant(run: Run, stash: str, remat: Remat) -> Run:
     """Return `run` with another stash and policy; its sizes, which take long to check, stay."""
     made = copy.copy(run)
     object.__setattr__(made, "stash", stash)
