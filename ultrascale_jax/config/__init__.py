@@ -12,7 +12,6 @@ from ultrascale_jax.config.base import (
     in_float32,
     put_home,
     require,
-    require_choice,
     require_type,
 )
 from ultrascale_jax.config.batches import Batches
@@ -37,6 +36,7 @@ from ultrascale_jax.config.remat import (
 )
 from ultrascale_jax.config.run import Config, check_split, with_changes
 from ultrascale_jax.config.run_folder import TRACKERS, CheckpointConfig, LogConfig
+from ultrascale_jax.config.section import require_choice
 from ultrascale_jax.config.training import (
     AUTO,
     FP8,

@@ -2,7 +2,6 @@
 
 import os
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,3 @@ def in_float32(number: float) -> bool:
     """Return whether the size of a number is 0 or between the two `FLOATS`, as those of infinities and NaN are not."""
     least, most = FLOATS
     return number == 0 or least <= abs(number) <= most
-
-
-def require_choice(name: str, value: object, kind: Any) -> None:
-    """Refuse a value that is none of those of `kind`, a `Literal`."""
-    known = typing.get_args(getattr(kind, "__value__", kind))
-    if not any(isinstance(value, type(one)) and value == one for one in known):
-        require(False, name, value, f"must be one of {', '.join(map(str, known))}")

@@ -57,21 +57,10 @@ class Config(Section, name=""):
         model, train = self.model, self.train
         if mesh.pp > 1:
             self._check_pipeline(mesh)
-        if train.lora.enabled:
-            self._check_lora()
-        if model.mtp_layers:
-            self._check_mtp(mesh)
-        if train.dpo.enabled:
-            self._check_dpo(mesh)
+        self._check_objective(mesh)
         self._check_experts()
-        check_split(
-            model,
-            mesh,
-            seq_len=self.data.seq_len,
-            zero=train.zero,
-            context=self.cp,
-            moe=self.moe,
-        )
+        split = {"seq_len": self.data.seq_len, "zero": train.zero}
+        check_split(model, mesh, **split, context=self.cp, moe=self.moe)
         if self.kernels.attention == "cudnn_packed":
             self._check_packed(mesh)
         self._check_batch(mesh)
@@ -125,18 +114,16 @@ class Config(Section, name=""):
             self.refuse("train.global_batch", f"must be divisible by {product}; {ways}")
 
     def _check_experts(self) -> None:
-        experts = self.model.experts
+        experts, precision = self.model.experts, self.train.precision
         if self.moe.bias_rate and (experts is None or not experts.bias):
-            fix = "moves model.experts.bias, which this model has not; leave it out"
-            self.refuse("moe.bias_rate", fix)
+            self.refuse("moe.bias_rate", "this model has no model.experts.bias; leave it out")
+        kernel = "kernels.grouped_matmul"
         if experts is None or self.kernels.grouped_matmul != "mosaic":
             return
-        if self.train.precision in FP8:
-            fix = f"multiplies bfloat16; use auto or xla with {self.train.precision}"
-            self.refuse("kernels.grouped_matmul", fix)
+        if precision in FP8:
+            self.refuse(kernel, f"multiplies bfloat16; use auto or xla with {precision}")
         if experts.biases:
-            fix = "adds no model.experts.biases; use auto or xla"
-            self.refuse("kernels.grouped_matmul", fix)
+            self.refuse(kernel, "adds no model.experts.biases; use auto or xla")
 
     def _check_packed(self, mesh: MeshConfig) -> None:
         """Refuse packed attention where there are no documents, or where they would be read as a mask."""
@@ -147,53 +134,40 @@ class Config(Section, name=""):
             (ring == 1, f"needs whole rows, and cp.strategy={strategy!r} splits them"),
             (window is None, f"takes no window, and model.sliding_window is {window}"),
             (not self.model.attention_sinks, "takes no model.attention_sinks"),
-            (
-                self.train.precision != "fp32",
-                "computes in bf16 or fp16, and train.precision is fp32",
-            ),
+            (self.train.precision != "fp32", "computes in 16 bits, and train.precision is fp32"),
         ):
             self.require(sound, "kernels.attention", f"{reason}; use auto")
 
-    def _check_lora(self) -> None:
-        if self.model.experts is not None or self.model.latent is not None:
-            dense = "adapters are for dense models with plain attention"
-            self.refuse("train.lora.rank", f"{dense}; use 0 to train all parameters")
-
-    def _check_mtp(self, mesh: MeshConfig) -> None:
-        name, length = "model.mtp_layers", self.data.seq_len
+    def _check_objective(self, mesh: MeshConfig) -> None:
+        """Refuse what adapters, multi-token prediction and preference pairs cannot be with."""
+        model, train, data = self.model, self.train, self.data
+        rank, beta, ahead = "train.lora.rank", "train.dpo.beta", "model.mtp_layers"
+        if train.lora.enabled and (model.experts is not None or model.latent is not None):
+            self.refuse(rank, "adapters are for dense models with plain attention; use 0")
+        if train.lora.enabled and mesh.pp > 1:
+            self.refuse(rank, "adapters are not for pipelines; use mesh.fsdp in place of mesh.pp")
+        if model.mtp_layers and mesh.pp > 1:
+            self.refuse(ahead, "no pipeline runs these modules; use 0, or mesh.pp=1")
+        if model.mtp_layers and train.lora.enabled:
+            self.refuse(ahead, "adapters (train.lora) do not train these modules; use 0")
+        if model.mtp_layers >= data.seq_len:
+            self.refuse(ahead, f"must be less than data.seq_len={data.seq_len}")
+        if not train.dpo.enabled:
+            return
         if mesh.pp > 1:
-            fix = f"no pipeline runs these modules (mesh.pp={mesh.pp}); use other axes, or 0 to train without them"
-            self.refuse(name, fix)
-        if self.train.lora.enabled:
-            self.refuse(name, "adapters (train.lora) do not train these modules; use 0")
-        if self.model.mtp_layers >= length:
-            self.refuse(name, f"must be less than data.seq_len={length}")
-
-    def _check_dpo(self, mesh: MeshConfig) -> None:
-        """Refuse what preference pairs cannot be trained with."""
-        if mesh.pp > 1:
-            fix = f"pairs are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
-            self.refuse("train.dpo.beta", fix)
-        if self.model.experts is not None:
-            fix = (
-                "pairs are for dense models; use 0 to train on chosen answers (prepare-data --chat)"
-            )
-            self.refuse("train.dpo.beta", fix)
-        if self.model.mtp_layers:
-            fix = "modules that predict ahead learn no preferences (train.dpo); use 0"
-            self.refuse("model.mtp_layers", fix)
-        if not self.data.document_mask:
-            self.refuse(
-                "train.dpo.beta", "a row holds several answers; use data.document_mask=True"
-            )
-        if self.train.z_loss:
+            self.refuse(beta, "pairs are not for pipelines; use mesh.fsdp in place of mesh.pp")
+        if model.experts is not None:
+            self.refuse(beta, "pairs are for dense models; use 0 to train on chosen answers")
+        if model.mtp_layers:
+            self.refuse(ahead, "modules that predict ahead learn no preferences; use 0")
+        if not data.document_mask:
+            self.refuse(beta, "a row holds several answers; use data.document_mask=True")
+        if train.z_loss:
             self.refuse("train.z_loss", "the loss is of pairs, which have no z-loss; use 0")
-        if self.train.precision == "fp8" and not self.train.lora.enabled:
-            rounded = "rounds weights from float32, and the reference's from bfloat16"
-            self.refuse("train.precision", f"{rounded}; use fp8_rowwise or fp8_block")
+        if train.precision == "fp8" and not train.lora.enabled:
+            self.refuse("train.precision", "rounds the reference otherwise; use fp8_block")
         if self.kernels.loss == "mosaic":
-            fix = "sums the loss of all tokens, and train.dpo that of each answer; use auto or xla"
-            self.refuse("kernels.loss", fix)
+            self.refuse("kernels.loss", "has no loss of each answer; use auto or xla")
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         model, train = self.model, self.train
@@ -205,9 +179,6 @@ class Config(Section, name=""):
         if model.vocab_size % parts:
             fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
             self.refuse("model.vocab_size", fix)
-        if train.lora.enabled:
-            fix = f"adapters are not for pipelines (mesh.pp={mesh.pp}); use mesh.fsdp in place of mesh.pp"
-            self.refuse("train.lora.rank", fix)
         if self.optim.name == "muon" and 0 < model.dense_layers < model.num_layers:
             fix = "Muon's state has no names by which to sort both kinds of layer; use adamw, or mesh.pp=1"
             self.refuse("optim.name", fix)

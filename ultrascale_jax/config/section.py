@@ -9,16 +9,17 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
-from ultrascale_jax.config.base import FLOATS, LARGEST, UserError, in_float32, shown
+from ultrascale_jax.config.base import FLOATS, LARGEST, UserError, in_float32, require, shown
+
+type Test = Callable[[Any], bool]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A condition on a field, or on each member of a tuple, and the fix for a value that breaks it."""
+class Bound(NamedTuple):
+    """A condition on a number, or on each in a tuple, and the fix for one that breaks it."""
 
-    holds: Callable[[Any], bool]
+    holds: Test
     fix: str
 
 
@@ -42,14 +43,9 @@ POSITIVE = Bound(lambda value: value > 0, "must be positive")
 
 EVEN = Bound(lambda value: value % 2 == 0, "must be even")
 
-UNIONS = (typing.Union, types.UnionType)
+INT32 = Bound(lambda value: abs(value) <= LARGEST, f"must be at most {LARGEST} in size")
 
-NUMBERS = {int: (int, "a whole number"), float: ((float, int), "a number")}
-"""Types of a value for the type of a field, and the words for it; `True` is no number."""
-
-WORDS = {bool: "true or false", str: "a text", types.NoneType: "none"}
-
-type Test = Callable[[Any], bool]
+FLOAT32 = Bound(in_float32, f"must be 0, or of a size from {FLOATS[0]:.1e} to {FLOATS[1]:.1e}")
 
 Count = Annotated[int, at_least(1)]
 """A number of things of which there is at least one."""
@@ -93,6 +89,11 @@ class Section:
         refuse(self._name, field, operator.attrgetter(field)(self), fix)
 
 
+def refuse(section: str, field: str, value: object, fix: str) -> NoReturn:
+    """Raise a `UserError` that names a field after its section, its value and the fix."""
+    raise UserError(f"{section}.{field}={shown(value)}: {fix}".removeprefix("."))
+
+
 def check_fields(section: str, values: Any) -> None:
     """Check each field of the dataclass `values`: its type, its bounds, and that the devices can hold its numbers.
 
@@ -104,16 +105,15 @@ def check_fields(section: str, values: Any) -> None:
         if not field.fits(value):
             refuse(section, field.name, value, f"must be {field.words}")
         for number in _numbers(value) if isinstance(value, (int, float, tuple)) else ():
-            if not _device_holds(number):
-                refuse(section, field.name, value, _range(number))
-            for bound in field.bounds:
+            for bound in (INT32 if isinstance(number, int) else FLOAT32, *field.bounds):
                 if not bound.holds(number):
                     refuse(section, field.name, value, bound.fix)
 
 
-def refuse(section: str, field: str, value: object, fix: str) -> NoReturn:
-    """Raise a `UserError` that names a field after its section, its value and the fix."""
-    raise UserError(f"{section}.{field}={shown(value)}: {fix}".removeprefix("."))
+def require_choice(name: str, value: object, kind: Any) -> None:
+    """Refuse a value that is none of those of `kind`, a `Literal`."""
+    fits, words = _type_of(kind)
+    require(fits(value), name, value, f"must be {words}")
 
 
 def _numbers(value: Any) -> Iterator[Any]:
@@ -123,17 +123,6 @@ def _numbers(value: Any) -> Iterator[Any]:
             yield from _numbers(member)
     elif isinstance(value, (int, float)):
         yield value
-
-
-def _device_holds(number: float) -> bool:
-    return abs(number) <= LARGEST if isinstance(number, int) else in_float32(number)
-
-
-def _range(number: float) -> str:
-    """Return the fix for a number that no device holds."""
-    if isinstance(number, int):
-        return f"must be at {'most ' if number > 0 else 'least -'}{LARGEST}"
-    return f"must be 0, or of a size from {FLOATS[0]:.1e} to {FLOATS[1]:.1e}"
 
 
 class _Field(NamedTuple):
@@ -149,14 +138,23 @@ class _Field(NamedTuple):
 def _declared(kind: type) -> tuple[_Field, ...]:
     """Return the fields of a dataclass; those that choose among words come first, as they are misspelt most."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    names = sorted((f.name for f in fields(kind)), key=lambda name: not _is_choice(hints[name]))
+    names = [field.name for field in fields(kind)]
+    names.sort(key=lambda name: typing.get_origin(hints[name]) is not Literal)
     return tuple(
         _Field(name, *_type_of(hints[name]), tuple(_bounds_of(hints[name]))) for name in names
     )
 
 
-def _is_choice(hint: Any) -> bool:
-    return typing.get_origin(getattr(hint, "__value__", hint)) is typing.Literal
+UNIONS = (typing.Union, types.UnionType)
+
+KINDS = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: ((float, int), "a number"),
+    str: (str, "a text"),
+    types.NoneType: (types.NoneType, "none"),
+}
+"""Types of a value for the type of a field, and the words for it; `True` is no number."""
 
 
 def _bounds_of(hint: Any) -> Iterator[Bound]:
@@ -170,36 +168,35 @@ def _bounds_of(hint: Any) -> Iterator[Bound]:
 
 
 def _type_of(hint: Any) -> tuple[Test, str]:
-    """Return the test of whether a value is of a type, and the words for it; an integer is a number too."""
+    """Return the test of whether a value is of a type, and the words for it."""
     hint = getattr(hint, "__value__", hint)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _type_of(hint.__origin__)
-    if origin is typing.Literal:
+    if origin is Literal:
         words = f"one of {', '.join(map(str, parts))}"
         return lambda value: any(type(value) is type(p) and value == p for p in parts), words
     if origin in UNIONS:
-        tests, words = zip(*map(_type_of, parts), strict=True)
-        return lambda value: any(test(value) for test in tests), " or ".join(words)
+        tests, texts = zip(*map(_type_of, parts), strict=True)
+        return lambda value: any(test(value) for test in tests), " or ".join(texts)
     if origin is tuple:
         return _tuple_of(parts)
-    if hint in NUMBERS:
-        kinds, words = NUMBERS[hint]
+    kinds, words = KINDS.get(hint, (origin or hint, ""))
+    if hint in (int, float):
         return lambda value: isinstance(value, kinds) and not isinstance(value, bool), words
-    kind = origin or hint
-    return lambda value: isinstance(value, kind), WORDS.get(kind, f"of type {kind.__name__}")
+    return lambda value: isinstance(value, kinds), words or f"of type {hint.__name__}"
 
 
 def _tuple_of(parts: tuple[Any, ...]) -> tuple[Test, str]:
     """Return test and words of a tuple: of one type and `...`, or of a type for each member."""
-    tests, words = zip(*(_type_of(part) for part in parts if part is not ...), strict=True)
     many = parts[-1] is ...
-    text = f"a tuple (in JSON a list){', each' if many else ' of'} {', '.join(words)}"
+    tests, texts = zip(*(_type_of(part) for part in parts if part is not ...), strict=True)
+    words = f"a tuple (in JSON a list){', each' if many else ' of'} {', '.join(texts)}"
 
     def fits(value: Any) -> bool:
-        if not isinstance(value, tuple) or (len(value) != len(tests) and not many):
+        if not isinstance(value, tuple) or not (many or len(value) == len(tests)):
             return False
         expected = tests * len(value) if many else tests
         return all(test(member) for test, member in zip(expected, value, strict=True))
 
-    return fits, text
+    return fits, words
