@@ -29,7 +29,6 @@ from ultrascale_jax.config import (
     require,
     with_changes,
 )
-from ultrascale_jax.config.foreign import read_foreign, utf8
 from ultrascale_jax.figures.charts import Bar, Bars, Point
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.plan.formulas import cheatsheet
@@ -41,6 +40,7 @@ from ultrascale_jax.plan.report.layout import limit, wrap
 from ultrascale_jax.plan.search.ranking import Candidate, Search
 from ultrascale_jax.plan.search.search_space import Choices
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.storage.foreign import read_foreign, utf8
 from ultrascale_jax.units import GIB
 
 SPLITS = {

@@ -18,8 +18,8 @@ from tests.hostile.bent import BOUNDED, anything, bent_text, harmless, numbers, 
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict, fields
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import Config
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.configs.demo import config as demo
+from ultrascale_jax.storage.foreign import read_json
 
 OPTIONS = sorted(f"--{name.replace('_', '-')}" for name in fields(demo))
 WORDS = st.one_of(

@@ -19,7 +19,6 @@ from pathlib import Path
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import METADATA, Damaged, files, is_step, quarantine
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.config.foreign import parse_json
 from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, TRAVELLING
 from ultrascale_jax.launch.events import Events, printable, say
 from ultrascale_jax.launch.run_files import (
@@ -30,6 +29,7 @@ from ultrascale_jax.launch.run_files import (
     write_atomic,
 )
 from ultrascale_jax.storage.cache import cache_folder, exclusive, name_of, require_room
+from ultrascale_jax.storage.foreign import parse_json
 from ultrascale_jax.storage.remote import WORKERS, Remote, RemoteRefused, is_url
 from ultrascale_jax.units import size
 

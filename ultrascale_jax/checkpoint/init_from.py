@@ -12,7 +12,6 @@ from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.checkpoint.step_dirs import check_path, split_step, steps
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import (
     GENERATION,
@@ -23,6 +22,7 @@ from ultrascale_jax.huggingface.files import (
     travelling,
 )
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of, read_regular, write_atomic
+from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.storage.remote import is_url
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typing
 from pathlib import Path
 
 from ultrascale_jax.config import DATA, Config, UserError, require
-from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.storage.foreign import read_json
 
 SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),

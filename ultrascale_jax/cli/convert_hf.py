@@ -19,7 +19,6 @@ import tyro
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import Config, MeshConfig, UserError, require
-from ultrascale_jax.config.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import (
@@ -30,6 +29,7 @@ from ultrascale_jax.huggingface.files import (
     travelling,
 )
 from ultrascale_jax.launch.run_files import read_regular
+from ultrascale_jax.storage.foreign import parse_json, read_foreign, read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -25,8 +25,8 @@ from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.models import Opened, ScoreOptions, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.config.foreign import parse_json, read_foreign
 from ultrascale_jax.data.formats import HEAD_BYTES, format_of
+from ultrascale_jax.storage.foreign import parse_json, read_foreign
 
 if TYPE_CHECKING:
     from ultrascale_jax.data.tokenizer import Tokenizer

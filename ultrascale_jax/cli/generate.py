@@ -17,8 +17,8 @@ from ultrascale_jax.cli.models import (
     load_huggingface,
 )
 from ultrascale_jax.config import Config, MeshConfig, require
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.files import GENERATION, is_huggingface
+from ultrascale_jax.storage.foreign import read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

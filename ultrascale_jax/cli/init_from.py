@@ -6,12 +6,12 @@ from pathlib import Path
 from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.families import MTP
 from ultrascale_jax.huggingface.files import TOKENIZER, inside, travelling
 from ultrascale_jax.huggingface.remarks import remarks
 from ultrascale_jax.launch.events import say
+from ultrascale_jax.storage.foreign import read_json
 
 
 def bring_back(cfg: Config) -> bool:

@@ -22,12 +22,12 @@ from ultrascale_jax.config import (
     at_home,
     require,
 )
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.config.training import Precision
 from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.huggingface.files import TOKENIZER, is_huggingface
 from ultrascale_jax.huggingface.remarks import remarks
+from ultrascale_jax.storage.foreign import read_json
 
 if TYPE_CHECKING:
     from jax import Device

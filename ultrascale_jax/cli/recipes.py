@@ -14,7 +14,7 @@ from pathlib import Path
 from ultrascale_jax import configs
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
 from ultrascale_jax.config import Config, UserError, at_home, require
-from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.storage.foreign import read_json
 
 DEFAULT_RECIPE = "demo"
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import read_foreign, read_json
 from ultrascale_jax.data.conversations import (
     PROBE,
     forms,
@@ -28,6 +27,7 @@ from ultrascale_jax.data.conversations import (
 from ultrascale_jax.data.tokenizer import QUOTE, JsonTokenizer, Tokenizer, token_dtype
 from ultrascale_jax.data.tokenizer_files import CONFIG as CONFIG
 from ultrascale_jax.data.tokenizer_files import named_tokens
+from ultrascale_jax.storage.foreign import read_foreign, read_json
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode's noncharacters, for use inside a program."""

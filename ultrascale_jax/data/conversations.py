@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, TypeGuard
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.config.foreign import parse_json
+from ultrascale_jax.storage.foreign import parse_json
 
 COLUMNS = ("messages", "conversations")
 """Names of the column that holds a conversation; the first that a row has."""

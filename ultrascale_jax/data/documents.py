@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import parse_json, utf8
 from ultrascale_jax.data.conversations import is_messages, kind_of_row
 from ultrascale_jax.data.formats import (
     GZIP,
@@ -29,6 +28,7 @@ from ultrascale_jax.data.formats import (
     form_of_line,
     format_of,
 )
+from ultrascale_jax.storage.foreign import parse_json, utf8
 from ultrascale_jax.storage.remote import RemoteFile
 
 File = Path | RemoteFile

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from ultrascale_jax.config.foreign import encoding_of
+from ultrascale_jax.storage.foreign import encoding_of
 
 HEAD_BYTES = 512
 """First bytes of a file that tell its format; the mark of a tar archive stands at 257."""

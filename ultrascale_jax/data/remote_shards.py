@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.config.foreign import MOST_BYTES
 from ultrascale_jax.data.corpus import Fetch
 from ultrascale_jax.data.shards import INDEX, SHARD, TABLE, load_index, shard_name
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.storage.cache import cache_folder, fetch, name_of, require_room, write_shared
+from ultrascale_jax.storage.foreign import MOST_BYTES
 from ultrascale_jax.storage.remote import WORKERS, Remote
 
 SPARE_BYTES = 1 << 30

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.launch.run_files import open_regular, write_atomic
+from ultrascale_jax.storage.foreign import read_json
 
 FORMAT = "ultrascale_jax tokens 2"
 INDEX, TABLE = "index.json", "index.shards"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale_jax.config import require
-from ultrascale_jax.config.foreign import read_foreign, read_json
+from ultrascale_jax.storage.foreign import read_foreign, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

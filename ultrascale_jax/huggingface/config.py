@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ultrascale_jax.config import ModelConfig, RopeScaling, require
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.experts import count_keys, expert_keys, read_experts
 from ultrascale_jax.huggingface.families import (
     ACTIVATIONS,
@@ -31,6 +30,7 @@ from ultrascale_jax.huggingface.files import (
     refuse_other_kinds,
 )
 from ultrascale_jax.huggingface.keys import flag, integer, number
+from ultrascale_jax.storage.foreign import read_json
 
 NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 """The keys of special tokens, as null: where there is no such key, a family's default names tokens of its own."""

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import read_json
+from ultrascale_jax.storage.foreign import read_json
 
 MOST_INDEX_BYTES = 1 << 28
 """Largest index of tensors; that of DeepSeek-V3, with 91,000 tensors, has 9 MB."""

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS
 from ultrascale_jax.huggingface.experts import count_keys
 from ultrascale_jax.huggingface.families import ALLOWED, FAMILIES, HARMLESS, READ
 from ultrascale_jax.huggingface.files import GENERATION, inside, shown, unread_files
+from ultrascale_jax.storage.foreign import read_json
 
 ROPE_KEYS = {
     "default": ("factor",),

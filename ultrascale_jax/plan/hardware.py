@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, require
-from ultrascale_jax.config.foreign import read_foreign
 from ultrascale_jax.plan.flops import peak_tflops
+from ultrascale_jax.storage.foreign import read_foreign
 
 TARGETS = Path(__file__).parent / "targets"
 """Descriptions of `GPUS`.

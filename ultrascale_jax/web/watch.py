@@ -19,10 +19,10 @@ import tyro
 from ultrascale_jax import units
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import read_json
 from ultrascale_jax.launch.events import FILE_NAME, is_number, read_events
 from ultrascale_jax.launch.goodput import CLASSES, read_ledger
 from ultrascale_jax.launch.run_files import METRICS
+from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.web.metrics import RunMetrics
 from ultrascale_jax.web.server import Server
 

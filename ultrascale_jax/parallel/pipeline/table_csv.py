@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.foreign import read_foreign
 from ultrascale_jax.parallel.pipeline.table import Placement, Schedule, ScheduleError
+from ultrascale_jax.storage.foreign import read_foreign
 
 MOST_CELLS = 1_000_000
 """Cells of the largest table: 64 ranks times 512 micro-batches through two stages of each take a quarter of it."""

@@ -16,7 +16,6 @@ from typing import Any
 from ultrascale_jax import hlo
 from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.config import AXES, require
-from ultrascale_jax.config.foreign import parse_json
 from ultrascale_jax.hlo.classes import ELSEWHERE, block_of, kernel_of, kind_of
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.launch.run_files import folder_of, read_regular, write_atomic
@@ -42,6 +41,7 @@ from ultrascale_jax.plan.profile.trace import (
     read_trace,
 )
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.storage.foreign import parse_json
 
 SCHEMA = 1
 """Version of the fields of a report; a field that goes, or means something else, makes it the next."""
