@@ -495,7 +495,7 @@ def test_a_misspelt_field_is_refused_with_the_right_spelling():
     [
         ("train", "steps", "x", "must be a whole number"),
         ("optim", "lr", "x", "must be a number"),
-        ("log", "to", 3, "must be a text"),
+        ("log", "run_dir", 3, "must be a text"),
         ("optim", "betas", [0.9], "must be a tuple (in JSON a list) of a number, a number"),
         ("checkpoint", "allow_change", 3, "must be a tuple (in JSON a list), each a text"),
         ("model", "sliding_window", "x", "must be a whole number or none"),

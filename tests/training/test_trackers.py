@@ -34,7 +34,7 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
 
 
-def config(folder: Path, to: str):
+def config(folder: Path, *to: str):
     return change(tiny, log={"run_dir": str(folder), "to": to})
 
 
@@ -154,7 +154,7 @@ def test_a_tracker_that_fails_ends_with_one_warning_and_the_others_go_on(
     tmp_path, capfd, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://host")
-    cfg = config(tmp_path / "run", "mlflow,tensorboard")
+    cfg = config(tmp_path / "run", "mlflow", "tensorboard")
     log(cfg, 0, range(1, 30))
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("log.to=")]
     assert len(told) == 1 and told[0].startswith("log.to=mlflow: no more rows until the next start")
@@ -171,22 +171,23 @@ def test_a_disk_that_is_full_under_tensorboard_is_told_once(tmp_path, capfd, mon
 
 def test_what_cannot_be_is_refused_with_the_fix(monkeypatch):
     with pytest.raises(
-        UserError, match=r"log.to='tensorbord': must be auto, none, or some of tens"
+        UserError, match=r"log.to=\('tensorbord',\): must be .*one of auto, none, tens"
     ):
-        LogConfig(to="tensorbord")
-    with pytest.raises(UserError, match=r"log.to='wandb,wandb'"):
-        LogConfig(to="wandb,wandb")
+        LogConfig(to=("tensorbord",))
+    for wrong in (("wandb", "wandb"), ("none", "wandb")):
+        with pytest.raises(UserError, match=r"log.to=.*: must be auto, none, or other trackers"):
+            LogConfig(to=wrong)
     for address in ("", " ", None):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address or "")
         if address is None:
             monkeypatch.delenv("MLFLOW_TRACKING_URI")
         with pytest.raises(UserError, match=r"log.to='mlflow': set MLFLOW_TRACKING_URI to the ad"):
-            chosen("wandb,mlflow")
+            chosen(("wandb", "mlflow"))
     missing = Kind(TensorBoard, "no_such_package", "tb")
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", missing)
     with pytest.raises(UserError, match=r"needs a package: pip install 'ultrascale_jax\[tb\]'"):
-        chosen("tensorboard")
-    assert chosen("auto") == chosen("none") == ()
+        chosen(("tensorboard",))
+    assert chosen(("auto",)) == chosen(("none",)) == ()
 
 
 def table(heading: str) -> dict[str, list[str]]:
@@ -213,7 +214,7 @@ def trained(tmp_path_factory):
         patch.setenv("MLFLOW_TRACKING_URI", f"file://{folder}/mlruns")
         (folder / "digits.txt").write_text("0123456789 " * 50)
         data = {"eval_source": f"NAME=text:{folder}/*.txt, other=synthetic"}
-        cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, log={"to": "mlflow"}, data=data)
+        cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, log={"to": ("mlflow",)}, data=data)
         train(in_folder(cfg, folder / "run"), mesh_of(cfg))
     return folder / "run"
 

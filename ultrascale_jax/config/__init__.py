@@ -35,7 +35,7 @@ from ultrascale_jax.config.remat import (
     remat_names,
 )
 from ultrascale_jax.config.run import Config, check_split, with_changes
-from ultrascale_jax.config.run_folder import TRACKERS, CheckpointConfig, LogConfig
+from ultrascale_jax.config.run_folder import CheckpointConfig, LogConfig
 from ultrascale_jax.config.section import require_choice
 from ultrascale_jax.config.training import (
     AUTO,

@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from ultrascale_jax.config.base import put_home
 from ultrascale_jax.config.section import Count, Natural, Section
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
-"""Trackers that `log.to` may name."""
+Tracker = Literal["auto", "none", "tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,8 @@ class LogConfig(Section, name="log"):
 
     run_dir: str = "out/run"
     """Folder that holds everything a run writes."""
-    to: str = "auto"
-    """Trackers that get the metrics too: some of `tensorboard,wandb,mlflow`, joined by commas; `none`; or `auto`:
-    TensorBoard where the extra `tb` is installed."""
+    to: tuple[Tracker, ...] = ("auto",)
+    """Trackers that get the metrics too; `auto` is TensorBoard where the extra `tb` is installed."""
 
     def __post_init__(self):
         put_home(self, "run_dir")
@@ -58,8 +57,5 @@ class LogConfig(Section, name="log"):
         if "://" in self.run_dir:
             copies = f"copies of the checkpoints go to --checkpoint.store {self.run_dir}"
             self.refuse("run_dir", f"must be a folder on a disk; {copies}")
-        names = self.to.split(",")
-        known = len(set(names)) == len(names) and set(names) <= set(TRACKERS)
-        if self.to not in ("auto", "none") and not known:
-            some = f"some of {', '.join(TRACKERS)}, joined by commas"
-            self.refuse("to", f"must be auto, none, or {some}")
+        if len(self.to) != len({*self.to}) or (len(self.to) > 1 and {"auto", "none"} & {*self.to}):
+            self.refuse("to", "must be auto, none, or other trackers, each once")

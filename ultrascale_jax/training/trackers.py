@@ -164,14 +164,14 @@ TRACKERS = {
 """Trackers by their names in `log.to`."""
 
 
-def chosen(to: str) -> tuple[str, ...]:
+def chosen(to: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the trackers of `log.to`, in its order.
 
     Raises `UserError` if a package is missing, or MLflow has no address.
     """
-    if to == "auto":
+    if to == ("auto",):
         return ("tensorboard",) if _is_installed("tensorboard") else ()
-    names = () if to == "none" else tuple(to.split(","))
+    names = () if to == ("none",) else to
     for name in names:
         fix = f"needs a package: pip install 'ultrascale_jax[{TRACKERS[name].extra}]'"
         require(_is_installed(name), "log.to", name, fix)
