@@ -245,7 +245,7 @@ def test_a_tilde_is_the_home_folder_in_every_field_that_holds_a_path(monkeypatch
     sections = {
         LogConfig: {"run_dir": "~/x"},
         TrainConfig: {"init_from": "hf:~/x"},
-        CheckpointConfig: {"resume": "from:~/x@7"},
+        CheckpointConfig: {"branch_from": "~/x@7"},
         PipelineConfig: {"schedule": "~/table.CSV"},
         DataConfig: {
             "source": "tokens:~/a@0.5,text:~/b/*.txt; 0.5: tokens:~/c",

@@ -182,7 +182,7 @@ def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
     assert (run_dir / "tokenizer.json").read_text() == "ours"
 
 
-@pytest.mark.parametrize("option", ["--train.init-from {}", "--checkpoint.resume from:{}@3"])
+@pytest.mark.parametrize("option", ["--train.init-from {}", "--checkpoint.branch-from {}@3"])
 def test_a_run_does_not_begin_with_a_step_of_its_own_directory(tmp_path, option):
     folder = tmp_path / "run"
     (folder / "checkpoints/3").mkdir(parents=True)

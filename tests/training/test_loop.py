@@ -220,7 +220,7 @@ def test_a_ramp_of_the_batch_compiles_a_step_for_each_size_and_counts_its_tokens
     np.testing.assert_allclose(passed, [4] * 4 + [8] * 4)
     assert summary["tokens_per_s"] * summary["step_s"] == pytest.approx(32 * (3 * 4 + 4 * 8) / 7)
     (tmp_path / "metrics.jsonl").write_text("stale\n")
-    branch = change(STAGED, checkpoint={"resume": f"from:{folder}@4"})
+    branch = change(STAGED, checkpoint={"branch_from": f"{folder}@4"})
     again = run(branch, tmp_path)
     said = capsys.readouterr().out
     assert f"resumed from {folder / 'checkpoints/4'}" in said
@@ -234,7 +234,7 @@ def test_a_ramp_of_the_batch_compiles_a_step_for_each_size_and_counts_its_tokens
 @pytest.mark.slow
 def test_what_comes_after_a_checkpoint_may_change_and_what_came_before_may_not(staged, tmp_path):
     folder, _ = staged
-    branch = change(STAGED, checkpoint={"resume": f"from:{folder}@4"}, train={"steps": 4})
+    branch = change(STAGED, checkpoint={"branch_from": f"{folder}@4"}, train={"steps": 4})
     later = {"data": {"source": "synthetic; 6: synthetic,synthetic"}}
     grown = {"train": {"batch_ramp": ((9, 4),), "global_batch": 16, "steps": 4}}
     for change_after in (later, grown):
@@ -245,13 +245,13 @@ def test_what_comes_after_a_checkpoint_may_change_and_what_came_before_may_not(s
     for change_before, said in ((earlier, r"data\.source: saved"), (shrunk, r"train\.batch_ramp:")):
         with pytest.raises(UserError, match=f"checkpoints/4 is of another run:\n  {said}"):
             run(change(branch, **change_before), tmp_path / "before")
-    for resume, said in (
-        (f"from:{folder}@5", r"there is no such checkpoint; the steps in .* are \[4, 8\]"),
-        ("from:s3://bucket/run", "name a run directory on a disk"),
-        (f"from:{tmp_path}", r"there is no such checkpoint; the steps in .* are \[\]"),
+    for place, said in (
+        (f"{folder}@5", r"there is no such checkpoint; the steps in .* are \[4, 8\]"),
+        ("s3://bucket/run", "name a run directory on a disk"),
+        (str(tmp_path), r"there is no such checkpoint; the steps in .* are \[\]"),
     ):
-        with pytest.raises(UserError, match=rf"^checkpoint\.resume='from:.*': {said}"):
-            run(change(branch, checkpoint={"resume": resume}), tmp_path / "none")
+        with pytest.raises(UserError, match=rf"^checkpoint\.branch_from='.*': {said}"):
+            run(change(branch, checkpoint={"branch_from": place}), tmp_path / "none")
 
 
 # Implied by test_a_ramp_of_the_batch..., and tests/parity of a step on any mesh.

@@ -1,4 +1,4 @@
-"""Branch off another run: with `checkpoint.resume=from:RUN_DIR[@STEP]` a new run goes on from that checkpoint.
+"""Branch off another run: with `checkpoint.branch_from` a new run goes on from that checkpoint.
 
 So one stable phase has several decays (warmup-stable-decay, arXiv 2404.06395). The other run is only read.
 """
@@ -19,24 +19,22 @@ from ultrascale_jax.launch.run_files import (
 )
 from ultrascale_jax.storage.remote import is_url
 
-PREFIX = "from:"
 
-
-def branch_point(resume: str) -> Path | None:
-    """Return the checkpoint that `checkpoint.resume` names, the newest unless it has a step; None if it names none.
+def branch_point(branch_from: str) -> Path | None:
+    """Return the checkpoint that `checkpoint.branch_from` names, the newest unless it has a step; None if it is empty.
 
     Raises `UserError` if there is no such checkpoint.
     """
-    if not resume.startswith(PREFIX):
+    if not branch_from:
         return None
-    place, step = split_step("checkpoint.resume", resume, resume.removeprefix(PREFIX))
+    place, step = split_step("checkpoint.branch_from", branch_from, branch_from)
     fix = "name a run directory on a disk; a run with that checkpoint.store fetches what it holds"
-    require(not is_url(place), "checkpoint.resume", resume, fix)
+    require(not is_url(place), "checkpoint.branch_from", branch_from, fix)
     folder = folder_of(Path(place).resolve(), CHECKPOINTS, make=False)
     known = found_by_process0(lambda: steps(folder))
     step = max(known, default=0) if step is None else step
     fix = f"there is no such checkpoint; the steps in {folder} are {known}"
-    require(step in known, "checkpoint.resume", resume, fix)
+    require(step in known, "checkpoint.branch_from", branch_from, fix)
     return folder / str(step)
 
 

@@ -90,11 +90,13 @@ def check_run_dir(cfg: Config) -> None:
     Call it before anything is written. A `config.json` that cannot be read is the run's own where checkpoints are.
     """
     check_path("log.run_dir", cfg.log.run_dir)
-    run_dir, resume = Path(cfg.log.run_dir), cfg.checkpoint.resume
-    if resume.startswith("from:"):
-        branched, _ = split_step("checkpoint.resume", resume, resume.removeprefix("from:"))
+    run_dir, branch = Path(cfg.log.run_dir), cfg.checkpoint.branch_from
+    if branch:
+        branched, _ = split_step("checkpoint.branch_from", branch, branch)
         fix = "is the run directory itself: leave it out to go on, or choose another --log.run-dir"
-        require(Path(branched).resolve() != run_dir.resolve(), "checkpoint.resume", resume, fix)
+        require(
+            Path(branched).resolve() != run_dir.resolve(), "checkpoint.branch_from", branch, fix
+        )
     if not (run_dir / "config.json").is_file():
         return
     sections = {field.name for field in dataclasses.fields(Config)}

@@ -294,7 +294,7 @@ class Checkpoints:
     ) -> tuple[TrainState, int, list[str]] | None:
         """Return the newest state that restores, its step, and lines for the user; None if nothing was ever saved.
 
-        Where nothing was, `checkpoint.resume` may name another run's checkpoint, and its metrics come along. Newer
+        Where nothing was, `checkpoint.branch_from` may name another run's checkpoint, and its metrics come along. Newer
         checkpoints that do not restore are put aside. Raises what `accept` raises, `NothingRestores` if there are
         checkpoints and none restores, and `Unreadable`.
         """
@@ -386,15 +386,16 @@ class Checkpoints:
     def _branch(
         self, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, int, list[str]] | None:
-        """Restore what `checkpoint.resume` names of another run, which is only read."""
-        point = branch_point(self._cfg.checkpoint.resume)
+        """Restore what `checkpoint.branch_from` names of another run, which is only read."""
+        point = branch_point(self._cfg.checkpoint.branch_from)
         if point is None:
             return None
         try:
             state, notes = self._restore(point, point, abstract, accept)
         except Damaged as error:
             fix = f"step {point.name} does not restore as it was saved ({error}); name another step"
-            raise UserError(f"checkpoint.resume={self._cfg.checkpoint.resume!r}: {fix}") from None
+            name = self._cfg.checkpoint.branch_from
+            raise UserError(f"checkpoint.branch_from={name!r}: {fix}") from None
         bring_metrics(point, Path(self._cfg.log.run_dir))
         return state, int(point.name), notes
 

@@ -35,7 +35,7 @@ def at_home(text: str) -> str:
     """
     if "~" not in text:
         return text
-    begin = r"(^|=|\b(?:hf|from|tokens|text):)(~[^/]*)"
+    begin = r"(^|=|\b(?:hf|tokens|text):)(~[^/]*)"
     return re.sub(begin, lambda match: match[1] + os.path.expanduser(match[2]), text)
 
 

@@ -18,9 +18,11 @@ class CheckpointConfig(Section, name="checkpoint"):
     """Steps between checkpoints; 0 saves only after the last step."""
     keep: Count = 3
     """Newest checkpoints to keep; those before a row of skipped steps stay until a good step is saved."""
-    resume: str = "auto"
-    """Continue from the newest checkpoint: `auto`, if there is one; `never`; `must`, or fail. `from:RUN_DIR[@STEP]`: if
-    there is none, branch off that run's checkpoint, with its optimizer, step and place in the data."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Continue from the newest checkpoint: if there is one, never, or else fail."""
+    branch_from: str = ""
+    """Checkpoint of another run, `RUN_DIR[@STEP]`, to go on from where this run has none: with its optimizer, step and
+    place in the data."""
     allow_change: tuple[str, ...] = ()
     """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them.
 
@@ -30,10 +32,8 @@ class CheckpointConfig(Section, name="checkpoint"):
     has none goes on from there."""
 
     def __post_init__(self):
-        put_home(self, "resume")
+        put_home(self, "branch_from")
         super().__post_init__()
-        if not re.fullmatch(r"auto|never|must|from:.+", self.resume, re.DOTALL):
-            self.refuse("resume", "must be auto, never, must or from:RUN_DIR[@STEP]")
         if self.store and not re.fullmatch(r"[a-z][a-z0-9+.-]+://[^/]+/.*[^/]", self.store):
             self.refuse(
                 "store", "must be a folder in a bucket, as s3://BUCKET/RUN or gs://BUCKET/RUN"
