@@ -7,7 +7,6 @@ warpgroup adds, the other one multiplies. Scales are loaded ahead like the value
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,12 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ultrascale_jax.kernels.pipeline_mosaic import (
+    STAGES,
     STRIP,
     WARPGROUPS,
+    Tile,
+    for_each_tile,
     launch,
-    pipeline,
-    quiesce,
-    visit_tiles,
+    store,
 )
 
 BLOCK = 128
@@ -78,7 +78,7 @@ def products(
         def of_group(group):
             return [x_g.at[group] for x_g in operands_g]
 
-        def visit(loop, buffers, out_s):
+        def tile_at(loop, out_s):
             group, tile = loop.index
             row, column = plgpu.planar_snake(tile, tiles, 0, STRIP)
             wg = lax.axis_index("wg")
@@ -94,15 +94,12 @@ def products(
                     rows = pl.ds(row * height + wave * WAVE + wg * ROWS, ROWS)
                     _store(total, out_s.at[wg], y_g.at[group, rows], column * BLOCK)
 
-            blocks = specs(row, column)
-            run = pipeline(multiply, steps, blocks, add_up, loop.local_index, waits=True)
-            run(*of_group(group), allocations=buffers)
+            return Tile(of_group(group), specs(row, column), steps, multiply, add_up)
 
-        grid = G, tiles[0] * tiles[1]
-        buffers = pipeline(None, steps, specs(0, 0), waits=True).get_allocations(*of_group(0))
         stored = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, width), out_dtype, transforms=stored)
-        visit_tiles(grid, visit, buffers, out_s, lambda used: quiesce(used, steps, math.prod(grid)))
+        grid, chained = (G, tiles[0] * tiles[1]), steps % STAGES == 0
+        for_each_tile(grid, tile_at, of_group(0), specs(0, 0), out_s, chained=chained, waits=True)
 
     out = jax.ShapeDtypeStruct((G, M, N), out_dtype)
     return launch(body, "fp8_matmul", [out], [*operands, b_scales])[0]
@@ -161,12 +158,15 @@ def _step(*refs: Any, tile_scale: Any, waves: int) -> tuple:
 def _store(total: tuple, out_s: Any, rows_g: Any, column: Any) -> None:
     """Write a wave's sums into its rows from `column` on, by way of shared memory."""
     width = out_s.shape[1]
-    for start in range(0, BLOCK, width):
+
+    def values_at(start):
         part, first = divmod(start, PARTS.step)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_s[...] = total[part][:, first : first + width].astype(out_s.dtype)
-        plgpu.commit_smem()
+        return total[part][:, first : first + width]
+
+    def copy(start):
         plgpu.copy_smem_to_gmem(out_s, rows_g.at[:, pl.ds(column + start, width)])
+
+    store(BLOCK, values_at, out_s, copy)
 
 
 def _load(scales_s: Any, reduced: int) -> jax.Array:

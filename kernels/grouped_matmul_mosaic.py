@@ -13,8 +13,6 @@ rows after the last group are one more group, without products, whose tiles are 
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ultrascale_jax.kernels.pipeline_mosaic import (
-    STAGES,
     STRIP,
     WARPGROUPS,
+    Tile,
+    for_each_tile,
     launch,
-    pipeline,
-    visit_tiles,
+    store,
+    with_accumulator,
 )
 
 ALIGNED = 8
@@ -72,31 +71,36 @@ def products(
         return [plgpu.BlockSpec(*spec, transforms=SWIZZLED) for spec in (rows, matrix)]
 
     def multiply(_, x_s, w_s, acc):
-        own = pl.ds(lax.axis_index("wg") * half, half)
-        plgpu.wgmma(acc, x_s, w_s.at[own].transpose((1, 0)) if transposed else w_s.at[:, own])
+        part = pl.ds(lax.axis_index("wg") * half, half)
+        plgpu.wgmma(acc, x_s, w_s.at[part].transpose((1, 0)) if transposed else w_s.at[:, part])
         plgpu.wgmma_wait(0)
         return acc
 
     def body(plan_g, count_g, x_g, w_g, y_g):
         tiles = count_g[0], F // width
 
-        def visit(loop, buffers, out_s):
+        def tile_at(loop, out_s):
             tile, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
             expert, start, first, rows = (plan_g[i, tile] for i in range(4))
             start = pl.multiple_of(start, ALIGNED)
 
-            def store(out_s, part):
-                offset = column * width + lax.axis_index("wg") * half + part
-                _store_rows(out_s, y_g, start, first, rows, pl.ds(offset, 64))
+            def finish(values):
+                part_s = out_s.at[lax.axis_index("wg")]
+
+                def copy(part):
+                    offset = column * width + lax.axis_index("wg") * half + part
+                    _store_rows(part_s, y_g, start, first, rows, pl.ds(offset, 64))
+
+                store(values.shape[1], lambda part: values[:, part : part + 64], part_s, copy)
 
             steps = jnp.where(expert < E, D // DEPTH, 0)
-            epilogue = _epilogue((ROWS, half), out_s, store)
-            run = pipeline(multiply, steps, specs(start, column), epilogue)
-            run(x_g, w_g.at[:, jnp.minimum(expert, E - 1)], allocations=buffers)
+            operands = x_g, w_g.at[:, jnp.minimum(expert, E - 1)]
+            around = with_accumulator((ROWS, half), finish)
+            return Tile(operands, specs(start, column), steps, multiply, around)
 
-        buffers = pipeline(multiply, STAGES, specs(0, 0)).get_allocations(x_g, w_g.at[:, 0])
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW)
-        visit_tiles((tiles[0] * tiles[1],), visit, buffers, out_s)
+        operands = x_g, w_g.at[:, 0]
+        for_each_tile((tiles[0] * tiles[1],), tile_at, operands, specs(0, 0), out_s)
 
     out = jax.ShapeDtypeStruct((R, F), x.dtype)
     return launch(body, "grouped_matmul", [out], (plan, count, x, w))[0]
@@ -120,40 +124,40 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
         return [block(start, height, row), block(start, width, column)]
 
     def multiply(first, length, index, x_s, dy_s, acc):
-        own_s = x_s.at[:, pl.ds(lax.axis_index("wg") * half, half)]
+        part_s = x_s.at[:, pl.ds(lax.axis_index("wg") * half, half)]
         start = index[0] * DEPTH
         foreign = (start < first) | (start + DEPTH > length)
-        pl.when(foreign)(lambda: _clear_foreign_rows(own_s, first - start, length - start))
-        plgpu.wgmma(acc, own_s.transpose((1, 0)), dy_s)
+        pl.when(foreign)(lambda: _clear_foreign_rows(part_s, first - start, length - start))
+        plgpu.wgmma(acc, part_s.transpose((1, 0)), dy_s)
         plgpu.wgmma_wait(0)
         return acc
 
     def body(plan_g, x_g, dy_g, dw_g):
         tiles = D // height, F // width
 
-        def visit(loop, buffers, out_s):
+        def tile_at(loop, out_s):
             expert, tile = loop.index
             row, column = plgpu.planar_snake(tile, tiles, 0, STRIP)
             start, first, length = (plan_g[i, expert] for i in range(3))
             start = pl.multiple_of(start, ALIGNED)
 
-            def store(out_s, part):
-                rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
-                columns = pl.ds(column * width + part, 64)
-                plgpu.copy_smem_to_gmem(out_s, dw_g.at[rows, expert, columns])
+            def finish(values):
+                part_s = out_s.at[lax.axis_index("wg")]
 
-            steps, step = (
-                lax.div(length + DEPTH - 1, DEPTH),
-                functools.partial(multiply, first, length),
-            )
-            epilogue = _epilogue((half, width), out_s, store)
-            pipeline(step, steps, specs(start, row, column), epilogue)(
-                x_g, dy_g, allocations=buffers
-            )
+                def copy(part):
+                    rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
+                    columns = pl.ds(column * width + part, 64)
+                    plgpu.copy_smem_to_gmem(part_s, dw_g.at[rows, expert, columns])
 
-        buffers = pipeline(multiply, STAGES, specs(0, 0, 0)).get_allocations(x_g, dy_g)
+                store(values.shape[1], lambda part: values[:, part : part + 64], part_s, copy)
+
+            steps = lax.div(length + DEPTH - 1, DEPTH)
+            step = functools.partial(multiply, first, length)
+            around = with_accumulator((half, width), finish)
+            return Tile((x_g, dy_g), specs(start, row, column), steps, step, around)
+
         out_s = plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED)
-        visit_tiles((E, tiles[0] * tiles[1]), visit, buffers, out_s)
+        for_each_tile((E, tiles[0] * tiles[1]), tile_at, (x_g, dy_g), specs(0, 0, 0), out_s)
 
     out = jax.ShapeDtypeStruct((D, E, F), x.dtype)
     return launch(body, "grouped_matmul_weight_gradient", [out], (plan, x, dy))[0]
@@ -198,23 +202,6 @@ def _groups(sizes: jax.Array) -> jax.Array:
     aligned = starts // ALIGNED * ALIGNED
     lengths = jnp.where(sizes > 0, ends - aligned, 0)
     return jnp.stack([aligned, starts - aligned, lengths]).astype(jnp.int32)
-
-
-def _epilogue(shape: tuple[int, int], out_s: Any, store: Callable) -> Callable:
-    """Make the accumulator, run the pipeline, and pass the result to `store(buffer, first of its 64 columns)`."""
-
-    def run_and_store(run):
-        @functools.partial(pl.run_scoped, acc=plgpu.ACC(shape, jnp.float32))
-        def _(acc):
-            run(acc)
-            done, own_s = acc[...].astype(out_s.dtype), out_s.at[lax.axis_index("wg")]
-            for part in range(0, shape[1], 64):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                own_s[...] = done[:, part : part + 64]
-                plgpu.commit_smem()
-                store(own_s, part)
-
-    return run_and_store
 
 
 def _store_rows(out_s, y_g, start, first, rows, columns) -> None:

@@ -19,12 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ultrascale_jax.kernels.pipeline_mosaic import (
+    STAGES,
     STRIP,
     WARPGROUPS,
+    Tile,
+    for_each_tile,
     launch,
-    pipeline,
-    quiesce,
-    visit_tiles,
+    store,
+    with_accumulator,
 )
 
 ROWS = 128
@@ -106,16 +108,17 @@ def gradient(
     def finish(logits, rows, part, word, out, out_s):
         *rows_g, d_g = out
         target, lse, d_lse, d_target = [_load(g, rows) for g in rows_g]
-        for first in range(0, HALF, 64):
-            some = logits[:, first : first + 64]
+
+        def gradient_at(column):
+            some = logits[:, column : column + 64]
             d = jnp.exp(some - _broadcast(lse, some)) * _broadcast(d_lse, some)
-            hit = _numbers(some) == _broadcast(target - (word + first), some)
-            d += jnp.where(hit, _broadcast(d_target, some), 0.0)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_s[...] = d.astype(out_s.dtype)
-            plgpu.commit_smem()
-            columns = pl.ds(part * HALF + first, 64)
-            plgpu.copy_smem_to_gmem(out_s, d_g.at[rows, columns])
+            hit = _numbers(some) == _broadcast(target - (word + column), some)
+            return d + jnp.where(hit, _broadcast(d_target, some), 0.0)
+
+        def copy(column):
+            plgpu.copy_smem_to_gmem(out_s, d_g.at[rows, pl.ds(part * HALF + column, 64)])
+
+        store(HALF, gradient_at, out_s, copy)
 
     out = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
     rows = targets, lse, d_lse, d_target
@@ -150,36 +153,28 @@ def _for_each_tile(
         ]
 
     def multiply(_, x_s, head_s, acc):
-        own = pl.ds(lax.axis_index("wg") * HALF, HALF)
-        plgpu.wgmma(acc, x_s, head_s.at[:, own])
+        plgpu.wgmma(acc, x_s, head_s.at[:, pl.ds(lax.axis_index("wg") * HALF, HALF)])
         plgpu.wgmma_wait(0)
         return acc
 
     def body(x_g, head_g, *refs):
         first_tile = lax.div(refs[0][0], WIDTH) if starts else 0
-        others = refs[len(starts) :]
 
-        def visit(loop, buffers, out_s):
+        def tile_at(loop, out_s):
             row, column = plgpu.planar_snake(loop.index[0], tiles, 0, STRIP)
             wg = lax.axis_index("wg")
 
-            def around(run):
-                def with_accumulator(acc):
-                    run(acc)
-                    part, rows = column * WARPGROUPS + wg, pl.ds(row * ROWS, ROWS)
-                    word = first_tile * WIDTH + part * HALF
-                    finish(acc[...], rows, part, word, others, out_s.at[wg])
+            def finish_part(logits):
+                part, tokens = column * WARPGROUPS + wg, pl.ds(row * ROWS, ROWS)
+                word = first_tile * WIDTH + part * HALF
+                finish(logits, tokens, part, word, refs[len(starts) :], out_s.at[wg])
 
-                pl.run_scoped(with_accumulator, plgpu.ACC((ROWS, HALF), jnp.float32))
+            around = with_accumulator((ROWS, HALF), finish_part)
+            return Tile((x_g, head_g), specs(row, first_tile + column), steps, multiply, around)
 
-            blocks = specs(row, first_tile + column)
-            run = pipeline(multiply, steps, blocks, around, loop.local_index)
-            run(x_g, head_g, allocations=buffers)
-
-        count = tiles[0] * tiles[1]
-        buffers = pipeline(None, steps, specs(0, 0)).get_allocations(x_g, head_g)
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), x.dtype, transforms=swizzled)
-        visit_tiles((count,), visit, buffers, out_s, lambda used: quiesce(used, steps, count))
+        grid, chained = (tiles[0] * tiles[1],), steps % STAGES == 0
+        for_each_tile(grid, tile_at, (x_g, head_g), specs(0, 0), out_s, chained=chained)
 
     return launch(body, name, out, [x, head, *starts, *rows])
 

@@ -4,8 +4,9 @@ Two of its warpgroups multiply, a third one loads ahead by TMA.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,67 +57,75 @@ def launch(
     return match_vma(*results, *operands)[: len(out)]
 
 
-def pipeline(
-    step: Any,
-    steps: Any,
-    specs: list,
-    around: Callable = lambda run: None,
-    tile: Any = None,
-    *,
-    waits: bool = False,
-) -> Any:
-    """Run `step` over the blocks of one tile; `around` gets a function that runs it from the first state.
+class Tile(NamedTuple):
+    """The work of a program on one tile of the result: a loop over blocks of the contracted dim."""
 
-    Where the stages divide the steps, the next tile's blocks are loaded while this one's results are stored: the loads
-    of `tile` 0, this program's first, fill the stages, those of later ones wait for them, and `quiesce` ends it.
+    operands: Sequence[Any]
+    """In global memory."""
+    specs: Sequence[Any]
+    """Where the operands' blocks are."""
+    steps: Any
+    """Blocks of the contracted dim."""
+    step: Callable
+    """`step(index, *blocks, state)` returns the next state; with `waits` a barrier for each block comes before it."""
+    around: Callable
+    """`around(run)` makes the first state, calls `run(state)`, and uses the last state."""
+
+
+def for_each_tile(
+    grid: tuple,
+    tile_at: Callable[[Any, Any], Tile],
+    operands: Sequence[Any],
+    specs: Sequence[Any],
+    out_s: Any,
+    *,
+    chained: bool = False,
+    waits: bool = False,
+) -> None:
+    """Multiply this program's tiles, `tile_at(loop, out_s)` for each `loop.index` of `grid`.
 
     Args:
-      step: gets index, blocks, with `waits` a barrier for each, and the state; returns the next state. None for a
-        pipeline of which only the buffers are wanted.
-      steps: blocks of the contracted dim; a number known when it is compiled, if there is a `tile`.
-      specs: where the operands' blocks are.
-      around: makes the state, runs, and uses the last state.
-      tile: how many tiles this program has had.
-      waits: whether the step waits for its blocks itself.
+      operands, specs: like those of every tile, for the buffers.
+      out_s: allocation in shared memory, for results on their way to global memory.
+      chained: the next tile's blocks are loaded while this one's results are stored; every tile has as many steps, a
+        multiple of `STAGES`, and `grid` is known when it is compiled.
+      waits: the step waits for its blocks itself.
     """
-    states = plgpu.PipelinePipeline
-    chained = tile is not None and steps % STAGES == 0
-    return plgpu.emit_pipeline_warp_specialized(
-        step,
-        grid=(steps,),
+    pipeline = functools.partial(
+        plgpu.emit_pipeline_warp_specialized,
         memory_registers=40,
-        in_specs=specs,
         wg_axis="wg",
         num_compute_wgs=WARPGROUPS,
         max_concurrent_steps=STAGES,
         manual_produced_barriers=waits,
-        compute_context=around,
-        pipeline_state=jnp.where(tile == 0, states.START, states.STEADY) if chained else None,
     )
 
+    def visit(loop, buffers, out_s):
+        tile, states = tile_at(loop, out_s), plgpu.PipelinePipeline
+        # The loads of the first tile fill the stages, those of later ones wait for them.
+        state = jnp.where(loop.local_index == 0, states.START, states.STEADY) if chained else None
+        pipeline(
+            tile.step,
+            grid=(tile.steps,),
+            in_specs=tile.specs,
+            compute_context=tile.around,
+            pipeline_state=state,
+        )(*tile.operands, allocations=buffers)
 
-def visit_tiles(
-    grid: tuple, visit: Callable, buffers: Any, out_s: Any, end: Callable = lambda buffers: None
-) -> None:
-    """Call `visit(loop, buffers, out_s)` for this program's tiles `loop.index` of `grid`, and then `end(buffers)`.
-
-    Args:
-      buffers: allocations of its pipeline, in shared memory.
-      out_s: shared memory for results on their way to global memory.
-    """
+    empty = pipeline(None, grid=(STAGES,), in_specs=specs, compute_context=lambda run: None)
+    buffers = empty.get_allocations(*operands)
 
     @functools.partial(pl.run_scoped, buffers=buffers, out_s=out_s, collective_axes="wg")
     def _(buffers, out_s):
         plgpu.nd_loop(grid, collective_axes="program")(lambda loop: visit(loop, buffers, out_s))
-        end(buffers)
+        if chained:
+            _quiesce(buffers, math.prod(grid))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def quiesce(buffers: Any, steps: int, tiles: int) -> None:
+def _quiesce(buffers: Any, tiles: int) -> None:
     """Wait until the last loaded blocks have been used; the pipeline's own end of a chain needs two tiles at least."""
-    if steps % STAGES:
-        return
     loads = (lax.axis_index("wg") == WARPGROUPS) & (lax.axis_index("program") < tiles)
 
     @pl.when(loads)
@@ -124,3 +133,26 @@ def quiesce(buffers: Any, steps: int, tiles: int) -> None:
         [used] = buffers["flat_consumed_barrier_refs"]
         for stage in range(STAGES):
             plgpu.barrier_wait(used.at[stage])
+
+
+def with_accumulator(shape: tuple[int, int], finish: Callable[[jax.Array], None]) -> Callable:
+    """Return the `around` of a tile whose state is an accumulator, of which `finish` gets the sum."""
+
+    def around(run):
+        def accumulate(acc):
+            run(acc)
+            finish(acc[...])
+
+        pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
+
+    return around
+
+
+def store(columns: int, values_at: Callable[[int], jax.Array], out_s: Any, copy: Callable) -> None:
+    """Write a warpgroup's result, the width of `out_s` at a time: `values_at(column)` there, and `copy(column)` on."""
+    for column in range(0, columns, out_s.shape[1]):
+        values = values_at(column).astype(out_s.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_s[...] = values
+        plgpu.commit_smem()
+        copy(column)

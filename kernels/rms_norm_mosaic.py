@@ -3,13 +3,10 @@
     dx = r (dy w - r^2 x mean(dy w x)),   dw = sum over rows of r x dy,   r = 1 / sqrt(mean(x^2) + eps)
 
 A warpgroup takes a row at a time, whole in shared memory, and reads it there in chunks, so that what it holds in
-registers does not grow with the row. Each program adds up dw over its rows; XLA adds up the programs' sums.
+registers does not grow with the row. Each warpgroup adds up dw over its rows; XLA adds up the warpgroups' sums.
 """
 
-import functools
 import math
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +26,7 @@ WIDEST = 8192
 """Largest D: a warpgroup carries the weight's gradient, D float32, in its registers."""
 
 MEMORY = 224 * 1024
-"""Bytes of shared memory for rows, weight and sums; a Hopper SM has 227 KiB for a program."""
+"""Bytes of shared memory for rows and weight; a Hopper SM has 227 KiB for a program."""
 
 REGISTERS = 16384
 """Elements of the sums that a program's warpgroups carry in all: a quarter of the registers of an SM."""
@@ -62,24 +59,17 @@ class Chunks:
 def backward(
     x: jax.Array, weight: jax.Array, dy: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of x, `[M, D]` in its type, and of the weight, `[D]` float32.
-
-    Args:
-      x: `[M, D]` bfloat16, D a multiple of 128.
-      weight: `[D]` float32.
-      dy: as x, the gradient of the norm.
-      eps: added to the mean square.
-    """
+    """Return the gradients of x, `[M, D]` in its type, and of the weight, `[D]` float32, from the result's, `dy`."""
     (M, D), programs, chunks = x.shape, cores(), Chunks(x.shape[1])
     tall, depth = D // LANES, min(8, max(2, 8192 // D))
-    own = depth * D * (x.dtype.itemsize + dy.dtype.itemsize) + 4 * chunks.size * LANES
-    warpgroups = min(4, REGISTERS // D, (MEMORY - 4 * D) // own)
+    row_bytes = D * (x.dtype.itemsize + dy.dtype.itemsize)
+    warpgroups = min(4, REGISTERS // D, (MEMORY - 4 * D) // (depth * row_bytes))
 
-    def body(x_g, dy_g, weight_g, dx_g, dw_g, x_s, dy_s, weight_s, loaded, there, sums_s, summed):
+    def body(x_g, dy_g, weight_g, dx_g, dw_g, x_s, dy_s, weight_s, loaded, weight_loaded):
         wg = lax.axis_index("wg")
         row_of, count = share(M, warpgroups, programs)
-        pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(weight_g, weight_s, there))
-        plgpu.barrier_wait(there)
+        pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(weight_g, weight_s, weight_loaded))
+        plgpu.barrier_wait(weight_loaded)
 
         def load(n, slot, barrier):
             plgpu.copy_gmem_to_smem(x_g.at[row_of(n)], x_s.at[wg, slot], barrier)
@@ -89,10 +79,10 @@ def backward(
             rows = x_s.at[wg, slot], dy_s.at[wg, slot], weight_s
             return _pull_back(chunks, eps, *rows, dx_g.at[row_of(n)], sums)
 
-        sums = loaded_ahead(
-            one, count, load, loaded, depth, tuple(chunks.zeros() for _ in chunks.starts)
-        )
-        _add_up(chunks, sums, dw_g.at[lax.axis_index("program")], sums_s, summed)
+        zeros = tuple(chunks.zeros() for _ in chunks.starts)
+        sums = loaded_ahead(one, count, load, loaded, depth, zeros)
+        for start, values in zip(chunks.starts, sums, strict=True):
+            chunks.store(dw_g.at[lax.axis_index("program") * warpgroups + wg], start, values)
 
     rows = plgpu.SMEM((warpgroups, depth, tall, LANES), x.dtype)
     memory = (
@@ -101,12 +91,10 @@ def backward(
         plgpu.SMEM((tall, LANES), jnp.float32),
         plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups * depth),
         plgpu.Barrier(num_arrivals=1),
-        plgpu.SMEM((warpgroups, chunks.size, LANES), jnp.float32),
-        plgpu.Barrier(num_arrivals=warpgroups),
     )
     out = [
         jax.ShapeDtypeStruct((M, tall, LANES), x.dtype),
-        jax.ShapeDtypeStruct((programs, tall, LANES), jnp.float32),
+        jax.ShapeDtypeStruct((programs * warpgroups, tall, LANES), jnp.float32),
     ]
     operands = [*(a.reshape(M, tall, LANES) for a in (x, dy)), weight.reshape(tall, LANES)]
     options = {"warpgroups": warpgroups, "memory": memory, "approx_math": False}
@@ -129,23 +117,3 @@ def _pull_back(chunks: Chunks, eps: float, x_s, dy_s, weight_s, dx_g, sums: tupl
         chunks.store(dx_g, at, (dy * chunks.load(weight_s, at) - x * mean) * scale)
         dw.append(total + dy * (x * scale))
     return tuple(dw)
-
-
-def _add_up(chunks: Chunks, own: Sequence[jax.Array], total_g: Any, sums_s: Any, summed: Any):
-    """Write the sum over the program's warpgroups of what each of them has."""
-    wg = lax.axis_index("wg")
-
-    def meet():
-        plgpu.barrier_arrive(summed)
-        plgpu.barrier_wait(summed)
-
-    for start, part in zip(chunks.starts, own, strict=True):
-        chunks.store(sums_s.at[wg], 0, part)
-        meet()
-
-        @pl.when(wg == 0)
-        def _(start=start):
-            parts = [chunks.load(sums_s.at[n], 0) for n in range(sums_s.shape[0])]
-            chunks.store(total_g, start, functools.reduce(operator.add, parts))
-
-        meet()

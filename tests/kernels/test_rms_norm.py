@@ -130,8 +130,8 @@ def test_h100s_run_a_kernel_backwards_that_keeps_all_in_registers(compiled, D, m
     text = program.as_text()
     assert len(re.findall("custom_call_target=.mosaic", text)) == 1
     assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
-    # The partial sums of the weight's gradient, one row of float32 for each SM.
-    assert program.memory_analysis().temp_size_in_bytes < 144 * D * 4
+    # The partial sums of the weight's gradient, a row of float32 for each of an SM's warpgroups, which hold 16,384.
+    assert program.memory_analysis().temp_size_in_bytes < 144 * 16384 * 4
     words = "".join(capfd.readouterr())
     assert (
         words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 1
