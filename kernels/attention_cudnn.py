@@ -3,6 +3,8 @@
 `jax.nn.dot_product_attention` returns the log-sum-exp in bfloat16 and hides the backward pass, so ring attention needs
 the primitives below it. They are private to JAX: this file is the only one that knows them, and what differs between
 the versions that `pyproject.toml` allows.
+
+No GPU of ours has run these calls: tests compile them for H100s, and execute such programs with a model of cuDNN.
 """
 
 import jax

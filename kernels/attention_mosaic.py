@@ -9,6 +9,8 @@ one is at its products while the other is at its softmax (FlashAttention-3, arXi
     forward    a tile of queries, over its keys       out, log-sum-exp
     dkv        a tile of keys, over its queries       dk, dv, summed over the query heads of one key head
     dq         a tile of queries, over its keys       dq
+
+No GPU has run them: tests run them in the GPU interpreter, and compile them for H100s.
 """
 
 import functools
@@ -34,7 +36,7 @@ TILE = 128
 """Queries or keys of a program; T and S are multiples of it."""
 
 STAGES = 4
-"""Half tiles loaded ahead in the backward pass: with the program's own ones 193 of 227 KiB of shared memory."""
+"""Half tiles loaded ahead in the backward pass: with the resident ones 193 of 227 KiB of shared memory."""
 
 COMPUTE = 2
 """Warpgroups that compute; the one after them loads."""
@@ -56,7 +58,7 @@ BY_HEAD = ("lse", "delta")
 class Loads:
     """The arrays of a program in shared memory."""
 
-    own: list[str]
+    resident: list[str]
     """Inputs of which each warpgroup holds the rows of its half of the program's tile."""
     ahead: list[list[str]]
     """Groups of inputs whose visited tiles are loaded ahead; those of a group share barriers."""
@@ -76,19 +78,17 @@ class Loads:
                 return plgpu.SMEM((count, rows), jnp.float32)
             return _tiled((count, rows, H))
 
-        free = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.stages)
+        def barriers(arrivals: int, count: int = self.stages) -> Any:
+            return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+        resident = {name: buffer(name, COMPUTE, HALF) for name in self.resident}
+        ahead = {x: buffer(x, self.stages, self.rows) for group in self.ahead for x in group}
         return {
-            "s": {name: buffer(name, COMPUTE, HALF) for name in self.own}
-            | {
-                name: buffer(name, self.stages, self.rows) for group in self.ahead for name in group
-            },
-            "own": plgpu.Barrier(num_arrivals=len(self.own), num_barriers=COMPUTE),
-            "full": [
-                plgpu.Barrier(num_arrivals=len(group), num_barriers=self.stages)
-                for group in self.ahead
-            ],
-            "free": [free] * len(self.ahead),
-            "turn": plgpu.Barrier(num_arrivals=COMPUTE),
+            "s": resident | ahead,
+            "loaded": barriers(len(self.resident), COMPUTE),
+            "full": [barriers(len(group)) for group in self.ahead],
+            "free": [barriers(COMPUTE) for _ in self.ahead],
+            "turn": barriers(COMPUTE, 1),
         }
 
 
@@ -111,7 +111,7 @@ class Program:
     turn: Any
 
     def index(self, name: str, wg) -> tuple[Any, ...]:
-        """Index a warpgroup's half of the program's own tile in global memory."""
+        """Index a warpgroup's half of the program's tile in global memory."""
         return _index(name, self.batch, self.tile * TILE + wg * HALF, HALF, self.head)
 
     def inside(self, half) -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ def forward(
         ranges,
         _steps(ranges, TILE, TILE, S),
         Loads(
-            own=["q"],
+            resident=["q"],
             ahead=[["k"], ["v"]],
             where=lambda p, i: ((p.first + i) * TILE, lax.div(p.head, N // K)),
             rows=TILE,
@@ -178,13 +178,7 @@ def _attend(p: Program, wg, *, stages: int) -> None:
         x = pl.run_scoped(scores, plgpu.ACC((HALF, TILE), jnp.float32))
         plgpu.barrier_arrive(k_free.at[slot])
         x = mask(x, (p.first + i) * TILE)
-        new = jnp.maximum(largest, x.max(axis=1) * scale)
-        shrink = jnp.exp2(largest - new)
-        weights = jnp.exp2(x * scale - _along(new, x.shape, 0))
-        total = total * shrink + weights.sum(axis=1)
-        # The softmax is done before the other warpgroup has its turn.
-        state = weights.astype(jnp.bfloat16), total, shrink
-        weights, total, shrink = lax.optimization_barrier(state)
+        weights, shrink, largest, total = _softmax(x, scale, largest, total)
         weights = _operand(p, "p", weights, wg)
         plgpu.barrier_arrive(p.turn)
         plgpu.barrier_wait(v_full.at[slot])
@@ -198,7 +192,7 @@ def _attend(p: Program, wg, *, stages: int) -> None:
 
         weighted = pl.run_scoped(weigh, plgpu.ACC((HALF, H), jnp.float32))
         plgpu.barrier_arrive(v_free.at[slot])
-        return acc * _along(shrink, acc.shape, 0) + weighted, new, total
+        return acc * _along(shrink, acc.shape, 0) + weighted, largest, total
 
     start = (
         plgpu.layout_cast(jnp.zeros((HALF, H), jnp.float32), WGMMA),
@@ -210,6 +204,20 @@ def _attend(p: Program, wg, *, stages: int) -> None:
     total = jnp.where(total == 0, 1.0, total)
     out = (acc * _along(1 / total, acc.shape, 0)).astype(jnp.bfloat16)
     _store(p, wg, ("out", "q", out), ("lse", "lse", largest / LOG2_E + jnp.log(total)))
+
+
+def _softmax(x, scale: float, largest, total) -> tuple:
+    """Return the weights of scores, the factor of all weights before, and the largest score and sum of weights so far.
+
+    All is done before the other warpgroup has its turn.
+    """
+    new = jnp.maximum(largest, x.max(axis=1) * scale)
+    shrink = jnp.exp2(largest - new)
+    weights = jnp.exp2(x * scale - _along(new, x.shape, 0))
+    total = total * shrink + weights.sum(axis=1)
+    results = weights.astype(jnp.bfloat16), total, shrink
+    weights, total, shrink = lax.optimization_barrier(results)
+    return weights, shrink, new, total
 
 
 def backward(
@@ -231,7 +239,7 @@ def backward(
         ranges,
         _query_steps(ranges, S),
         Loads(
-            own=["k", "v"],
+            resident=["k", "v"],
             ahead=[["q", "do", "lse", "delta"]],
             where=lambda p, i: (
                 (p.first + lax.rem(i, p.count)) * HALF,
@@ -249,7 +257,7 @@ def backward(
         ranges,
         _steps(ranges, TILE, HALF, S),
         Loads(
-            own=["q", "do"],
+            resident=["q", "do"],
             ahead=[["k", "v"]],
             where=lambda p, i: ((p.first + i) * HALF, lax.div(p.head, group)),
         ),
@@ -445,26 +453,15 @@ def _call(
     names = [*operands, *out]
     B, size, heads, H = next(iter(out.values())).shape
 
-    def body(*refs, s, own, full, free, turn):
+    def body(*refs, s, loaded, full, free, turn):
         batch, tile, head = (lax.axis_index(axis) for axis in ("batch", "tile", "head"))
         # With a causal mask the last queries and the first keys have the most to do.
-        tile = size // TILE - 1 - tile if "q" in loads.own else tile
-        g, wg = dict(zip(names, refs, strict=True)), lax.axis_index("wg")
+        tile = size // TILE - 1 - tile if "q" in loads.resident else tile
+        g = dict(zip(names, refs, strict=True))
         first, count = g["steps"][batch, tile, 0], g["steps"][batch, tile, 1]
-        p = Program(batch, head, tile, first, count, g, s, full, free, turn)
-
-        @pl.when(wg < COMPUTE)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            for x in loads.own:
-                plgpu.copy_gmem_to_smem(g[x].at[p.index(x, wg)], s[x].at[wg], own.at[wg])
-            plgpu.barrier_wait(own.at[wg])
-            compute(p, wg)
-
-        @pl.when(wg == COMPUTE)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-            _load_ahead(p, loads)
+        _run(
+            Program(batch, head, tile, first, count, g, s, full, free, turn), loads, loaded, compute
+        )
 
     allocations = loads.scratch(H)
     results = plgpu.kernel(
@@ -479,6 +476,24 @@ def _call(
         kernel_name=name,
     )(*operands.values())
     return match_vma(*results, *operands.values())[: len(out)]
+
+
+def _run(p: Program, loads: Loads, loaded: Any, compute: Callable) -> None:
+    """Load the resident rows of both computing warpgroups, and let them compute while the third one loads ahead."""
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg < COMPUTE)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        for x in loads.resident:
+            plgpu.copy_gmem_to_smem(p.g[x].at[p.index(x, wg)], p.s[x].at[wg], loaded.at[wg])
+        plgpu.barrier_wait(loaded.at[wg])
+        compute(p, wg)
+
+    @pl.when(wg == COMPUTE)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        _load_ahead(p, loads)
 
 
 def _load_ahead(p: Program, loads: Loads) -> None:

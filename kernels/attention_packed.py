@@ -5,6 +5,8 @@ pass cuDNN reserves the queries' gradient in float32 for every segment at length
 tell it the total number of tokens), so one call for M documents a row would need M times the gradient. A call here
 takes only the documents of one class of lengths (`document_classes.py`), and its scratch is 4 times the gradient. It
 writes the tokens of its own documents; a select joins the calls.
+
+No GPU has run it: tests model cuDNN's calls in numpy, and compile the program for H100s.
 """
 
 from typing import NamedTuple

@@ -4,6 +4,8 @@ The matrix unit sums fp8 products in fewer bits than float32 has, so after every
 scaled and added to one in float32 registers (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). A tile is 256 x 128. A
 warpgroup has 128 of its rows and multiplies 64 at a time: 128 registers for the sums, 64 for the products. While one
 warpgroup adds, the other one multiplies. Scales are loaded ahead like the values; 216 of 227 KiB of memory are in use.
+
+No GPU has run it: tests run it in the GPU interpreter, and compile it for H100s.
 """
 
 import functools

@@ -10,6 +10,8 @@ Groups need not be aligned. TMA starts at multiples of 8 rows (the swizzle's pat
 before its expert's. A forward tile stores the expert's own rows alone, by copies of 128, 64, ... 1 rows; in a
 weight gradient foreign rows of x are cleared in shared memory, in the first and the last step of a group alone. The
 rows after the last group are one more group, without products, whose tiles are zeros.
+
+No GPU has run them: tests run them in the GPU interpreter, and compile them for H100s.
 """
 
 import functools

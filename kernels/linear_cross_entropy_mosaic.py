@@ -7,6 +7,8 @@ warpgroup:
     gradient      of the logits, in bfloat16, from the log-sum-exp over the whole vocabulary
 
 The statistics of half tiles are 1/64 of the logits' bytes and are combined outside.
+
+No GPU has run them: tests run them in the GPU interpreter, and compile them for H100s.
 """
 
 from collections.abc import Callable, Sequence

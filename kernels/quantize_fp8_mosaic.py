@@ -3,6 +3,8 @@
 A warpgroup takes a tile of 128 x 128 at a time. For both orientations it reads its tile from shared memory once along
 the rows and once along the columns (the matrix load instruction transposes 16-bit elements), so that each block of 128
 is in four neighbouring threads either way, and writes float8 through shared memory.
+
+No GPU has run it: tests run it in the GPU interpreter, and compile it for H100s.
 """
 
 from collections.abc import Callable

@@ -4,6 +4,8 @@
 
 A warpgroup takes a row at a time, whole in shared memory, and reads it there in chunks, so that what it holds in
 registers does not grow with the row. Each warpgroup adds up dw over its rows; XLA adds up the warpgroups' sums.
+
+No GPU has run it: tests run it in the GPU interpreter, and compile it for H100s.
 """
 
 import math
