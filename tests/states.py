@@ -31,19 +31,28 @@ def some_state(
 
     def leaf(path, like):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name.startswith(
-            ("params.blocks.", "frozen.blocks.")
-        ):  # each layer has its numbers, wherever it rests
-            order = abstract.params.layer_order_of(name.partition(".")[2])
+        words = name.split(".")
+        if words[0] in ("params", "frozen") and words[1] == "stacks":
+            # Each layer has its numbers, wherever it rests.
+            order = abstract.params.orders[int(words[2])]
             here = [row for row, layer in enumerate(order) if layer is not None]
             layers = numbers(name, (len(here), *like.shape[1:]))
             value = np.zeros(like.shape)
-            value[here] = layers[[order[row] for row in here]]
+            first = min(order[row] for row in here)
+            value[here] = layers[[order[row] - first for row in here]]
         else:
             value = numbers(name, like.shape)
         return jax.device_put(value.astype(like.dtype), like.sharding)
 
-    state = jax.tree_util.tree_map_with_path(leaf, abstract)
+    paths, tree = jax.tree.flatten_with_path(abstract)
+    # The layers of a model draw first, whatever its other parameters are called.
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    draws = sorted(
+        range(len(paths)),
+        key=lambda i: (names[i].startswith("frozen."), ".stacks." not in names[i]),
+    )
+    arrays = {i: leaf(*paths[i]) for i in draws}
+    state = jax.tree.unflatten(tree, [arrays[i] for i in range(len(paths))])
     parts = {"loss_scale": None, "spikes": None}
     return reset_optional_state(dataclasses.replace(state, **parts), abstract, cfg)
 

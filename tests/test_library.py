@@ -93,7 +93,7 @@ def test_a_layer_of_ones_own_trains_as_the_page_shows(tmp_path):
     source = examples(LAYERS)[0]
     exec(compile(source.replace("out/", f"{tmp_path}/"), str(LAYERS), "exec"), names)
     assert len(step_rows(tmp_path / "squared_relu")) == 2
-    assert names["trained"].blocks.mlp.w_up[...].shape == (2, 32, 64)
+    assert names["trained"].stacks[0].mlp.w_up[...].shape == (2, 32, 64)
 
 
 def test_the_page_trains_head_and_norms_by_an_optimizer_of_its_own():

@@ -130,8 +130,8 @@ def test_a_checkpoint_depends_on_neither_pipeline_nor_schedule(tmp_path, optim, 
         assert jax.tree.structure(state) == jax.tree.structure(abstract)
         for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
             assert (leaf.shape, leaf.sharding) == (expected.shape, expected.sharding)
-        as_alone = state.params.layer_order == tuple(range(9))
-        assert as_alone == (bits(state.params.blocks) == bits(start.params.blocks))
+        as_alone = state.params.orders == (tuple(range(9)),)
+        assert as_alone == (bits(state.params.stacks) == bits(start.params.stacks))
     assert bits(state) == bits(start)
 
 
@@ -170,7 +170,7 @@ def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
         for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
             assert (leaf.shape, leaf.sharding) == (expected.shape, expected.sharding)
         as_alone = "pp" not in sizes
-        assert as_alone == (bits(state.params.blocks) == bits(start.params.blocks))
+        assert as_alone == (bits(state.params.stacks) == bits(start.params.stacks))
     assert bits(state) == bits(start)
 
 
@@ -193,7 +193,7 @@ def test_a_run_with_experts_continues_as_if_it_had_not_stopped(tmp_path):
             (state, metrics), (resumed, again) = step(state, batch), step(resumed, batch)
             assert bits(metrics) == bits(again)
     assert bits(state) == bits(resumed)
-    assert np.any(state.params.blocks.moe.bias[...])
+    assert np.any(state.params.stacks[-1].moe.bias[...])
 
 
 def test_a_save_does_not_ask_jax_whether_the_job_was_told_to_stop(state, tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_save_does_not_ask_jax_whether_the_job_was_told_to_stop(state, tmp_pat
 def test_array_names_are_attribute_paths(state):
     groups = split(state)
     assert set(groups) == {"params", "train"}
-    assert set(groups["params"]["blocks"]["attn"]) == {"w_q", "w_k", "w_v", "w_o"}
+    assert set(groups["params"]["stacks"]["0"]["attn"]) == {"w_q", "w_k", "w_v", "w_o"}
     assert groups["params"]["embed"].shape == (64, 32)
     assert {"step", "skipped", "skipped_in_a_row", "opt_state"} == set(groups["train"])
 
@@ -457,9 +457,9 @@ def test_params_of_a_pipeline_load_on_another_with_consecutive_layers(tmp_path):
     assert bits(alone) == bits(params)
     on_two, halves = load_params(tmp_path, make_mesh(MeshConfig(pp=2, fsdp=1), jax.devices()[:2]))
     assert on_two.pp == PipelineConfig() and on_two.mesh.pp == 2
-    assert halves.layer_order == (*range(9), None)
+    assert halves.orders == ((*range(9), None),)
     for leaf, expected in zip(
-        jax.tree.leaves(halves.blocks), jax.tree.leaves(params.blocks), strict=True
+        jax.tree.leaves(halves.stacks), jax.tree.leaves(params.stacks), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(leaf)[:9], expected)
 

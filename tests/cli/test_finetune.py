@@ -48,7 +48,7 @@ def run_dir(tmp_path_factory):
     shutil.copytree(HF, folder / "hf")
     words = f"{TINY} --train.init-from hf:{folder}/hf --train.lora.rank {LORA} --log.run-dir {folder}/run"
     with opened(words) as run:
-        assert run.step == 0 and not np.any(np.asarray(run.state.params.blocks.attn.lora.w_q.b))
+        assert run.step == 0 and not np.any(np.asarray(run.state.params.stacks[0].attn.lora.w_q.b))
         state = dataclasses.replace(run.state, params=random(run.state.params))
         meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
         with Checkpoints(run.cfg) as checkpoints:

@@ -81,7 +81,7 @@ def opened(words, save_step=None):
     cfg, _ = parsed(words)
     cfg = cfg.check(8)
     with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None) as run:
-        params = to_checkpoint_layout(run.state.params, run.state.params.layer_order_of)
+        params = to_checkpoint_layout(run.state.params)
         if save_step is not None:
             meta = describe(run.cfg, save_step, make_loader(run.cfg).fingerprint)
             with Checkpoints(run.cfg) as checkpoints:

@@ -143,7 +143,9 @@ def test_one_number_that_is_not_finite_changes_no_bit(path):
     assert not bool(metrics["skipped"]) and int(good.spikes.accepted) == 1
     assert bits(good.params.final_norm[...]) != bits(state.params.final_norm[...])
     if path == "experts":
-        moved = np.asarray(good.params.blocks.moe.bias[...] - state.params.blocks.moe.bias[...])
+        moved = np.asarray(
+            good.params.stacks[0].moe.bias[...] - state.params.stacks[0].moe.bias[...]
+        )
         assert np.any(moved)
 
 

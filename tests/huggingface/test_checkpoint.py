@@ -73,9 +73,9 @@ def in_hugging_face_layout(model, cfg):
         at = f"model.layers.{layer}"
 
         def row(path, layer=layer):
-            parameter = functools.reduce(getattr, path.split("."), model.blocks)
-            number = layer - cfg.dense_layers if path.startswith("moe.") else layer
-            return array(parameter)[model.layer_order_of(f"blocks.{path}").index(number)]
+            stack = next(i for i, layers in enumerate(cfg.stacks) if layer in layers)
+            parameter = functools.reduce(getattr, path.split("."), model.stacks[stack])
+            return array(parameter)[model.orders[stack].index(layer)]
 
         tensors |= {f"{at}.{name}.weight": row(own) - both for name, own in norms.items()}
         attention = grouped_attention if cfg.latent is None else latent_attention
@@ -357,7 +357,7 @@ def test_a_weight_that_the_wanted_type_cannot_hold_is_refused_by_name(tmp_path):
     )
     with pytest.raises(UserError, match=rf"^{name}=inf: a weight must be finite in float16"):
         checkpoint.load(folder, half)
-    assert np.max(load(folder).blocks.mlp.w_down[...]) == 1e6
+    assert np.max(load(folder).stacks[0].mlp.w_down[...]) == 1e6
 
 
 def test_a_weight_that_is_not_finite_is_not_written(tmp_path):
@@ -381,10 +381,10 @@ def test_a_type_that_is_no_float_is_refused_by_name(tmp_path):
 
 def test_a_config_of_another_shape_is_refused_by_our_name():
     other = dataclasses.replace(read_config(FIXTURES / "llama3"), d_ff=64)
-    with pytest.raises(ValueError, match=r"blocks\.mlp\.w_gate\.shape=\(2, 64, 64\)"):
+    with pytest.raises(ValueError, match=r"stacks\.0\.mlp\.w_gate\.shape=\(2, 64, 64\)"):
         checkpoint.load(FIXTURES / "llama3", abstract(other, "dp=1"))
     other = dataclasses.replace(read_config(FIXTURES / "llama3"), qkv_bias=True)
-    with pytest.raises(ValueError, match=r"blocks\.attn\.b_k.*not in the config"):
+    with pytest.raises(ValueError, match=r"stacks\.0\.attn\.b_k.*not in the config"):
         checkpoint.load(FIXTURES / "llama3", abstract(other, "dp=1"))
 
 
@@ -440,10 +440,13 @@ def test_what_is_written_is_what_was_read(tmp_path, family, mesh):
 
 
 @pytest.mark.parametrize(
-    ("family", "axes"),
-    [("qwen2", {"fsdp": 2, "tp": 2}), ("deepseek_v3", {"ep": 2, "tp": 2})],
+    ("family", "axes", "orders"),
+    [
+        ("qwen2", {"fsdp": 2, "tp": 2}, ((0, 2, 1, None),)),
+        ("deepseek_v3", {"ep": 2, "tp": 2}, ((0, None), (None, 2, 1, None))),
+    ],
 )
-def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axes):
+def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axes, orders):
     folder = FIXTURES / family
     cfg = read_config(folder)
     pipeline = Config(
@@ -453,14 +456,14 @@ def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axe
         train=TrainConfig(microbatches=2),
     )
     shapes = abstract_state(pipeline, make_mesh(pipeline.mesh)).params
-    assert shapes.layer_order == (0, 2, 1, None)
+    assert shapes.orders == orders
     model = checkpoint.load(folder, shapes)
     jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)
     assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
-    for path, leaf in jax.tree.leaves_with_path(model.blocks):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        padding = [i is None for i in model.layer_order_of(f"blocks.{name}")]
-        assert len(padding) == len(leaf) and not np.asarray(leaf)[padding].any()
+    for stack, order in zip(model.stacks, model.orders, strict=True):
+        padding = [layer is None for layer in order]
+        for leaf in jax.tree.leaves(stack):
+            assert len(padding) == len(leaf) and not np.asarray(leaf)[padding].any()
     checkpoint.save(model, cfg, tmp_path / "out", dtype="float32")
     assert_same_tensors(stored(tmp_path / "out"), stored(folder))
 

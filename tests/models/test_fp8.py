@@ -146,9 +146,9 @@ def test_the_largest_magnitude_of_each_layers_matrices_is_found(mesh):
     with jax.set_mesh(devices):
         params = some_state(cfg, devices).params
         found = jax.jit(lambda params: fp8_of(cfg, params).amaxes)(params)  # pyrefly: ignore
-    blocks = params.blocks
-    wanted = {f"attn.w_{n}": getattr(blocks.attn, f"w_{n}") for n in "qkvo"}
-    wanted |= {f"mlp.w_{n}": getattr(blocks.mlp, f"w_{n}") for n in ("gate", "up", "down")}
+    [stack] = params.stacks
+    wanted = {f"attn.w_{n}": getattr(stack.attn, f"w_{n}") for n in "qkvo"}
+    wanted |= {f"mlp.w_{n}": getattr(stack.mlp, f"w_{n}") for n in ("gate", "up", "down")}
     assert found.keys() == wanted.keys()
     for path, weight in wanted.items():
         np.testing.assert_array_equal(

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from tests.states import some_state
 from ultrascale_jax.config import Config, DataConfig, Keep, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.models.block import PARTS
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
@@ -176,7 +175,7 @@ def trace_layer(cfg, in_region):
     found = {}
 
     def fn(params, x_BRD, ids_BT):
-        block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).blocks).block(*PARTS)
+        block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).stacks[0])
         inputs = layer_inputs(cfg, {"positions": ids_BT, "segment_ids": ids_BT}, None)
 
         def layer(block, x_BRD):

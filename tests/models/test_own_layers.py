@@ -125,8 +125,8 @@ def test_a_checkpoint_of_own_layers_is_loaded_on_another_mesh_with_its_class(tmp
     mesh = mesh_of(on(CFG, "fsdp=2,tp=2"))
     _, loaded = us.load_run(tmp_path, mesh, model=OwnModel)
     np.testing.assert_array_equal(loaded.w_up[...], state.params.w_up[...])
-    up = state.params.blocks.mlp.w_up[...]
-    np.testing.assert_array_equal(loaded.blocks.mlp.w_up[...], up)
+    up = state.params.stacks[0].mlp.w_up[...]
+    np.testing.assert_array_equal(loaded.stacks[0].mlp.w_up[...], up)
     with pytest.raises(
         UserError, match=r"model='Transformer': .* is of a OwnModel; pass the class"
     ):

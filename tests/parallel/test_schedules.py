@@ -21,8 +21,7 @@ from ultrascale_jax.parallel.pipeline.schedules import (
     build,
     layer_order,
     of_config,
-    stack_order,
-    stack_rows,
+    stack_orders,
     stage_layers,
 )
 from ultrascale_jax.parallel.pipeline.table import Schedule, ScheduleError
@@ -439,7 +438,9 @@ def test_deepseeks_dense_layers_are_spread_over_the_first_stages():
     dense=st.integers(0, 12),
     place=st.sampled_from(("loop", "v")),
 )
-def test_a_stack_of_one_kind_holds_each_layer_where_its_rows_say(p, v, more, dense, place):
+def test_dense_layers_have_rows_of_their_own_and_the_others_their_positions(
+    p, v, more, dense, place
+):
     layers = p * v + more
     sizes, alike = stage_layers(p * v, layers, dense), stage_layers(p * v, layers)
     assert sum(sizes) == layers and max(sizes) == max(alike) and min(sizes) >= 1
@@ -452,18 +453,19 @@ def test_a_stack_of_one_kind_holds_each_layer_where_its_rows_say(p, v, more, den
 
     assert fullest(sizes) <= fullest(alike)
     order = layer_order(p, v, place, layers, dense)
-    for kind in (range(min(dense, layers)), range(dense, layers)):
-        if not kind:
-            continue
-        stack = stack_order(order, p, kind)
-        assert sorted(i for i in stack if i is not None) == list(range(len(kind)))
-        size, most = len(order) // p, len(stack) // p
-        held = [sum(i in kind for i in order[r * size : (r + 1) * size]) for r in range(p)]
-        assert most == max(held)
-        for rank, rows in enumerate(stack_rows(order, stack, p, kind.start)):
-            for layer, row in zip(order[rank * size : (rank + 1) * size], rows, strict=True):
-                if layer in kind:
-                    assert stack[rank * most + row] == layer - kind.start
+    if not 0 < dense < layers:
+        assert stack_orders(order, p, dense) == (order,)
+        return
+    first, others = stack_orders(order, p, dense)
+    assert sorted(i for i in first if i is not None) == list(range(dense))
+    assert others == tuple(i if i is not None and i >= dense else None for i in order)
+    size, most = len(order) // p, len(first) // p
+    counts = []
+    for rank in range(p):
+        here = [i for i in order[rank * size : (rank + 1) * size] if i is not None and i < dense]
+        counts.append(len(here))
+        assert first[rank * most : (rank + 1) * most] == (*here, *(None,) * (most - len(here)))
+    assert most == max(counts)
 
 
 def test_uneven_layers_are_padded_at_the_end_of_their_stage():

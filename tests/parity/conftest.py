@@ -51,13 +51,13 @@ def by_name(grads: Transformer, sums: Sums) -> dict[str, np.ndarray]:
     if sums.routed is not None:
         modules = grads.cfg.mtp_layers
         rows = len(sums.routed) - modules
-        named["blocks.moe.statistics"] = sums.routed[:rows]
+        named[f"stacks.{len(grads.stacks) - 1}.moe.statistics"] = sums.routed[:rows]
         named |= {"mtp.statistics": sums.routed[rows:]} if modules else {}
     for name, leaf in named.items():
         value = np.asarray(leaf)
-        if name.startswith("blocks."):
-            order = grads.layer_order_of(name)
-            value = value[[order.index(i) for i in range(len(order) - order.count(None))]]
+        if name.startswith("stacks."):
+            order = grads.orders[int(name.split(".")[1])]
+            value = value[[order.index(i) for i in sorted(set(order) - {None})]]
         found[name] = value
     return found
 

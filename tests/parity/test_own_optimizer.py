@@ -33,7 +33,7 @@ class Frozen(us.Transformer):
 
     @staticmethod
     def is_trained(path):
-        return path.startswith("blocks.attn.")
+        return path.startswith("stacks.0.attn.")
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def changed(before, after):
 @pytest.mark.slow
 def test_only_trained_parameters_change_and_have_moments():
     before, after, metrics = step_of(Frozen)
-    names = {f"blocks.attn.w_{name}" for name in "qkvo"}
+    names = {f"stacks.0.attn.w_{name}" for name in "qkvo"}
     assert changed(before, after) == names
     moments = [x for x in jax.tree.leaves(before.opt_state) if x.ndim]
     assert len(moments) == 2 * len(names)
@@ -89,7 +89,7 @@ def test_only_trained_parameters_change_and_have_moments():
 @pytest.mark.slow
 def test_a_step_of_lion_is_the_sign_of_the_gradient():
     before, after, metrics = step_of(Lion, optim={"lr": 1e-3, "warmup_steps": 0})
-    old, new = (np.asarray(state.params.blocks.attn.w_q[...]) for state in (before, after))
+    old, new = (np.asarray(state.params.stacks[0].attn.w_q[...]) for state in (before, after))
     step = (new - old) / 1e-3 + 0.1 * old
     np.testing.assert_allclose(np.abs(step), 1.0, rtol=2e-2)
     assert not metrics["skipped"]

@@ -78,8 +78,8 @@ def test_biases_rise_where_there_was_less_than_the_mean_and_fall_where_there_was
     cfg = dataclasses.replace(BASE, moe=MoEConfig(bias_rate=0.25))
     after = jax.jit(functools.partial(balance.rebalanced, cfg))(filled(), ROUTED)
     signs = [[-1, 1, 1, 1], [0, 0, 1, -1]]  # the mean is 4
-    np.testing.assert_array_equal(after.blocks.moe.bias[...], 1 + 0.25 * np.array(signs))
-    after.blocks.moe.bias.set_value(jnp.asarray(np.ones((LAYERS, NUM))))
+    np.testing.assert_array_equal(after.stacks[-1].moe.bias[...], 1 + 0.25 * np.array(signs))
+    after.stacks[-1].moe.bias.set_value(jnp.asarray(np.ones((LAYERS, NUM))))
     assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(after))
 
 
@@ -88,7 +88,7 @@ def test_the_last_rows_are_of_modules_of_multi_token_prediction():
     cfg = dataclasses.replace(BASE, model=model, moe=MoEConfig(bias_rate=0.25))
     params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params_of(cfg))
     after = jax.jit(functools.partial(balance.rebalanced, cfg))(params, ROUTED)
-    np.testing.assert_array_equal(after.blocks.moe.bias[...], [[-0.25, 0.25, 0.25, 0.25]])
+    np.testing.assert_array_equal(after.stacks[-1].moe.bias[...], [[-0.25, 0.25, 0.25, 0.25]])
     np.testing.assert_array_equal(after.mtp[0].block.moe.bias[...], [0, 0, 0.25, -0.25])
 
 
@@ -103,8 +103,8 @@ def test_only_the_bias_of_a_choice_moves_and_only_where_a_model_has_one():
     cfg = dataclasses.replace(BASE, model=dataclasses.replace(model, experts=both))
     params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params_of(cfg))
     after = jax.jit(functools.partial(balance.rebalanced, cfg))(params, ROUTED)
-    assert np.any(after.blocks.moe.bias[...])
-    assert not np.any(after.blocks.moe.b_router[...])
+    assert np.any(after.stacks[-1].moe.bias[...])
+    assert not np.any(after.stacks[-1].moe.b_router[...])
 
 
 @pytest.mark.parametrize("experts", [None, Experts(num=NUM), Experts(num=NUM, biases=True)])
@@ -142,7 +142,9 @@ def test_the_losses_of_routers_have_their_weight_whatever_the_mask():
     for targets in (batch["targets"], np.where(few, batch["targets"], -1)):
         masked = batch | {"targets": targets.astype(np.int32)}
         pair = (gradients(moe, state, masked) for moe in (BALANCED, MoEConfig()))
-        found.append(jax.tree.map(lambda a, b: np.asarray(a - b), *pair).blocks.moe.w_router[...])
+        found.append(
+            jax.tree.map(lambda a, b: np.asarray(a - b), *pair).stacks[-1].moe.w_router[...]
+        )
     assert np.abs(found[0]).max() > 0.01
     np.testing.assert_allclose(found[1], found[0], atol=1e-5 * np.abs(found[0]).max())
 

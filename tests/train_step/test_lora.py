@@ -103,14 +103,14 @@ def test_gradients_on_fsdp_x_tp_are_the_dense_model_s_projected_on_one_device():
     scale = cfg.train.lora.scale
     assert len(found) == 2 * len(TARGETS)
     for part, name in WEIGHTS.values():
-        adapter = getattr(getattr(state.params.blocks, part).lora, name)
+        adapter = getattr(getattr(state.params.stacks[0], part).lora, name)
         a, b = (np.asarray(p.get_value()) for p in (adapter.a, adapter.b))
         rows, columns = math.prod(a.shape[1:-1]), math.prod(b.shape[2:])
-        dw = expected[f"blocks.{part}.{name}"].reshape(-1, rows, columns)
+        dw = expected[f"stacks.0.{part}.{name}"].reshape(-1, rows, columns)
         da = scale * np.einsum("lrc,luc->lru", dw, b.reshape(len(b), -1, columns))
         db = scale * np.einsum("lru,lrc->luc", a.reshape(len(a), rows, -1), dw)
         for letter, gradient in (("a", da), ("b", db)):
-            own = found[f"blocks.{part}.lora.{name}.{letter}"].reshape(gradient.shape)
+            own = found[f"stacks.0.{part}.lora.{name}.{letter}"].reshape(gradient.shape)
             error = np.abs(own - gradient).max() / np.abs(gradient).max()
             assert error < 1e-5, f"{name}.{letter}: relative error {error:.1e}"
 

@@ -136,7 +136,7 @@ class Reference:
         embedded = self.params["embed"][stream]
         xs = embedded[: len(tokens)]
         for i in range(self.model.num_layers):
-            xs = self.layer(xs, lambda name, i=i: f"blocks.{name}/{i}")
+            xs = self.layer(xs, lambda name, i=i: f"stacks.0.{name}/{i}")
         xs = [self.norm(x, "final_norm") for x in xs]
         found = [self.nats(xs[: len(stream) - 1], stream[1:])]
         for k in range(1, self.model.mtp_layers + 1):
@@ -179,7 +179,7 @@ def by_name(tree) -> dict[str, np.ndarray]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         value = np.asarray(leaf, np.float64)
-        rows = enumerate(value) if name.startswith("blocks.") else [("", value)]
+        rows = enumerate(value) if name.startswith("stacks.") else [("", value)]
         found |= {f"{name}/{i}" if i != "" else name: row for i, row in rows}
     return found
 

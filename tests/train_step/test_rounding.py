@@ -114,9 +114,8 @@ def bits_of(cfg):
         bits = program(params)
         for x, like in zip(jax.tree.leaves(bits), jax.tree.leaves(params), strict=True):
             assert x.dtype == jnp.uint32 and x.sharding.is_equivalent_to(like.sharding, x.ndim)
-        order = params.layer_order_of
         return [
-            np.asarray(x) for x in jax.tree.leaves(to_checkpoint_layout(bits, order))
+            np.asarray(x) for x in jax.tree.leaves(to_checkpoint_layout(bits))
         ], program.as_text()
 
 

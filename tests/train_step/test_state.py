@@ -19,12 +19,12 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
 )
+from ultrascale_jax.parallel.pipeline.schedules import order_of_config
 from ultrascale_jax.sharding.mesh import abstract_mesh
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.state import (
     abstract_state,
     init_state,
-    layer_order,
     to_checkpoint_layout,
 )
 
@@ -75,9 +75,9 @@ def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros(na
     cfg, order = on(name), ORDERS[name]
     alone = init_state(BASE, mesh_of(BASE)).params
     state = init_state(cfg, mesh_of(cfg))
-    assert state.params.layer_order == order
+    assert state.params.orders == (order,)
     for here, expected in zip(
-        jax.tree.leaves(state.params.blocks), jax.tree.leaves(alone.blocks), strict=True
+        jax.tree.leaves(state.params.stacks), jax.tree.leaves(alone.stacks), strict=True
     ):
         assert here.sharding.spec[0] == "pp"
         rows = np.asarray(here)
@@ -88,7 +88,7 @@ def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros(na
 
 
 def test_the_layers_of_every_schedule_have_their_order():
-    assert {name: layer_order(on(name)) for name in PIPELINES} == ORDERS
+    assert {name: order_of_config(on(name)) for name in PIPELINES} == ORDERS
 
 
 MIXED = dataclasses.replace(
@@ -105,29 +105,28 @@ MIXED = dataclasses.replace(
     ("name", "dense", "experts"),
     [
         pytest.param(
-            *("pp2_1f1b", (0, 1, None, None), (0, None, 1, 2)),
+            *("pp2_1f1b", (0, 1, None, None), (None, None, 2, 3, 4, None)),
             marks=pytest.mark.wide,
         ),
         pytest.param(
-            *("pp2_zb_v", (0, 1), (2, None, 0, 1)),
+            *("pp2_zb_v", (0, 1), (None, None, 4, None, None, 2, 3, None)),
         ),
     ],
 )
-def test_a_rank_has_room_for_as_many_layers_of_a_kind_as_the_fullest_has(name, dense, experts):
+def test_dense_layers_have_as_few_rows_as_the_fullest_rank_and_experts_one_at_each_position(
+    name, dense, experts
+):
     cfg = on(name, MIXED)
-    alone = init_state(MIXED, mesh_of(MIXED)).params.blocks
+    alone = init_state(MIXED, mesh_of(MIXED)).params
     params = init_state(cfg, mesh_of(cfg)).params
-    orders = {"attn": params.layer_order, "mlp": dense, "moe": experts}
-    for part, order in orders.items():
-        assert params.layer_order_of(f"blocks.{part}.w") == order
-        pairs = zip(
-            jax.tree.leaves(getattr(params.blocks, part)),
-            jax.tree.leaves(getattr(alone, part)),
-            strict=True,
-        )
+    assert params.orders == (dense, experts)
+    for order, stack, first, expected_stack in zip(
+        params.orders, params.stacks, (0, 2), alone.stacks, strict=True
+    ):
+        pairs = zip(jax.tree.leaves(stack), jax.tree.leaves(expected_stack), strict=True)
         for here, expected in pairs:
             for row, layer in zip(np.asarray(here), order, strict=True):
-                np.testing.assert_array_equal(row, 0 if layer is None else expected[layer])
+                np.testing.assert_array_equal(row, 0 if layer is None else expected[layer - first])
 
 
 # Implied by parity of pipelines with uneven layers.
@@ -155,7 +154,7 @@ def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim
     stacked = 0
     for leaf, moved, expected in zip(
         jax.tree.leaves(here),
-        jax.tree.leaves(to_checkpoint_layout(here, lambda _: ORDERS["pp4_1f1b"])),
+        jax.tree.leaves(to_checkpoint_layout(here)),
         jax.tree.leaves(alone),
         strict=True,
     ):
@@ -183,7 +182,7 @@ def test_layers_move_and_a_vocabulary_does_not_however_their_shardings_are_writt
 
     state = jax.tree.map(respelled, state)
     state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
-    moved = to_checkpoint_layout(state, lambda _: order)
+    moved = to_checkpoint_layout(state)
     np.testing.assert_array_equal(moved.params.embed[...], state.params.embed[...])
     rows = [order.index(layer) for layer in range(LAYERS)]
     for after, before in zip(jax.tree.leaves(moved), jax.tree.leaves(state), strict=True):
@@ -197,9 +196,9 @@ def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
         "pp2_1f1b", dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, num_layers=4))
     )
     params = some_state(cfg, mesh_of(cfg)).params
-    assert params.layer_order == (0, 1, 2, 3)
+    assert params.orders == ((0, 1, 2, 3),)
     pairs = zip(
-        jax.tree.leaves(to_checkpoint_layout(params, params.layer_order_of)),
+        jax.tree.leaves(to_checkpoint_layout(params)),
         jax.tree.leaves(params),
         strict=True,
     )
@@ -224,9 +223,9 @@ def test_the_state_of_a_large_pipeline_rests_in_its_shares():
         train=dataclasses.replace(BASE.train, microbatches=32),
     )
     state = abstract_state(cfg, abstract_mesh(cfg.mesh))
-    order = state.params.layer_order
+    [order] = state.params.orders
     assert len(order) == 128 and order.count(None) == 2
-    for blocks in (state.params.blocks, state.opt_state[0].mu.blocks):
-        [leaf] = jax.tree.leaves(blocks.mlp.w_up)
+    for [stack] in (state.params.stacks, state.opt_state[0].mu.stacks):
+        [leaf] = jax.tree.leaves(stack.mlp.w_up)
         assert leaf.shape == (128, 16384, 53248)
         assert leaf.sharding.shard_shape(leaf.shape) == (8, 1024, 6656)

@@ -162,7 +162,7 @@ def test_a_step_keeps_types_and_shardings_and_the_loss_falls(zero, optim, undivi
 def test_zero_shards_what_rests_on_a_device(zero, parts):
     cfg = variant(train={"zero": zero}, mesh={"fsdp": 2, "sp": 1, "dp": 2})
     state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
-    w_up = state.params.blocks.mlp.w_up.get_value()
+    w_up = state.params.stacks[0].mlp.w_up.get_value()
     assert w_up.sharding.shard_shape(w_up.shape) == (2, 32 // parts, 64)
 
 
@@ -229,11 +229,11 @@ def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
         rng = np.random.default_rng(0)
         grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
         # A layer whose gradients are small is moved as far as the other.
-        for layers in jax.tree.leaves(grads.blocks):
+        for layers in jax.tree.leaves(grads.stacks):
             layers[1] *= 1e-3
         muon = optimizer(cfg)
         updates, _ = jax.jit(muon.update)(grads, muon.init(params), params)
-    attn, mlp = updates.blocks.attn, updates.blocks.mlp
+    attn, mlp = updates.stacks[0].attn, updates.stacks[0].mlp
     for update in (attn.w_q, attn.w_k, attn.w_o, mlp.w_up, mlp.w_down):
         for layer in np.asarray(update.get_value()):
             # Newton-Schulz leaves singular values between 0.7 and 1.2.

@@ -15,7 +15,7 @@ type Groups = dict[str, dict]
 
 
 def named(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays by their whole name, as `params/blocks/attn/w_q`."""
+    """Return arrays by their whole name, as `params/stacks/0/attn/w_q`."""
     leaves = jax.tree_util.tree_flatten_with_path(groups)[0]
     return {name(keys): leaf for keys, leaf in leaves}
 

@@ -90,10 +90,10 @@ def _params(
     wanted = (
         abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora.enabled else like
     )
-    shapes = flatten(checkpoint_layout_shapes(wanted, wanted.layer_order_of))
+    shapes = flatten(checkpoint_layout_shapes(wanted))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
     loaded = unflatten(groups[PARAMS], wanted)
-    params = from_checkpoint_layout(loaded, wanted, wanted.layer_order_of)
+    params = from_checkpoint_layout(loaded, wanted)
     params = restoring.cast(params, wanted)
     return _merged(cfg, mesh, params, like) if cfg.train.lora.enabled and merge else (cfg, params)
 
@@ -105,7 +105,7 @@ def _merged(
     plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, lora=Lora()))
     like = abstract_state(plain, mesh, type(adapters)).params if like is None else like
     fix = "is a run of train.lora, whose adapters lie in another order here; export it, and begin with hf:DIR"
-    require(like.layer_order == adapters.layer_order, "train.init_from", cfg.log.run_dir, fix)
+    require(like.orders == adapters.orders, "train.init_from", cfg.log.run_dir, fix)
     base = initial_params(cfg, like, mesh)
     with jax.set_mesh(mesh):
         return plain, merged(adapters, base)

@@ -193,7 +193,7 @@ class Checkpoints:
 
     def _begin(self, step: int, state: TrainState, meta: dict, rotate: bool) -> None:
         state = dataclasses.replace(state, frozen=None)
-        groups = split(to_checkpoint_layout(state, state.params.layer_order_of))
+        groups = split(to_checkpoint_layout(state))
         model = type(state.params).__qualname__
         meta = with_digest(meta | {"arrays": restoring.record(groups), "model": model})
         place = self.folder / str(step)
@@ -413,8 +413,7 @@ class Checkpoints:
         check_model(meta, type(abstract.params), place)
         like, shapes = _shapes(abstract, meta)
         groups = restoring.load(place, meta, shapes)
-        order = abstract.params.layer_order_of
-        state = restoring.cast(from_checkpoint_layout(join(groups, like), like, order), like)
+        state = restoring.cast(from_checkpoint_layout(join(groups, like), like), like)
         return reset_optional_state(state, abstract, self._cfg)
 
 
@@ -426,7 +425,7 @@ def fits(abstract: TrainState, meta: dict) -> bool:
 def _shapes(abstract: TrainState, meta: dict) -> tuple[TrainState, Groups]:
     """Return the state to load from a checkpoint with this metadata, and the arrays to read for it."""
     like = saved_shapes(abstract, config_from_dict(meta["config"]))
-    return like, split(checkpoint_layout_shapes(like, abstract.params.layer_order_of))
+    return like, split(checkpoint_layout_shapes(like))
 
 
 def checkpoint_folder(cfg: Config) -> Path:

@@ -279,6 +279,13 @@ class ModelConfig(Section, name="model"):
         """Layers without experts, the first ones."""
         return self.num_layers if self.experts is None else self.experts.dense_layers
 
+    @property
+    def stacks(self) -> tuple[range, ...]:
+        """Runs of layers with equal parameters, in the order of layers: those without experts, and those with."""
+        dense = self.dense_layers
+        runs = range(dense), range(dense, self.num_layers)
+        return tuple(layers for layers in runs if layers)
+
     def is_full(self, layer: int) -> bool:
         """Return whether a layer ignores the window because of `full_attention_every`."""
         return self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0

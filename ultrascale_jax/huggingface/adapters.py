@@ -12,7 +12,7 @@ from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.checkpoint import gather, require_finite
 from ultrascale_jax.huggingface.files import require_empty
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, tensors
-from ultrascale_jax.models.lora import WEIGHTS, adapter_of
+from ultrascale_jax.models.lora import WEIGHTS, adapter_of, stack_of
 from ultrascale_jax.models.transformer import Transformer
 
 PREFIX = "base_model.model."
@@ -38,9 +38,9 @@ def save_adapters(
     contents = {}
     for target in lora.targets:
         part, weight = WEIGHTS[target]
-        adapter = adapter_of(getattr(adapters.blocks, part), weight)
+        adapter = adapter_of(getattr(stack_of(adapters), part), weight)
         assert adapter is not None
-        for letter, tensor in _tensors(cfg, lora, f"blocks.{part}.{weight}", adapter).items():
+        for letter, tensor in _tensors(cfg, lora, f"stacks.0.{part}.{weight}", adapter).items():
             array = getattr(adapter, letter).get_value()
             for layer in range(cfg.num_layers):
                 name = tensor.name.format(layer)
@@ -60,7 +60,7 @@ def _tensors(cfg: ModelConfig, lora: Lora, ours: str, adapter: Any) -> dict[str,
 
     def tensor(letter: str, dims: str, stored: str) -> Tensor:
         full = f"{PREFIX}{name}.lora_{letter}.weight"
-        return Tensor(name=full, dims=dims, stored=stored, sizes=sizes, layers=weight.layers)
+        return Tensor(name=full, dims=dims, stored=stored, sizes=sizes, stack=weight.stack)
 
     rows, columns = adapter.a.dims.removesuffix("U"), adapter.b.dims.removeprefix("U")
     return {

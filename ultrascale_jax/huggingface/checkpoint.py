@@ -37,7 +37,7 @@ from ultrascale_jax.models.transformer import Transformer
 def load(path: str | Path, abstract: Transformer) -> Transformer:
     """Load the parameters of a Hugging Face folder in the shapes, types and shardings of `abstract`.
 
-    Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `layer_order_of` has them. Each process
+    Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `orders` have them. Each process
     reads what its own devices hold, one parameter at a time. A model without `mtp_layers` leaves those of the folder
     out. Raises `UserError` on all processes where one of them finds a tensor missing, left over, of another shape or
     type, or not finite in the type of `abstract`.
@@ -67,7 +67,8 @@ def _load(folder: Path, abstract: Transformer) -> Transformer:
 
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             name, dtype = _dotted(key_path), np.dtype(leaf.dtype)
-            order = abstract.layer_order_of(name)
+            stack = table[name].stack
+            order = () if stack is None else abstract.orders[stack]
             part = partial(_read, files, table[name], order, leaf.shape, dtype)
             # Cached for this one parameter: devices that hold the same part share one read.
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, cache(part))
@@ -76,7 +77,7 @@ def _load(folder: Path, abstract: Transformer) -> Transformer:
 
 
 def _dotted(key_path: Any) -> str:
-    """Return `blocks.attn.w_q` for a leaf's path, without the `value` of an `nnx.Param`."""
+    """Return `stacks.0.attn.w_q` for a leaf's path, without the `value` of an `nnx.Param`."""
     return jax.tree_util.keystr(key_path, simple=True, separator=".").removesuffix(".value")
 
 
@@ -94,7 +95,7 @@ def _read(
     rows: list[tuple[Any, int | None]] = [(out, None)]
     if tensor.stacked:
         layers = order[bounds[0].start : bounds[0].stop]
-        rows = [(out[i], tensor.layers[n]) for i, n in enumerate(layers) if n is not None]
+        rows = [(out[i], layer) for i, layer in enumerate(layers) if layer is not None]
         bounds = bounds[1:]
     for row, layer in rows:
         names = tensor.names(layer)
@@ -152,7 +153,8 @@ def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
     require_none("parameters", shapes.keys() - table.keys(), "in the model, not in the config")
     for ours, tensor in table.items():
         expected = tuple(tensor.sizes[letter] for letter in tensor.dims)
-        expected = (len(abstract.layer_order_of(ours)), *expected) if tensor.stacked else expected
+        if tensor.stack is not None:
+            expected = (len(abstract.orders[tensor.stack]), *expected)
         fix = f"the config makes it {expected}"
         require(shapes[ours] == expected, f"{ours}.shape", shapes[ours], fix)
 
@@ -243,7 +245,7 @@ def save(
     require(not model.layers.own, "model", type(model).__name__, fix)
     _check_parameters(model, cfg)
     arrays = {_dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(model)}
-    table = tensors(cfg)
+    table, rows = tensors(cfg), model.rows
     shards = list(_plan(cfg, table, max_shard_bytes, dtype))
     unfinished = path.with_name(f".{path.name}.partial")
     writer = jax.process_index() == 0
@@ -259,7 +261,7 @@ def save(
             columns = []
             for ours, where in places:
                 if table[ours].stacked:
-                    where = (model.layer_order_of(ours).index(where[0]), *where[1:])
+                    where = (rows[where[0]][1], *where[1:])
                 columns.append(gather(arrays[ours], where, table[ours], dtype))
             values = columns[0]
             if len(columns) > 1:
@@ -287,8 +289,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 type Places = list[tuple[str, tuple[int, ...]]]
-"""Parameters of ours that are a tensor's columns (or one that is all of it), each with its index in its stack: nothing,
-or the layer, counted from the first that has the parameter, and the expert."""
+"""Parameters of ours that are a tensor's columns (or one that is all of it), each with its place there: nothing,
+or the layer and the expert."""
 
 
 def _type(tensor: Tensor, dtype: str) -> str:
@@ -309,8 +311,7 @@ def _plan(
     for layer in range(cfg.num_layers):
         for ours, tensor in table.items():
             if layer in tensor.layers:
-                row = (layer - tensor.layers.start,)
-                rows = [(*row, expert) for expert in tensor.experts] or [row]
+                rows = [(layer, expert) for expert in tensor.experts] or [(layer,)]
                 names = tensor.names(layer)
                 layers += [(n, ours, place) for n, place in zip(names, rows, strict=True)]
     places: dict[str, Places] = {}

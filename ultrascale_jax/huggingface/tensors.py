@@ -1,17 +1,18 @@
 """Map our parameters to tensors of a Hugging Face checkpoint, and to the order of their dims.
 
-Dims are letters of `sharding/rules.py`. A parameter of the blocks is stacked over the layers that have it, and over
-their experts; a checkpoint has a tensor for each of them. `families.py` has the names.
+Dims are letters of `sharding/rules.py`. A parameter of a layer is stacked over the layers of its stack
+(`ModelConfig.stacks`), and over their experts; a checkpoint has a tensor for each of them. `families.py` has the names.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ultrascale_jax.config import LatentAttention, ModelConfig
+from ultrascale_jax.config import Experts, LatentAttention, ModelConfig
+from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.huggingface.families import family_of
 
 FileType = Literal["bfloat16", "float32"]
@@ -30,8 +31,10 @@ class Tensor:
     """Dims in the tensor's order, without E where each expert has one; NH, KH, NI and NW are one dim there."""
     sizes: Mapping[str, int]
     """Size of each dim."""
+    stack: int | None = None
+    """Number of the stack whose layers have the parameter; none: it stands alone."""
     layers: range = range(0)
-    """The layers that have the parameter in their stack; none: it stands alone."""
+    """The layers of that stack."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
     column: int | None = None
@@ -42,7 +45,7 @@ class Tensor:
     @property
     def stacked(self) -> bool:
         """Return whether each layer has a tensor of its own."""
-        return len(self.layers) > 0
+        return self.stack is not None
 
     @property
     def experts(self) -> range:
@@ -85,7 +88,7 @@ class Tensor:
 
 
 def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensor of each of our parameters, by its path (`blocks.attn.w_q`).
+    """Return the tensor of each of our parameters, by its path (`stacks.0.attn.w_q`).
 
     Raises `UserError` where no family of `families.py` computes this model.
     """
@@ -95,47 +98,35 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
     if cfg.latent is not None:
         Q, J, rope, W = (getattr(cfg.latent, name) for name in LATENT_SIZES)
         sizes |= {"Q": Q, "J": J, "A": J + rope, "I": cfg.head_dim - rope + W, "W": W}
+    if cfg.experts is not None:
+        sizes |= {"X": cfg.experts.num, "E": cfg.experts.num}
     table = {"embed": Tensor(name="model.embed_tokens.weight", dims="VD", stored="VD", sizes=sizes)}
     modules = enumerate(range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers))
     alone = {f"mtp.{i}.": f"model.layers.{layer}." for i, layer in modules}
 
-    def add(rows: Rows, layers: range, width: int = 0) -> None:
-        """Add a parameter for a stack of layers, and one for each module of `mtp_layers` if the last layer has it."""
-        places = [("blocks.", "model.layers.{}.", layers)] if layers else []
-        if cfg.num_layers - 1 in layers:
-            places += [(f"{ours}block.", name, range(0)) for ours, name in alone.items()]
-        for (ours, dims, stored), (path, prefix, own) in itertools.product(rows, places):
+    def add_layer(path: str, prefix: str, kind: FeedForward, **stack: Any) -> None:
+        """Add the parameters of a stack of layers, or of one layer."""
+        for (ours, dims, stored), width in _layer(cfg, kind):
             name, _, column = family.name(ours).partition("[")
             together = "E" in dims and "{}" not in name
-            own_name = ours.rpartition(".")[2]
-            is_weight = own_name.startswith("w_") or own_name.endswith("norm")
+            last_name = ours.rpartition(".")[2]
+            is_weight = last_name.startswith("w_") or last_name.endswith("norm")
             table[path + ours] = Tensor(
                 name=f"{prefix}{name}{'.weight' if is_weight and not together else ''}",
                 dims=dims,
                 stored=dims if together else stored,
                 column=int(column.removesuffix("]")) if column else None,
                 sizes=sizes | {"F": width},
-                layers=own,
                 float32=ours == "moe.bias",
                 offset=family.norm_offset if ours.endswith("norm") else 0.0,
+                **stack,
             )
 
-    every, experts = range(cfg.num_layers), cfg.experts
-    names = ("attn_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm")
-    norms = names if cfg.norm_placement == "both" else names[:2]
-    add([(name, "D", "D") for name in norms], every)
-    add(_grouped_attention(cfg) if cfg.latent is None else _latent_attention(cfg.latent), every)
-    add(_gated("mlp"), every[: cfg.dense_layers], cfg.d_ff)
-    if experts is not None:
-        sizes |= {"X": experts.num, "E": experts.num}
-        layers, width = every[cfg.dense_layers :], cfg.expert_d_ff
-        add([("moe.w_router", "DX", "XD"), *_gated("moe", "E")], layers, width)
-        add([("moe.bias", "X", "X")] if experts.bias else [], layers)
-        if experts.biases:
-            biases = [("b_router", "X"), ("b_gate", "EF"), ("b_up", "EF"), ("b_down", "XD")]
-            add([(f"moe.{name}", dims, dims) for name, dims in biases], layers, width)
-        if experts.shared:
-            add(_gated("moe.shared"), layers, experts.shared * width)
+    for i, layers in enumerate(cfg.stacks):
+        kind = cfg.feed_forward(layers.start)
+        add_layer(f"stacks.{i}.", "model.layers.{}.", kind, stack=i, layers=layers)
+    for path, prefix in alone.items():
+        add_layer(f"{path}block.", prefix, cfg.feed_forward(cfg.num_layers - 1))
     for (path, prefix), (ours, dims, stored) in itertools.product(alone.items(), MODULE):
         name, wide = f"{prefix}{family.name(ours)}.weight", sizes | {"P": 2 * cfg.d_model}
         table[path + ours] = Tensor(name=name, dims=dims, stored=stored, sizes=wide)
@@ -148,7 +139,7 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
 
 
 type Rows = list[tuple[str, str, str]]
-"""For parameters of the blocks: our name, our dims, and the tensor's dims."""
+"""For parameters of a layer: our name, our dims, and the tensor's dims."""
 
 LATENT_SIZES = ("q_rank", "kv_rank", "rope_dim", "v_dim")
 
@@ -168,6 +159,30 @@ def copies(cfg: ModelConfig) -> dict[str, str]:
     names = {"embed_tokens.weight": embed, "shared_head.head.weight": head}
     layers = range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers)
     return {f"model.layers.{i}.{name}": one for i in layers for name, one in names.items()}
+
+
+def _layer(cfg: ModelConfig, kind: FeedForward) -> Iterator[tuple[tuple[str, str, str], int]]:
+    """Return the parameters of a layer, each with the width F of its feed-forward layer."""
+    norms = ["attn_norm", "mlp_norm"]
+    norms += ["attn_out_norm", "mlp_out_norm"] if cfg.norm_placement == "both" else []
+    rows = [(name, "D", "D") for name in norms]
+    rows += _grouped_attention(cfg) if cfg.latent is None else _latent_attention(cfg.latent)
+    if kind == "mlp":
+        yield from ((row, cfg.d_ff) for row in rows + _gated("mlp"))
+        return
+    assert cfg.experts is not None
+    yield from ((row, cfg.expert_d_ff) for row in rows + _experts(cfg.experts))
+    if cfg.experts.shared:
+        width = cfg.experts.shared * cfg.expert_d_ff
+        yield from ((row, width) for row in _gated("moe.shared"))
+
+
+def _experts(experts: Experts) -> Rows:
+    rows = [("moe.w_router", "DX", "XD"), *_gated("moe", "E")]
+    rows += [("moe.bias", "X", "X")] if experts.bias else []
+    biases = [("b_router", "X"), ("b_gate", "EF"), ("b_up", "EF"), ("b_down", "XD")]
+    rows += [(f"moe.{name}", dims, dims) for name, dims in biases] if experts.biases else []
+    return rows
 
 
 def _grouped_attention(cfg: ModelConfig) -> Rows:

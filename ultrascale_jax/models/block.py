@@ -1,15 +1,14 @@
-"""One layer of the decoder, `Block`, the classes of its parts, `Layers`, and the parameters of all, `BlockStack`."""
+"""One layer of the decoder, `Block`, and the classes of its parts, `Layers`."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import KernelsConfig, ModelConfig, MoEConfig, require
-from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.models.attention import Attention
 from ultrascale_jax.models.fp8 import in_fp8, is_variable
@@ -30,11 +29,6 @@ from ultrascale_jax.sharding.primitives import (
     partial_axes,
 )
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
-
-MLP_NORMS = ("mlp_norm", "mlp_out_norm")
-ATTENTION_PARTS = ("attn_norm", "attn", "attn_out_norm", *MLP_NORMS)
-FEED_FORWARDS: tuple[FeedForward, ...] = ("mlp", "moe")
-PARTS = (*ATTENTION_PARTS, *FEED_FORWARDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,83 +84,40 @@ def _check_partial(module: Any, y: jax.Array) -> None:
     require(axes <= partial_axes(y), "layers.attention", _name(type(module)), fix)
 
 
-def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
-    """Return rows `start` up to `stop` of a stack; the whole as it is."""
-    return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
+class Block(nnx.Module):
+    """One layer: attention and MLP or experts, each with its norm and residual connection.
 
-
-class _Parts(nnx.Module):
-    """Some of `PARTS`, by name."""
-
-    def __init__(self, cfg: ModelConfig, kernels: KernelsConfig = AUTO, **parts: Any):
-        self.cfg, self.kernels = cfg, kernels
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The parts that it has, by name."""
-        return {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
-
-    def only(self, *names: str) -> Self:
-        """Return the same with those of these parts that it has."""
-        parts = {name: part for name, part in self.parts.items() if name in names}
-        return type(self)(self.cfg, self.kernels, **parts)
-
-
-class BlockStack(_Parts):
-    """The parameters of all layers of a model, in a stack for each part, with a leading dim of layers.
-
-    Every layer has a row of the attention parts; dense layers have one of `mlp`, and layers of experts one of `moe`.
+    A stack of equal layers is a block, too, each of whose parameters has a leading L.
     """
 
-    def layers(self, kind: FeedForward, count: int, first: int, first_of_kind: int) -> "Block":
-        """Return a stack of `count` whole layers: rows from `first` on of the attention parts, and from `first_of_kind`
-        on of this kind of feed-forward layer."""
-        attention = cut(self.only(*ATTENTION_PARTS), first, first + count)
-        feed_forward = cut(self.parts[kind], first_of_kind, first_of_kind + count)
-        return Block(self.cfg, self.kernels, **attention.parts, **{kind: feed_forward})
-
-    def block(self, *names: str) -> "Block":
-        """Return these parts as a layer, where each stack was replaced by one of its rows (a pipeline does that)."""
-        return Block(self.cfg, self.kernels, **self.only(*names).parts)
-
-
-class Block(_Parts):
-    """One layer: attention and MLP or experts, each with its norm and residual connection."""
-
-    attn: Any
-
-    @classmethod
-    def init_attention(
-        cls, layers: Layers, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array
-    ) -> "Block":
-        """Make a layer without its feed-forward layer."""
+    def __init__(
+        self,
+        layers: Layers,
+        cfg: ModelConfig,
+        kind: FeedForward,
+        kernels: KernelsConfig,
+        key: jax.Array,
+    ):
+        self.cfg, self.kernels = cfg, kernels
+        k_attention, k_feed_forward = jax.random.split(key)
         attention = layers.attention or (Attention if cfg.latent is None else MLA)
-        out_norms = ("attn_out_norm", "mlp_out_norm") if cfg.norm_placement == "both" else ()
-        norms = {name: layers.make_norm(cfg) for name in ("attn_norm", "mlp_norm", *out_norms)}
-        return cls(cfg, kernels, attn=attention(cfg, jax.random.split(key)[0], kernels), **norms)
+        self.attn_norm, self.attn = layers.make_norm(cfg), attention(cfg, k_attention, kernels)
+        self.mlp_norm = layers.make_norm(cfg)
+        if cfg.norm_placement == "both":
+            self.attn_out_norm, self.mlp_out_norm = layers.make_norm(cfg), layers.make_norm(cfg)
+        if kind == "moe":
+            self.moe = MoE(cfg, k_feed_forward, kernels=kernels)
+        else:
+            self.mlp = layers.mlp(cfg, k_feed_forward)
 
-    @staticmethod
-    def init_feed_forward(
-        kind: FeedForward, layers: Layers, cfg: ModelConfig, kernels: KernelsConfig, key: jax.Array
-    ) -> Any:
-        """Make the feed-forward layer of the layer that `init_attention` makes of the same key."""
-        key = jax.random.split(key)[1]
-        return layers.mlp(cfg, key) if kind == "mlp" else MoE(cfg, key, kernels=kernels)
+    @property
+    def feed_forward(self) -> Any:
+        """The layer's experts, or else its MLP."""
+        return self.moe if hasattr(self, "moe") else self.mlp
 
     def gather_params(self, inputs: LayerInputs) -> "Block":
         """Return this layer with full parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s."""
-        sizes, fp8 = zero_sizes(self.cfg), inputs.fp8
-
-        def leaf(path, param):
-            given = (param.get_value(), param.dims, param.act_dims, inputs.dtype, sizes)
-            if fp8 is None or not in_fp8(param.dims):
-                return param.replace(gather_param(*given))
-            amax = fp8.amaxes.get(jax.tree_util.keystr(path, simple=True, separator="."))
-            return param.replace(gather_fp8(*given, fp8.recipe, amax))
-
-        return jax.tree.map_with_path(leaf, self, is_leaf=is_variable)
+        return gather_layer(self, self.cfg, inputs)
 
     def __call__(
         self, x_BRD: jax.Array, inputs: LayerInputs
@@ -178,8 +129,7 @@ class Block(_Parts):
         Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
         gradients, and the reduce-scatter out of attention beside attention's.
         """
-        kind = "moe" if hasattr(self, "moe") else "mlp"
-        x_BRD, cache, feed_forward = self.attend(x_BRD, inputs, getattr(self, kind))
+        x_BRD, cache, feed_forward = self.attend(x_BRD, inputs, self.feed_forward)
         return *self.feed(x_BRD, feed_forward, inputs.moe)[:2], cache
 
     def attend(self, x_BRD: jax.Array, inputs: LayerInputs, feed_forward: Any = None):
@@ -235,6 +185,20 @@ class Block(_Parts):
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
         return normed(x_BRD, getattr(self, name), self.cfg, self.kernels)
+
+
+def gather_layer[Tree](tree: Tree, cfg: ModelConfig, inputs: LayerInputs) -> Tree:
+    """Return `Block.gather_params` of a tree of some of a block's parameters, at their paths in it."""
+    sizes, fp8 = zero_sizes(cfg), inputs.fp8
+
+    def leaf(path, param):
+        given = (param.get_value(), param.dims, param.act_dims, inputs.dtype, sizes)
+        if fp8 is None or not in_fp8(param.dims):
+            return param.replace(gather_param(*given))
+        amax = fp8.amaxes.get(jax.tree_util.keystr(path, simple=True, separator="."))
+        return param.replace(gather_fp8(*given, fp8.recipe, amax))
+
+    return jax.tree.map_with_path(leaf, tree, is_leaf=is_variable)
 
 
 @jax.named_scope("norm")

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -104,16 +104,19 @@ def in_fp8(dims: str) -> bool:
     return is_matrix(dims) and not {"X", "U"} & set(dims)
 
 
-def weight_amaxes(blocks: Any, layer_order_of: Callable, num_layers: int) -> dict[str, jax.Array]:
-    """Return `Fp8.amaxes` of the blocks' parameters at rest, in one reduction over all devices.
+def weight_amaxes(
+    stacks: Sequence[Any], orders: Sequence[Sequence[int | None]], num_layers: int
+) -> dict[str, jax.Array]:
+    """Return `Fp8.amaxes` of the parameters at rest of a `Transformer`'s stacks, in one reduction over all devices.
 
-    `layer_order_of` is the `Transformer`'s. Layers without a matrix have 0 in its place. With pp > 1 call it on pieces.
+    Layers without a matrix have 0 in its place. With pp > 1 call it on pieces.
     """
-    matrices = {
-        keystr(path, simple=True, separator="."): variable.get_value()
-        for path, variable in jax.tree.leaves_with_path(blocks, is_leaf=is_variable)
+    matrices = [
+        (order, keystr(path, simple=True, separator="."), variable.get_value())
+        for stack, order in zip(stacks, orders, strict=True)
+        for path, variable in jax.tree.leaves_with_path(stack, is_leaf=is_variable)
         if in_fp8(variable.dims) and "E" not in variable.dims
-    }
+    ]
 
     def run(values):
         ends = np.cumsum([len(value) for value in values])
@@ -124,17 +127,16 @@ def weight_amaxes(blocks: Any, layer_order_of: Callable, num_layers: int) -> dic
         found = jax.lax.all_gather(found, "pp") if mesh_size("pp") > 1 else found[None]
         return [part.reshape(-1) for part in jnp.split(found, ends[:-1], axis=1)]
 
-    def of_layers(path, found):
-        order = layer_order_of(f"blocks.{path}")
-        present = sorted(layer for layer in order if layer is not None)
-        first = num_layers - len(present) if path.startswith("moe.") else 0
-        rows = np.array([order.index(layer) for layer in present])
-        return jnp.zeros(num_layers).at[first + np.array(present)].set(found[rows])
-
-    values = [jax.lax.stop_gradient(value) for value in matrices.values()]
+    values = [jax.lax.stop_gradient(value) for _, _, value in matrices]
     everywhere = [P()] * len(values)
     found = smap(run, in_specs=(specs(values),), out_specs=everywhere)(values)
-    return {path: of_layers(path, one) for path, one in zip(matrices, found, strict=True)}
+    amaxes: dict[str, jax.Array] = {}
+    for (order, path, _), by_row in zip(matrices, found, strict=True):
+        layers = sorted(layer for layer in order if layer is not None)
+        rows = np.array([order.index(layer) for layer in layers])
+        others = amaxes.get(path, jnp.zeros(num_layers))
+        amaxes[path] = others.at[np.array(layers)].set(by_row[rows])
+    return amaxes
 
 
 def linear(

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require, require_type
-from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.models.block import cut
 from ultrascale_jax.models.inputs import LayerInputs, check_ids
 from ultrascale_jax.models.layers import gather_sequence
+from ultrascale_jax.models.stack import cut
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import check_mesh_is_set
@@ -141,7 +141,7 @@ def _generate(
     cfg = model.cfg
     (rows, padded), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
     steps = given_SB.shape[0]
-    shape = (len(model.layer_order), rows, padded + steps, kv_heads, cfg.head_dim)
+    shape = (sum(map(len, model.orders)), rows, padded + steps, kv_heads, cfg.head_dim)
     empty = jnp.zeros(shape, dtype, out_sharding=_stacked("BSKH"))
     head = model.head_weight(dtype)
 
@@ -196,7 +196,8 @@ def _stacked(dims: str) -> P:
 def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, dtype, cache):
     """Return hidden states `[B, R, D]` after the final norm, and the cache with these positions added.
 
-    The cache: keys and values `[L, B, S, K, H]` of all layers, stored as the layers, and how many positions are filled.
+    The cache: keys and values `[L, B, S, K, H]`, and how many positions are filled. Each device has a row for each row
+    that it has of the stacks, one stack after the other.
     """
     if mesh_size("pp") == 1:
         inputs = LayerInputs.of(model.cfg, positions_BT, dtype=dtype, cache=cache)
@@ -206,32 +207,33 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
     x_BRD = model.embedding(tokens_BT, dtype)
     run = smap(
         functools.partial(_visit_all, model.cfg, dtype, _visits(model)),
-        in_specs=(specs(model.blocks), _stacked("BSKH"), act("BRD"), act("BT"), P()),
+        in_specs=(specs(model.stacks), _stacked("BSKH"), act("BRD"), act("BT"), P()),
         out_specs=(act("BRD"), _stacked("BTKH")),
     )
-    x_BRD, kv = run(model.blocks, kv, x_BRD, positions_BT, start)
+    x_BRD, kv = run(model.stacks, kv, x_BRD, positions_BT, start)
     kv = jax.reshard(kv, _stacked("BSKH"))  # which moves nothing: no axis splits the sequence
     return model.normed(x_BRD), (*kv, start + tokens_BT.shape[1])
 
 
-def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
+def _visit_all(cfg, dtype, visits, stacks, kv, x_BRD, positions_BT, start):
     """Return, of this device's shards, the residual stream after all layers, and its own layers' keys and values."""
     inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
-    for rank, layers, first, first_of_kind, window, kind in visits:
-        count = len(layers)
+    for visit in visits:
+        first, count = visit.first_row, len(visit.layers)
 
-        def layer(x_BRD, part, window=window):
+        def layer(x_BRD, part, window=visit.window):
             block, kv, full = part
             alike = dataclasses.replace(inputs, window=window, cache=(*kv, start))
-            own = alike.of_layer((kv, None, full))
-            x_BRD, _, kv = block.gather_params(own)(x_BRD, own)
+            layer_inputs = alike.of_layer((kv, None, full))
+            x_BRD, _, kv = block.gather_params(layer_inputs)(x_BRD, layer_inputs)
             return x_BRD, list(kv[:2])
 
-        full = None if inputs.full is None else inputs.full[layers.start : layers.stop]
-        block = blocks.layers(kind, count, first, first_of_kind)
+        full = None if inputs.full is None else inputs.full[visit.layers.start : visit.layers.stop]
+        block = cut(stacks[visit.stack], first, first + count)
+        first += sum(len(jax.tree.leaves(stack)[0]) for stack in stacks[: visit.stack])
         part = block, cut(kv, first, first + count), full
         out_BRD, new = jax.lax.scan(layer, vary(x_BRD, {"pp"}), part)
-        mine = jax.lax.axis_index("pp") == rank
+        mine = jax.lax.axis_index("pp") == visit.rank
         x_BRD = jax.lax.psum(jnp.where(mine, out_BRD, 0), "pp")
         new = jax.tree.map(lambda n, old, mine=mine: jnp.where(mine, n, old), new, part[1])
         kv = jax.tree.map(
@@ -240,22 +242,31 @@ def _visit_all(cfg, dtype, visits, blocks, kv, x_BRD, positions_BT, start):
     return x_BRD, kv
 
 
-def _visits(model: Transformer) -> list[tuple[int, range, int, int, int | None, FeedForward]]:
-    """Return, of layers alike that rest together, the rank, the layers, the first row there of attention and of the
-    feed-forward layer, the window, and which feed-forward layer they have."""
+class Visit(NamedTuple):
+    """Consecutive layers with the same window that rest in consecutive rows of a rank's stack."""
 
-    def place(layer: int) -> tuple:
-        """Return what layers of one run share, whose last are the distances from the layer to where its parts rest."""
-        kind, window = model.cfg.feed_forward(layer), model.cfg.loop_window(layer)
-        order, stack = model.layer_order, model.layer_order_of(f"blocks.{kind}.")
-        rank, position = divmod(order.index(layer), len(order) // model.ranks)
-        row = stack.index(layer - model.layers_with(kind).start) % (len(stack) // model.ranks)
-        return rank, window, kind, position - layer, row - layer
+    rank: int
+    layers: range
+    stack: int
+    """Number of the stack."""
+    first_row: int
+    """Row of the first layer in the rank's part of the stack."""
+    window: int | None
 
-    found = []
-    for run, run_of in itertools.groupby(range(model.cfg.num_layers), place):
-        rank, window, kind, position, row = run
-        first, *more = run_of
-        layers = range(first, first + 1 + len(more))
-        found.append((rank, layers, first + position, first + row, window, kind))
-    return found
+
+def _visits(model: Transformer) -> list[Visit]:
+    """Return the visits of the tokens to the ranks of a pipeline, in the order of the layers."""
+    places, ranks = model.rows, mesh_size("pp")
+
+    def run_of(layer: int) -> tuple:
+        """Return what layers of one run share; their rows are as far from each other as they are."""
+        stack, row = places[layer]
+        rank, row = divmod(row, len(model.orders[stack]) // ranks)
+        return rank, stack, row - layer, model.cfg.loop_window(layer)
+
+    visits = []
+    for (rank, stack, shift, window), group in itertools.groupby(range(len(places)), run_of):
+        first, *others = group
+        layers = range(first, first + 1 + len(others))
+        visits.append(Visit(rank, layers, stack, first + shift, window))
+    return visits

@@ -92,9 +92,9 @@ class LayerInputs:
         """Inputs that differ between layers, with a leading dim of layers: keys and values, amaxes, and `full`."""
         return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes, self.full
 
-    def of_layer(self, own: tuple) -> "LayerInputs":
-        """Return the inputs of one layer, of which `own` is that layer's part of `stacked`."""
-        kv, amaxes, full = own
+    def of_layer(self, row: tuple) -> "LayerInputs":
+        """Return the inputs of one layer; `row` is that layer's part of `stacked`."""
+        kv, amaxes, full = row
         cache = None if self.cache is None else (*kv, self.cache[2])
         fp8 = None if self.fp8 is None else dataclasses.replace(self.fp8, amaxes=amaxes)
         rope = self.rope

@@ -71,25 +71,29 @@ class Adapters(nnx.Module):
 
 def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
     """Give the targets in the blocks of `model` adapters; return it."""
-    blocks: Any = model.blocks  # pyrefly: ignore[missing-attribute]
+    stack = stack_of(model)
     keys = dict(zip(lora.targets, jax.random.split(key, len(lora.targets)), strict=True))
     for part in ("attn", "mlp"):
-        module = getattr(blocks, part)
-        found = {
-            WEIGHTS[target][1]: target for target in lora.targets if WEIGHTS[target][0] == part
+        module = getattr(stack, part)
+        names = {
+            target: name for target in lora.targets for at, name in [WEIGHTS[target]] if at == part
         }
-        if found:
+        if names:
             fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
-            require(
-                type(module) in (Attention, MLP), "train.lora.targets", tuple(found.values()), fix
-            )
-            module.lora = Adapters(
-                **{
-                    name: Adapter(getattr(module, name), lora, keys[target])
-                    for name, target in found.items()
-                }
-            )
+            fits = type(module) in (Attention, MLP)
+            require(fits, "train.lora.targets", tuple(names), fix)
+            adapters = {
+                name: Adapter(getattr(module, name), lora, keys[target])
+                for target, name in names.items()
+            }
+            module.lora = Adapters(**adapters)
     return model
+
+
+def stack_of(model: Any) -> Any:
+    """Return the layers of a model that can have adapters: all, as none has experts."""
+    [stack] = model.stacks
+    return stack
 
 
 def split_adapters[M](model: M) -> tuple[M, M]:
@@ -100,28 +104,22 @@ def split_adapters[M](model: M) -> tuple[M, M]:
 @jax.jit
 def merged[M](adapters: M, base: M) -> M:
     """Return `base`, a model whose adapters are elsewhere, with W + scale * A B in place of each adapted weight W."""
-    blocks: Any = base.blocks  # pyrefly: ignore[missing-attribute]
-    given: Any = adapters.blocks  # pyrefly: ignore[missing-attribute]
-    new = {}
+    model = without_adapters(base)
     for part, name in WEIGHTS.values():
-        if (adapter := adapter_of(getattr(given, part, None), name)) is not None:
-            weight = getattr(getattr(blocks, part), name)
-            new[f"{part}.{name}"] = _merged(weight.get_value(), weight.dims, adapter)
-
-    def leaf(path, variable):
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("blocks.")
-        return variable.replace(new[name]) if name in new else variable
-
-    return without_adapters(jax.tree.map_with_path(leaf, base, is_leaf=is_variable))
+        if (adapter := adapter_of(getattr(stack_of(adapters), part), name)) is not None:
+            module = getattr(stack_of(model), part)
+            weight = getattr(module, name)
+            setattr(module, name, weight.replace(_merged(weight.get_value(), weight.dims, adapter)))
+    return model
 
 
 def without_adapters[M](base: M) -> M:
     """Return a copy of `base`, the second part of `split_adapters`, without the places of the adapters' arrays."""
-    found: Any = jax.tree.map(lambda variable: variable, base, is_leaf=is_variable)
-    for module in found.blocks.parts.values():
-        if has_adapters(module):
+    model: Any = jax.tree.map(lambda variable: variable, base, is_leaf=is_variable)
+    for part in ("attn", "mlp"):
+        if has_adapters(module := getattr(stack_of(model), part)):
             del module.lora
-    return found
+    return model
 
 
 def _merged(weight: jax.Array, dims: str, adapter: Adapter) -> jax.Array:

@@ -31,9 +31,7 @@ class MTPModule(nnx.Module):
         self.token_norm, self.hidden_norm = layers.make_norm(cfg), layers.make_norm(cfg)
         self.w_join = param(k_join, "PD", "BRP", (2 * D, D))
         kind = cfg.feed_forward(cfg.num_layers - 1)
-        attention = Block.init_attention(layers, cfg, kernels, k_block).parts
-        feed_forward = Block.init_feed_forward(kind, layers, cfg, kernels, k_block)
-        self.block = Block(cfg, kernels, **attention, **{kind: feed_forward})
+        self.block = Block(layers, cfg, kind, kernels, k_block)
         self.norm = layers.make_norm(cfg)
 
     def __call__(

@@ -10,7 +10,7 @@ from ultrascale_jax.models.fp8 import is_variable
 def partition[M](model: M, chosen: Callable[[str], bool]) -> tuple[M, M]:
     """Return the model with the parameters whose path is `chosen`, and with the others.
 
-    A path is dotted, as `blocks.attn.w_q`. None is in place of the arrays of the other part.
+    A path is dotted, as `stacks.0.attn.w_q`. None is in place of the arrays of the other part.
     """
 
     def part(wanted: bool) -> M:

@@ -1,16 +1,24 @@
-"""The decoder: embedding, a scan over stacked blocks, final norm, head.
+"""The decoder: embedding, a scan over each stack of equal layers, final norm, head.
 
-Modules are plain pytrees. A block is made once under `jax.vmap` over its init keys, so each of its parameters has a
-leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Under ZeRO-3 each iteration gathers one
-layer's parameters (`Block.gather_params`): in training those of the next layer, otherwise its own.
+    config.stacks                        model.stacks                     model.orders
+    (range(0, 3), range(3, 61))          (a Block [3, ...] with an MLP,   ((0, 1, 2), (3, 4, ..., 60))
+                                          a Block [58, ...] with experts)
+
+Layers are equal if their parameters are. A stack is a `Block` made under `jax.vmap` over the init keys of its layers,
+so each parameter has a leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Where layers
+differ in window or precision, a stack is run in pieces; a period of windows (every sixth layer full) is one piece,
+whose layers read a flag. Under ZeRO-3 each iteration gathers one layer's parameters (`Block.gather_params`): in
+training those of the next layer, otherwise its own.
+
+`model.orders` says where layers rest: the layer at each row of each stack. A pipeline's have padding
+(`schedules.stack_orders`); a checkpoint's are those above (`train_step/state.py`).
 """
 
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,36 +28,31 @@ from flax import nnx
 
 from ultrascale_jax.config import Config, KernelsConfig, ModelConfig
 from ultrascale_jax.config.kernels import AUTO
-from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.kernels.device import takes
-from ultrascale_jax.models.block import FEED_FORWARDS, Block, BlockStack, Layers, cut, normed
-from ultrascale_jax.models.fp8 import Fp8
+from ultrascale_jax.models.block import Block, Layers, normed
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
     gather_params,
     gather_sequence,
-    map_params,
     param,
     zero_sizes,
 )
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
-from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.models.mtp import MTPModule
-from ultrascale_jax.parallel.pipeline.schedules import LayerOrder, stack_order
-from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
+from ultrascale_jax.models.stack import pieces, run
+from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.primitives import (
     einsum,
     embed_lookup,
     gather_param,
-    leave_sums,
     reshard,
 )
 from ultrascale_jax.sharding.rules import stored_spec
 
 
-def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, first: int):
-    """Stack `make(key)` of layers `first + i`, each made where it is stored, the same on any mesh and in any order."""
-    layers = np.array([0 if layer is None else first + layer for layer in order])
+def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder) -> Block:
+    """Stack `make(key)` of the layers in `order`, each made where it rests, the same on any mesh and in any order."""
+    layers = np.array([layer or 0 for layer in order])
     spec = stored_spec("L", layers.shape)
     keys = jax.reshard(jax.random.split(key, cfg.num_layers)[layers], spec)
     stack = jax.vmap(make)(keys)
@@ -64,20 +67,11 @@ def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder, 
     return jax.tree.map(clear, stack)
 
 
-def _joined[Tree](stacks: Sequence[Tree]) -> Tree:
-    """Join stacks of consecutive layers."""
-    if len(stacks) == 1:
-        return stacks[0]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
-
-
-class LayerRun(NamedTuple):
-    """Consecutive layers that are alike: one scan runs them."""
-
-    layers: range
-    window: int | None
-    feed_forward: FeedForward
-    fp8: Fp8 | None
+def _joined[Tree](parts: Sequence[Tree]) -> Tree:
+    """Join what consecutive layers returned."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 class ModelOutputs(NamedTuple):
@@ -114,33 +108,28 @@ class Transformer(nnx.Module):
 
     @staticmethod
     def is_trained(path: str) -> bool:
-        """Return whether the parameter at a dotted path, as `blocks.attn.w_q`, is trained; others stay as they are."""
+        """Return whether the parameter at a dotted path (`stacks.0.attn.w_q`) is trained; others stay as they are."""
         return True
 
     def __init__(
         self,
         cfg: ModelConfig,
         key: jax.Array,
-        layer_order: Sequence[int | None] | None = None,
-        ranks: int = 1,
+        orders: Sequence[LayerOrder] | None = None,
         *,
         kernels: KernelsConfig = AUTO,
     ):
-        """`layer_order`: a pipeline's (`schedules.LayerOrder`), over `ranks`; without it layers rest in their order."""
-        self.cfg, self.kernels = cfg, kernels
-        self.staged, self.ranks = layer_order is not None, ranks
-        self.layer_order = tuple(range(cfg.num_layers) if layer_order is None else layer_order)
-        k_embed, k_blocks, k_head = jax.random.split(key, 3)
+        """`orders`: of a pipeline's stacks (`schedules.stack_orders`); without it layers rest in their order."""
+        self.cfg, self.kernels, self.staged = cfg, kernels, orders is not None
+        self.orders = tuple(tuple(layers) for layers in cfg.stacks) if orders is None else orders
+        k_embed, k_stacks, k_head = jax.random.split(key, 3)
         V, D = cfg.vocab_size, cfg.d_model
         self.embed = param(k_embed, "VD", "BT", (V, D))
-        attention = functools.partial(Block.init_attention, self.layers, cfg, kernels)
-        parts = _stack(attention, cfg, k_blocks, self.layer_order, 0).parts
-        for kind in FEED_FORWARDS:
-            if layers := self.layers_with(kind):
-                make = functools.partial(Block.init_feed_forward, kind, self.layers, cfg, kernels)
-                order = self.layer_order_of(f"blocks.{kind}.")
-                parts[kind] = _stack(make, cfg, k_blocks, order, layers.start)
-        self.blocks = BlockStack(cfg, kernels, **parts)
+        self.stacks = nnx.List()
+        for layers, order in zip(cfg.stacks, self.orders, strict=True):
+            kind = cfg.feed_forward(layers.start)
+            make = functools.partial(Block, self.layers, cfg, kind, kernels)
+            self.stacks.append(_stack(make, cfg, k_stacks, order))
         self.final_norm = self.layers.make_norm(cfg)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))
@@ -148,10 +137,10 @@ class Transformer(nnx.Module):
             keys = (jax.random.fold_in(key, 2 + depth) for depth in range(cfg.mtp_layers))
             self.mtp = nnx.List([MTPModule(self.layers, cfg, k_mtp, kernels) for k_mtp in keys])
 
-    def with_blocks(self, blocks: BlockStack | None) -> "Transformer":
-        """Return the model with these blocks; without any it is the embedding, the final norm and the head."""
+    def with_stacks(self, stacks: Sequence[Block]) -> "Transformer":
+        """Return the model with these stacks; without any it is the embedding, the final norm and the head."""
         model = copy.copy(self)
-        model.blocks = blocks  # pyrefly: ignore[bad-assignment]
+        model.stacks = nnx.List(stacks)
         return model
 
     def without_mtp(self) -> "Transformer":
@@ -169,24 +158,12 @@ class Transformer(nnx.Module):
         setattr(model, name, self.gathered(getattr(self, name), dtype))
         return model
 
-    def layers_with(self, part: str) -> range:
-        """Return the layers that have this part of the blocks."""
-        dense, layers = self.cfg.dense_layers, self.cfg.num_layers
-        return range(dense if part == "moe" else 0, dense if part == "mlp" else layers)
-
-    def layer_order_of(self, path: str) -> LayerOrder:
-        """Return the layer at each row of the stack at a dotted path, as `blocks.moe.w_up`; None is padding.
-
-        Layers are numbered among those that have that part. Each rank of a pipeline has as many rows as the rank with
-        most of these layers.
-        """
-        part = path.rpartition("blocks.")[2].partition(".")[0]
-        layers = self.layers_with(part)
-        if not self.staged:
-            return tuple(range(len(layers)))
-        if len(layers) == self.cfg.num_layers:
-            return self.layer_order
-        return stack_order(self.layer_order, self.ranks, layers)
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """The number of each layer's stack, and its row there."""
+        orders = enumerate(self.orders)
+        places = {layer: (i, row) for i, order in orders for row, layer in enumerate(order)}
+        return [places[layer] for layer in range(self.cfg.num_layers)]
 
     def __call__(
         self,
@@ -206,85 +183,20 @@ class Transformer(nnx.Module):
         )
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
-        found = []
-        for run in self._runs(inputs.fp8):
-            alike = dataclasses.replace(inputs, window=run.window, fp8=run.fp8)
-            kind, start, count = run.feed_forward, run.layers.start, len(run.layers)
-            first_of_kind = start - self.layers_with(kind).start
-            block = self.blocks.layers(kind, count, start, first_of_kind)
-            part = block, cut(alike.stacked, start, start + count)
-            scan = self._scanned
-            if inputs.lowering.gathers_ahead and count > 1:
-                scan = functools.partial(self._prefetched, offload=offload)
-            with jax.named_scope("layers"):
-                x_BRD, out = scan(x_BRD, part, alike, remat)
-            found.append(out)
-        caches, routers = zip(*found, strict=True)
-        routers = [router for router in routers if router is not None]
+        outputs = []
+        for stack, layers in zip(self.stacks, self.cfg.stacks, strict=True):
+            for piece in pieces(stack, layers, inputs):
+                with jax.named_scope("layers"):
+                    x_BRD, output = run(piece, x_BRD, remat, offload)
+                outputs.append(output)
+        routers = [output.routed for output in outputs if output.routed is not None]
         balance = sum((jnp.sum(router.balance_BR) for router in routers), jnp.float32(0.0))
         statistics_LZ = _joined([router.statistics_Z for router in routers]) if routers else None
         cache = None
         if inputs.cache is not None:
-            cache = (*_joined(caches), inputs.cache[2] + tokens_BT.shape[1])
+            keys, values = _joined([output.kv for output in outputs if output.kv is not None])
+            cache = keys, values, inputs.cache[2] + tokens_BT.shape[1]
         return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache)
-
-    def _scanned(self, x_BRD: jax.Array, part: tuple, inputs: LayerInputs, remat: Callable):
-        """Run layers that are alike, each of which gathers its own parameters.
-
-        `part` are their parameters and their parts of `inputs.stacked`. Returns the residual stream, and keys with
-        values and `Routed` of each layer.
-        """
-
-        def layer(x_BRD, part):
-            block, own = part
-            own = inputs.of_layer(own)
-            x_BRD, routed, cache = block.gather_params(own)(x_BRD, own)
-            return x_BRD, (cache and cache[:2], routed)
-
-        return jax.lax.scan(remat(layer), x_BRD, part)
-
-    def _prefetched(
-        self,
-        x_BRD: jax.Array,
-        part: tuple,
-        inputs: LayerInputs,
-        remat: Callable,
-        offload: Sequence[str],
-    ):
-        """Run layers that are alike, the parameters of the next one gathered while this one computes."""
-        block, own = part
-
-        def run(block, x_BRD, inputs, own):
-            x_BRD, routed, _ = block(x_BRD, inputs.of_layer(own))
-            if routed is None:
-                return x_BRD, jnp.float32(0.0)
-            return x_BRD, routed.balance_BR, routed.statistics_Z
-
-        def gather(block, own):
-            return block.gather_params(inputs.of_layer(own))
-
-        sums = functools.partial(map_params, leave_sums) if inputs.lowering.sums_late else None
-        layer = Layer(gather, remat(run), sums)
-        # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
-        around = dataclasses.replace(inputs, fp8=None)
-        x_BRD, (balance_LBR, *statistics) = prefetch_scan(
-            layer, block, own, x_BRD, around, lowering=inputs.lowering, offload=offload
-        )
-        return x_BRD, (None, Routed(balance_LBR, *statistics) if statistics else None)
-
-    def _runs(self, fp8: Fp8 | None) -> list[LayerRun]:
-        """Group the layers into runs that are alike."""
-        cfg, runs = self.cfg, []
-
-        def traits(layer: int) -> tuple:
-            in_fp8 = fp8 is not None and fp8.recipe.covers(layer, cfg.num_layers)
-            return cfg.loop_window(layer), cfg.feed_forward(layer), in_fp8
-
-        for (window, kind, in_fp8), group in itertools.groupby(range(cfg.num_layers), traits):
-            first, *rest = group
-            layers = range(first, first + 1 + len(rest))
-            runs.append(LayerRun(layers, window, kind, fp8 if in_fp8 else None))
-        return runs
 
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Look up the residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
@@ -335,3 +247,26 @@ class Transformer(nnx.Module):
     def unembed(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
         """Return logits `[B, T, V]` float32 of hidden states after the final norm: of `logits` and `generate`."""
         return einsum("BTD,DV->BTV", x_BTD, head_DV, dtype=jnp.float32)
+
+
+def map_with_order[Tree](fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Return `fn(order, array, *arrays of others)` for each array of a tree.
+
+    In a `Transformer` the order is that of the array's stack; an array of no stack has None.
+    """
+
+    def is_model(x: object) -> bool:
+        return isinstance(x, Transformer)
+
+    def leaves(order: LayerOrder | None, *trees):
+        return jax.tree.map(functools.partial(fn, order), *trees)
+
+    def node(x, *same):
+        if not is_model(x):
+            return fn(None, x, *same)
+        models = x, *same
+        rows = zip(x.orders, *(model.stacks for model in models), strict=True)
+        stacks = [leaves(*row) for row in rows]
+        return leaves(None, *(model.with_stacks(()) for model in models)).with_stacks(stacks)
+
+    return jax.tree.map(node, tree, *others, is_leaf=is_model)

@@ -44,7 +44,7 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
 
     def leaf(path, value):
         match jax.tree_util.keystr(path, simple=True, separator=".").split("."):
-            case ["blocks", "moe", "bias", "value"]:
+            case ["stacks", _, "moe", "bias", "value"]:
                 return value + rate * missing[: len(value)]
             case ["mtp", _, "block", "moe", "bias", "value"]:
                 return value + rate * next(of_modules)

@@ -10,24 +10,23 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import FP8, Config
 from ultrascale_jax.config.lowering import Lowering
-from ultrascale_jax.models.block import ATTENTION_PARTS, MLP_NORMS, PARTS, BlockStack
-from ultrascale_jax.models.inputs import LayerInputs
-from ultrascale_jax.models.layers import MLP, each_param, map_params
+from ultrascale_jax.models.block import Block
+from ultrascale_jax.models.layers import each_param, map_params
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
-from ultrascale_jax.parallel.pipeline.rows import Rows, either
+from ultrascale_jax.parallel.pipeline.rows import Rows
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, specs, varying
+from ultrascale_jax.train_step import mixed_stages
 from ultrascale_jax.train_step.objective import Sums
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
@@ -47,11 +46,13 @@ def gradients(
     """Compute what `step.gradients` does; the layers of the statistics lie as those of the parameters."""
 
     def region(params, parts, weights):
-        loss, grads, routed = _run(cfg, schedules.of_config(cfg), params, parts, *weights)
+        model = _in_use(cfg, params)
+        loss, grads, routed = _run(cfg, schedules.of_config(cfg), model, parts, *weights)
         assert grads is not None
         if routed is not None:
             routed = jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"})))
-        return loss, reduce_gradients(grads, params), routed
+        grads = reduce_gradients(grads, model)
+        return loss, mixed_stages.by_stack(grads, params) if _is_mixed(cfg) else grads, routed
 
     rest, routed = specs(params), None if cfg.model.experts is None else P("pp")
     run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest, routed))
@@ -65,7 +66,8 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
     forward = forward_only(table.ranks, table.virtual, table.placement, cfg.train.microbatches)
 
     def region(params, parts, weight):
-        return _run(cfg, forward, params, parts, weight, jnp.zeros_like(weight))[0]
+        model = _in_use(cfg, params)
+        return _run(cfg, forward, model, parts, weight, jnp.zeros_like(weight))[0]
 
     run = smap(region, in_specs=(specs(params), act("MBT"), P()), out_specs=P())
     return run(params, parts, weight)
@@ -86,22 +88,19 @@ def _run(
     out = pipeline(
         schedule,
         _stages(cfg, params, position_weight, router_weight),
-        used.blocks,
-        used.with_blocks(None),
+        tuple(used.stacks),
+        used.with_stacks(()),
         parts,
         stash=cfg.pp.stash,
-        order=params.layer_order,
-        rows=_rows(cfg, params),
+        order=params.orders[0],
+        rows=mixed_stages.rows_by_position(params) if _is_mixed(cfg) else None,
     )
     loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
     grads = None
     if out.blocks is not None:
         blocks = map_params(partial(_from_model_dim_first, cfg), out.blocks)
-        grads = out.shared.with_blocks(blocks)
-    routed = out.statistics
-    if routed is not None and _is_mixed(cfg):
-        routed = _of_experts(params, routed)
-    return loss, grads, routed
+        grads = out.shared.with_stacks(blocks)
+    return loss, grads, out.statistics
 
 
 def _has_model_dim_first(cfg: Config, dims: str) -> bool:
@@ -119,32 +118,16 @@ def _from_model_dim_first(cfg: Config, sums: jax.Array, dims: str, _) -> jax.Arr
 
 def _is_mixed(cfg: Config) -> bool:
     """Return whether some layers have experts and others do not."""
-    return 0 < cfg.model.dense_layers < cfg.model.num_layers
+    return len(cfg.model.stacks) > 1
 
 
-def _rows(cfg: Config, params: Transformer) -> list[np.ndarray] | None:
-    """Make the argument `rows` of `pipeline`: the rows of layers in the stacks of one kind of feed-forward layer."""
+def _in_use(cfg: Config, params: Transformer) -> Transformer:
+    """Return the model with its layers by position, on this device's shards."""
     if not _is_mixed(cfg):
-        return None
-
-    def table(path) -> np.ndarray:
-        part = jax.tree_util.keystr(path[:1], simple=True)
-        stack, first = params.layer_order_of(f"blocks.{part}."), params.layers_with(part).start
-        rows = schedules.stack_rows(params.layer_order, stack, params.ranks, first)
-        return np.array(rows, np.int32)
-
-    return [table(path) for path, _ in jax.tree.leaves_with_path(params.blocks)]
-
-
-def _of_experts(params: Transformer, statistics: jax.Array) -> jax.Array:
-    """Convert a rank's statistics by position to rows of the stack of experts."""
-    order, size = params.layer_order, len(statistics)
-    stack, first = params.layer_order_of("blocks.moe."), params.layers_with("moe").start
-    # A row that pads the stack gets an index beyond the end, which reads 0.
-    places = [size if i is None else order.index(first + i) % size for i in stack]
-    places = np.reshape(places, (params.ranks, -1)).astype(np.int32)
-    here = jnp.asarray(places)[jax.lax.axis_index("pp")]
-    return statistics.at[here].get(mode="fill", fill_value=0)
+        return params
+    order = schedules.order_of_config(cfg)
+    assert order is not None
+    return mixed_stages.by_position(params, order)
 
 
 def _stages(
@@ -155,15 +138,16 @@ def _stages(
     dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
     fp8 = fp8_of(cfg, params)
 
-    def layer(blocks: BlockStack, x_BRD, context, number, rows: Rows | None = None):
+    def layer(blocks: tuple[Block, ...], x_BRD, context, number, rows: Rows | None = None):
         inputs, router_weight = context
         inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
-
+        block, *mlps = blocks
         if rows is None:
-            x_BRD, routed, sums = blocks.block(*PARTS).gather_params(inputs)(x_BRD, inputs)
+            x_BRD, routed, sums = block.gather_params(inputs)(x_BRD, inputs)
         else:
-            x_BRD = blocks.block(*ATTENTION_PARTS).gather_params(inputs).attend(x_BRD, inputs)[0]
-            x_BRD, routed, sums = _feed_forward(blocks, x_BRD, inputs, number < dense, rows)
+            [mlp_sums] = mlps
+            is_dense = number < dense
+            x_BRD, routed, sums = mixed_stages.run(block, mlp_sums, x_BRD, inputs, is_dense, rows)
         if routed is None:
             return x_BRD, jnp.float32(0.0)
         aux = router_weight * jnp.sum(routed.balance_BR)
@@ -188,10 +172,8 @@ def _stages(
 
         return to_sums
 
-    def is_dense_part(path, _) -> bool:
-        return jax.tree_util.keystr(path[:1], simple=True) == "mlp"
-
-    one, shared = jax.tree.map(lambda p: p[0], params.blocks), params.with_blocks(None)
+    one = tuple(jax.tree.map(lambda p: p[0], params.stacks))
+    shared = params.with_stacks(())
     return Stages(
         layer=remat(cfg)(layer),
         embed=embed,
@@ -202,27 +184,6 @@ def _stages(
         accumulate=each_param(accumulate, one),
         accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
         numbered=True,
-        # In a stage with layers of both kinds only the branch of dense layers reads their parameters.
-        in_place=jax.tree.map_with_path(is_dense_part, one) if _is_mixed(cfg) else None,
+        in_place=mixed_stages.in_place(one) if _is_mixed(cfg) else None,
         hides_exchanges=Lowering.of(cfg).orders_exchanges,
     )
-
-
-def _feed_forward(blocks: BlockStack, x_BRD, inputs: LayerInputs, is_dense: jax.Array, rows: Rows):
-    """Run the second half of a layer with experts or without: as `Block.feed`, with the sums of `rows.either`."""
-    sums, tree = jax.tree.flatten(blocks.block("mlp"))
-    block = blocks.block(*MLP_NORMS, "moe").gather_params(inputs)
-
-    def mlp(leaves, inputs, x_BRD):
-        with jax.named_scope("mlp"):
-            return jax.tree.unflatten(tree, leaves).gather_params(inputs).parts["mlp"](x_BRD)
-
-    def run_shared(shared: MLP | None, x_BRD):
-        return jnp.zeros_like(x_BRD) if shared is None else shared(x_BRD)
-
-    def dense_or_shared(shared: MLP | None, x_BRD):
-        return either(mlp, run_shared, is_dense, rows, inputs, sums, shared, x_BRD)
-
-    # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
-    dense = is_dense, dense_or_shared
-    return block.feed(x_BRD, block.parts["moe"], inputs.moe, dense)

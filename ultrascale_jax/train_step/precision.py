@@ -45,7 +45,7 @@ def fp8_of(cfg: Config, params: Transformer) -> Fp8 | None:
         return None
     if how.scaling != "tensor":
         return Fp8(how, {})
-    return Fp8(how, weight_amaxes(params.blocks, params.layer_order_of, cfg.model.num_layers))
+    return Fp8(how, weight_amaxes(params.stacks, params.orders, cfg.model.num_layers))
 
 
 def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> LayerInputs:

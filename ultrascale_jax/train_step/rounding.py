@@ -4,6 +4,7 @@ The nearest bfloat16 of a number is up to 1/512 away, so a running average that 
 If it is rounded up with the probability of the lost fraction, it moves by the right amount on average.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.models.transformer import Transformer, map_with_order
+from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 
 
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
@@ -43,13 +45,12 @@ def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
 
 def random_bits(key: jax.Array, params: Transformer) -> Transformer:
     """Return 32 random bits for each element of the parameters, in their shardings, whatever a layer's row."""
-    paths, tree = jax.tree.flatten_with_path(params)
+    numbers = itertools.count()
 
-    def leaf(number: int, path: tuple, x: jax.Array) -> jax.Array:
-        leaf_key, spec = jax.random.fold_in(key, number), jax.typeof(x).sharding.spec
-        if str(path[0]) != ".blocks":
+    def leaf(order: LayerOrder | None, x: jax.Array) -> jax.Array:
+        leaf_key, spec = jax.random.fold_in(key, next(numbers)), jax.typeof(x).sharding.spec
+        if order is None:
             return jax.random.bits(leaf_key, x.shape, jnp.uint32, out_sharding=spec)
-        order = params.layer_order_of(jax.tree_util.keystr(path, simple=True, separator="."))
         layers = np.array([layer or 0 for layer in order])  # padding is zero, and zero stays zero
         keys = jax.vmap(lambda layer: jax.random.fold_in(leaf_key, layer))(layers)
         keys = jax.reshard(keys, P(*spec.partitions[:1]))
@@ -58,7 +59,7 @@ def random_bits(key: jax.Array, params: Transformer) -> Transformer:
             lambda key: jax.random.bits(key, x.shape[1:], jnp.uint32, out_sharding=row)
         )(keys)
 
-    return jax.tree.unflatten(tree, [leaf(i, path, x) for i, (path, x) in enumerate(paths)])
+    return map_with_order(leaf, params)
 
 
 def _cast(state: Any, dtype: jax.typing.DTypeLike) -> Any:

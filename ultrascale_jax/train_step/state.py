@@ -2,7 +2,7 @@
 
 In a pipeline the stacked layers rest in the order of its stages: rank after rank, and on each rank stage after stage.
 All stages have the length of the longest; layers of zeros pad the others. A checkpoint does not depend on the pipeline:
-it holds `[L, ...]`, the layers as the model runs them.
+it holds each stack `[L, ...]` in the order of the layers.
 """
 
 import dataclasses
@@ -19,11 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.models.fp8 import is_variable
-from ultrascale_jax.models.layers import each_param, map_params
+from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.lora import add_adapters, split_adapters
 from ultrascale_jax.models.partition import combine, partition
-from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.models.transformer import Transformer, map_with_order
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.mesh import check_mesh
@@ -64,19 +63,6 @@ class TrainState:
         return self.params if self.frozen is None else combine(self.params, self.frozen)
 
 
-type LayerOrderOf = Callable[[str], LayerOrder]
-"""Layer at each position of an array, by its dotted path: `Transformer.layer_order_of`."""
-
-
-def layer_order(cfg: Config) -> LayerOrder | None:
-    """Return the layer at each position by the schedule's stages; None if positions follow the model."""
-    if cfg.mesh.pp == 1:
-        return None
-    table, model = schedules.of_config(cfg), cfg.model
-    stages = table.ranks, table.virtual, table.placement
-    return schedules.layer_order(*stages, model.num_layers, model.dense_layers)
-
-
 def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainState:
     """Make a fresh state inside the current mesh; call it under `jax.jit`."""
     is_model = isinstance(model, type) and issubclass(model, Transformer)
@@ -87,8 +73,10 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
             check_shards(dims, value.shape)
         return jax.reshard(value, stored_spec(dims, value.shape, zero=cfg.train.zero))
 
-    key, order = jax.random.key(cfg.train.seed), layer_order(cfg)
-    made = model(cfg.model, key, order, cfg.mesh.pp, kernels=cfg.kernels)
+    key, orders = jax.random.key(cfg.train.seed), None
+    if (order := schedules.order_of_config(cfg)) is not None:
+        orders = schedules.stack_orders(order, cfg.mesh.pp, cfg.model.dense_layers)
+    made = model(cfg.model, key, orders, kernels=cfg.kernels)
     if cfg.train.lora.enabled:
         made = add_adapters(made, cfg.train.lora, jax.random.fold_in(key, 1))
     return fresh_state(cfg, map_params(rest, made))
@@ -188,69 +176,72 @@ def abstract_state(
     return jax.tree.map(place, state)
 
 
-def to_checkpoint_layout[Tree](tree: Tree, layer_order_of: LayerOrderOf) -> Tree:
-    """Convert arrays with layers in `layer_order_of` to the layout of a checkpoint; copy only layers that move.
+def to_checkpoint_layout[Tree](tree: Tree) -> Tree:
+    """Convert the stacks in a state, or a model, to the layout of a checkpoint; copy only those whose layers move.
 
     On the devices: between two steps the room of the step's gradients and activations is free.
     """
 
-    def leaf(x: jax.Array, order: LayerOrder) -> jax.Array:
-        rows = tuple(order.index(layer) for layer in range(_num_layers(order)))
+    def move(order: LayerOrder, x: jax.Array) -> jax.Array:
+        rows = tuple(order.index(layer) for layer in _sorted(order))
         return _take(x, rows, _travelling(x), _travelling(x))
 
-    return _map_with_order(leaf, layer_order_of, tree)
+    return _map_moving(move, tree)
 
 
-def checkpoint_layout_shapes[Tree](tree: Tree, layer_order_of: LayerOrderOf) -> Tree:
+def checkpoint_layout_shapes[Tree](tree: Tree) -> Tree:
     """Return the shapes and shardings of `to_checkpoint_layout` for these arrays."""
 
-    def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.ShapeDtypeStruct:
-        shape = (_num_layers(order), *s.shape[1:])
+    def move(order: LayerOrder, s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (len(_sorted(order)), *s.shape[1:])
         return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
 
-    return _map_with_order(leaf, layer_order_of, tree)
+    return _map_moving(move, tree)
 
 
-def from_checkpoint_layout[Tree](tree: Tree, like: Tree, layer_order_of: LayerOrderOf) -> Tree:
+def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
     """Invert `to_checkpoint_layout`, in the shardings of `like`; free the arrays of `tree` that it copies."""
 
-    def leaf(s: jax.ShapeDtypeStruct, order: LayerOrder, x: jax.Array) -> jax.Array:
-        moved = _take(x, order, x.sharding, s.sharding)
+    def move(order: LayerOrder, s: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+        layers = _sorted(order)
+        rows = tuple(None if layer is None else layers.index(layer) for layer in order)
+        moved = _take(x, rows, x.sharding, s.sharding)
         x.delete()  # one by one, or the device would hold all of them twice
         return moved
 
-    return _map_with_order(leaf, layer_order_of, like, tree)
+    return _map_moving(move, like, tree)
 
 
-def _map_with_order[Tree](
-    leaf: Callable, layer_order_of: LayerOrderOf, tree: Tree, *rest: Tree
-) -> Tree:
-    """Return `leaf(array, its order, *arrays of rest)` of each stack of layers that a checkpoint has in another order.
+def _map_moving[Tree](move: Callable, tree: Tree, *others: Tree) -> Tree:
+    """Return `move(order, array, *arrays of others)` for stacks that a checkpoint has in another order.
 
-    Another array is that of the last tree. Parameters and most moments know their dims; moments in a list (Muon's) are
-    those of the parameters in their order.
+    Another array is that of the last tree. Moments are models, too, or in a list (Muon's) those of the parameters.
     """
-    models = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Transformer))
-    params = next(x for x in models if isinstance(x, Transformer))
-    stacked = each_param(lambda value, dims, act_dims: dims.startswith("L"), params)
 
-    def apply(path, x, *others):
-        if is_variable(x):
-            arrays = [variable.get_value() for variable in (x, *others)]
-            is_stack = arrays[0] is not None and arrays[0].ndim > len(x.dims)
-        else:
-            arrays, key = (x, *others), path[-1]
-            is_stack = isinstance(key, jax.tree_util.SequenceKey) and stacked[key.idx]
-        order = layer_order_of(jax.tree_util.keystr(path, simple=True, separator="."))
-        moves = is_stack and order != tuple(range(len(order)))
-        array = leaf(arrays[0], order, *arrays[1:]) if moves else arrays[-1]
-        return x.replace(array) if is_variable(x) else array
+    def is_model(x: object) -> bool:
+        return isinstance(x, Transformer)
 
-    return jax.tree.map_with_path(apply, tree, *rest, is_leaf=is_variable)
+    def leaf(order: LayerOrder | None, *arrays):
+        stays = order is None or list(order) == _sorted(order)
+        return arrays[-1] if stays else move(order, *arrays)
+
+    params = next(x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x))
+    orders = jax.tree.leaves(
+        map_with_order(lambda order, _: functools.partial(leaf, order), params)
+    )
+
+    def node(path, x, *same):
+        if is_model(x):
+            return map_with_order(leaf, x, *same)
+        in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
+        return orders[path[-1].idx](x, *same) if in_list else (x, *same)[-1]
+
+    return jax.tree.map_with_path(node, tree, *others, is_leaf=is_model)
 
 
-def _num_layers(order: LayerOrder) -> int:
-    return len(order) - order.count(None)
+def _sorted(order: LayerOrder) -> list[int]:
+    """Return the layers of a stack as a checkpoint holds them."""
+    return sorted(layer for layer in order if layer is not None)
 
 
 def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:

@@ -111,30 +111,29 @@ def stage_layers(stages: int, num_layers: int, dense: int = 0) -> tuple[int, ...
     return (each,) * short + orders.divided(num_layers - short * each, stages - short)
 
 
-def stack_order(order: LayerOrder, ranks: int, layers: range) -> LayerOrder:
-    """Return the layer at each position of a stack of `layers` alone, counted from their first; None is padding.
+def order_of_config(cfg: Config) -> LayerOrder | None:
+    """Return the `layer_order` of a run; None without a pipeline."""
+    if cfg.mesh.pp == 1:
+        return None
+    table, model = of_config(cfg), cfg.model
+    stages = table.ranks, table.virtual, table.placement
+    return layer_order(*stages, model.num_layers, model.dense_layers)
 
-    Each rank holds its own in the sequence of `order`, and all have as many positions as the fullest needs.
+
+def stack_orders(order: LayerOrder, ranks: int, dense: int) -> tuple[LayerOrder, ...]:
+    """Return the layer at each row of a model's stacks, rank after rank; None is padding.
+
+    Layers of one kind are one stack, in the `layer_order` given. If the first `dense` are of another kind, those are
+    the first stack, of which each rank has as many rows as the fullest needs; the others rest at their positions in
+    `order`, so that their row is their place in a rank's loop.
     """
+    if not 0 < dense < len(order) - order.count(None):
+        return (order,)
     size = len(order) // ranks
-    parts = [
-        [i - layers.start for i in order[first : first + size] if i is not None and i in layers]
-        for first in range(0, len(order), size)
+    held = [
+        [i for i in order[start : start + size] if i is not None and i < dense]
+        for start in range(0, len(order), size)
     ]
-    most = max(map(len, parts))
-    return tuple(number for part in parts for number in (*part, *(None,) * (most - len(part))))
-
-
-def stack_rows(order: LayerOrder, stack: LayerOrder, ranks: int, first: int) -> list[list[int]]:
-    """Return, by rank and position in `order`, the row of the rank's part of `stack` with that layer; 0 if none has it.
-
-    The layers of `stack` are numbered from `first` on.
-    """
-    parts = [
-        [(part[r * len(part) // ranks : (r + 1) * len(part) // ranks]) for part in (order, stack)]
-        for r in range(ranks)
-    ]
-    return [
-        [own.index(i - first) if i is not None and i - first in own else 0 for i in here]
-        for here, own in parts
-    ]
+    most = max(map(len, held))
+    first = tuple(i for part in held for i in (*part, *(None,) * (most - len(part))))
+    return first, tuple(None if i is None or i < dense else i for i in order)

@@ -29,6 +29,8 @@ class Weights:
     """One matrix of all routed experts of a layer."""
     layers: float
     """Layers."""
+    padding: float = 0.0
+    """Matrices of attention in rows of padding, which only rest (`schedules.stack_orders`)."""
 
     @property
     def blocks(self) -> float:
@@ -41,7 +43,7 @@ def weights_of(run: Run) -> Weights:
 
     Kv heads that the tensor group outnumbers are on all its GPUs, and so are the router, what makes the latents of
     latent attention, and the projections of `model.mtp_layers`. Every rank of a pipeline has as many layers as the
-    fullest, as many of each kind as the fullest of that kind, and its part of the vocabulary.
+    fullest, as many rows of each kind as its stack has, and its part of the vocabulary.
     """
     shape, mesh, found = run.shape, run.mesh, run.shape.experts
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers
@@ -51,9 +53,10 @@ def weights_of(run: Run) -> Weights:
     if found is not None:
         routed = found.num * shape.expert_params / (mesh.ep * t)
         shared = found.shared * shape.expert_params / t + D * found.num
-    mlp, moe = layers * (1 - moe), layers * moe
+    mlp, moe, padding = layers * (1 - moe), layers * moe, 0
     if mesh.pp > 1 and mlp and moe:
-        mlp, moe = pipeline.feed_forward_positions(run)
+        mlp, moe = pipeline.stack_rows(run)
+        padding = mlp + moe - layers
     width = max(shape.d_ff if mlp else 0, shape.shared_width)
     table = shape.vocab_size * D / (t * mesh.pp)
     return Weights(
@@ -68,6 +71,7 @@ def weights_of(run: Run) -> Weights:
         matrix=D * width / t,
         routed=routed / MLP_MATRICES,
         layers=layers,
+        padding=padding * attention,
     )
 
 
@@ -101,7 +105,7 @@ def trained_params(run: Run, weights: Weights) -> float:
     divides it.
     """
     if not run.lora.enabled:
-        return sharded_params(run, weights)
+        return sharded_params(run, weights) + weights.padding / (run.shards if run.zero else 1)
     model_side, other = adapter_sides(run.shape, run.lora)
     shards = run.shards if run.zero else 1
     of_rank = shards if run.lora.rank % shards == 0 else 1

@@ -48,10 +48,10 @@ def counts(run: Run) -> Counts:
     return _counts(_key(run), run.stash)
 
 
-def feed_forward_positions(run: Run) -> tuple[int, int]:
-    """Count the dense layers, and the layers of experts, for which each rank of a pipeline has room."""
+def stack_rows(run: Run) -> tuple[int, int]:
+    """Count the rows that each rank of a pipeline has of the stacks of dense layers, and of layers of experts."""
     layers = run.shape.num_layers
-    return _positions(_key(run), layers, layers - run.shape.moe_layers)
+    return _stack_rows(_key(run), layers, layers - run.shape.moe_layers)
 
 
 def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:
@@ -150,13 +150,12 @@ def _continued(first: Any, second: Any, steps: int) -> Any:
 
 
 @functools.cache
-def _positions(key: Key, layers: int, dense: int) -> tuple[int, int]:
+def _stack_rows(key: Key, layers: int, dense: int) -> tuple[int, int]:
     table = _table(key if key.fewer is None else key._replace(microbatches=key.fewer[0]))
     stages = table.ranks, table.virtual, table.placement
     order = schedules.layer_order(*stages, layers, dense)
-    kinds = range(dense), range(dense, layers)
-    mlp, moe = (len(schedules.stack_order(order, table.ranks, k)) // table.ranks for k in kinds)
-    return mlp, moe
+    first, others = schedules.stack_orders(order, table.ranks, dense)
+    return len(first) // table.ranks, len(others) // table.ranks
 
 
 @functools.lru_cache(8)  # the same table for either stash
