@@ -316,7 +316,7 @@ def broken(folder, damage):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("layers", "must be at most 10000"),
+        ("layers", "must be from 1 to 10000"),
         ("more layers", "missing from the checkpoint"),
         ("width", "a positive integer, at most 2147483647"),
         ("cut", "not a whole safetensors file"),

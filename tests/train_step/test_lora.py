@@ -51,7 +51,7 @@ def test_an_adapters_scale_and_what_its_fields_refuse():
     assert Lora(rank=16, alpha=8.0).scale == 0.5
     assert not Lora().enabled and lora.enabled
     for wrong, named in (
-        ({"rank": -1}, r"rank=-1: must not be negative"),
+        ({"rank": -1}, r"rank=-1: must be from 0 to 100000"),
         ({"rank": 8, "alpha": -1.0}, r"alpha=-1\.0: must not be negative"),
         ({"rank": 8, "targets": ("qproj",)}, r"targets=\('qproj',\): .* one of q_proj"),
         ({"rank": 8, "targets": ()}, r"targets=\(\): name some of q_proj"),

@@ -222,7 +222,7 @@ def test_losses_and_gradient_are_those_of_the_definition_in_float64():
         ({"mesh": {"pp": 2, "fsdp": 1}}, "model.mtp_layers=2: no pipeline runs these modules"),
         ({"train": {"lora": Lora(rank=2)}}, "model.mtp_layers=2: adapters (train.lora) do not"),
         ({"model": {"mtp_layers": T}}, f"model.mtp_layers={T}: must be less than data.seq_len"),
-        ({"model": {"mtp_layers": -1}}, "model.mtp_layers=-1: must not be negative"),
+        ({"model": {"mtp_layers": -1}}, "model.mtp_layers=-1: must be from 0 to 10000"),
         ({"train": {"mtp_weight": 0.0}}, "train.mtp_weight=0.0: must be positive"),
     ],
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from ultrascale_jax.config.section import NonNegative, Section, at_least, at_most
+from ultrascale_jax.config.section import NonNegative, Section, between
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """Projections that can have an adapter, by the names of Hugging Face and PEFT."""
@@ -20,7 +20,7 @@ class Lora(Section, name="train.lora"):
     A run with adapters needs `train.init_from`.
     """
 
-    rank: Annotated[int, at_least(0), at_most(MOST_RANK)] = 0
+    rank: Annotated[int, between(0, MOST_RANK)] = 0
     """Columns of A and rows of B (r); 0: no adapters, all parameters are trained."""
     alpha: NonNegative = 0.0
     """Numerator of the scale; 0: twice the rank."""

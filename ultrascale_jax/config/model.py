@@ -12,7 +12,7 @@ from ultrascale_jax.config.section import (
     Positive,
     Section,
     at_least,
-    at_most,
+    between,
 )
 
 FeedForward = Literal["mlp", "moe"]
@@ -96,13 +96,13 @@ class Experts(Section, name="model.experts"):
     scores, a shared expert, first layers without experts, groups, and a bias instead of a loss that balances.
     """
 
-    num: Annotated[int, at_least(1), at_most(MOST_PARTS)] = 8
+    num: Annotated[int, between(1, MOST_PARTS)] = 8
     """Routed experts of a layer (E)."""
     top_k: Count = 2
     """Routed experts that a token visits (k)."""
     d_ff: Natural = 0
     """Width of one expert (F); 0 is `model.d_ff`, the width of layers without experts."""
-    shared: Annotated[int, at_least(0), at_most(MOST_PARTS)] = 0
+    shared: Annotated[int, between(0, MOST_PARTS)] = 0
     """Experts that every token visits; together one gated layer of `shared` times the width."""
     dense_layers: Natural = 0
     """First layers that have one gated layer of `model.d_ff` instead of experts."""
@@ -163,7 +163,7 @@ class ModelConfig(Section, name="model"):
     activation: Activation = "silu"
     """Function of gate and up in feed-forward layers and experts: silu(gate) * up (Llama), the same with GELU in
     its tanh form (Gemma), or gate * sigmoid(1.702 gate) * (up + 1), both clamped to 7 (gpt-oss)."""
-    num_layers: Annotated[int, at_least(1), at_most(MOST_PARTS)] = 4
+    num_layers: Annotated[int, between(1, MOST_PARTS)] = 4
     """Number of blocks (L)."""
     num_heads: Count = 4
     """Number of query heads (N)."""
@@ -205,7 +205,7 @@ class ModelConfig(Section, name="model"):
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
     """Multi-head latent attention, or none: grouped-query attention."""
-    mtp_layers: Annotated[int, at_least(0), at_most(MOST_PARTS)] = 0
+    mtp_layers: Annotated[int, between(0, MOST_PARTS)] = 0
     """Modules that each predict one token further than the one before (multi-token prediction, DeepSeek-V3): a layer
     like the last one, behind the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
 

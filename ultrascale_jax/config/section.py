@@ -29,9 +29,9 @@ def at_least(least: float) -> Bound:
     return Bound(lambda value: value >= least, fix)
 
 
-def at_most(most: float) -> Bound:
-    """Bound a number from above."""
-    return Bound(lambda value: value <= most, f"must be at most {most}")
+def between(least: float, most: float) -> Bound:
+    """Bound a number from both sides; the bounds themselves are allowed."""
+    return Bound(lambda value: least <= value <= most, f"must be from {least} to {most}")
 
 
 def below(end: float) -> Bound:

@@ -11,7 +11,6 @@ from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.remat import Keep, Policy
 from ultrascale_jax.config.section import (
-    Bound,
     Count,
     Natural,
     NonNegative,
@@ -19,6 +18,7 @@ from ultrascale_jax.config.section import (
     Section,
     at_least,
     below,
+    between,
 )
 
 Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
@@ -29,10 +29,6 @@ FP8 = ("fp8", "fp8_rowwise", "fp8_block")
 AUTO = 0
 """`train.microbatches` that is to be chosen; the command line takes `auto` too, which is the name in `train.remat`."""
 
-SHARE_OF_LR = Bound(lambda ratio: 0 <= ratio <= 1, "is the last rate over optim.lr, from 0 to 1")
-
-WITHOUT_MTP = "must be positive; model.mtp_layers=0 trains without"
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section, name="optim"):
@@ -42,7 +38,7 @@ class OptimConfig(Section, name="optim"):
     """`adamw`, or `muon` for the matrices of the blocks and AdamW for the rest."""
     lr: Positive = 3e-4
     """Peak learning rate."""
-    min_lr_ratio: Annotated[float, SHARE_OF_LR] = 0.1
+    min_lr_ratio: Annotated[float, between(0, 1)] = 0.1
     """Learning rate of the last step of a decay over the peak."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """After the warm-up, or else the first step: `cosine` to the last step, `constant`, or stable and then linear
@@ -67,9 +63,7 @@ class OptimConfig(Section, name="optim"):
     def __post_init__(self):
         super().__post_init__()
         if self.decay_steps and self.schedule != "wsd":
-            self.refuse(
-                "decay_steps", f"{self.schedule} has no such steps; use 0, or optim.schedule=wsd"
-            )
+            self.refuse("decay_steps", f"are those of wsd, not of {self.schedule}; use 0")
         if self.stochastic_rounding and self.moment_dtype == "float32":
             self.refuse("stochastic_rounding", "needs optim.moment_dtype=bfloat16")
         if self.stochastic_rounding and self.name != "adamw":
@@ -101,7 +95,7 @@ class TrainConfig(Section, name="train"):
     """How XLA runs the step: `auto` by the rules of `config/lowering.py`, `plain` by none; results are the same."""
     z_loss: NonNegative = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss."""
-    mtp_weight: Annotated[float, Bound(lambda weight: weight > 0, WITHOUT_MTP)] = 0.3
+    mtp_weight: Positive = 0.3
     """Weight of the mean loss of the `model.mtp_layers` modules, if there are any (lambda in arXiv 2412.19437)."""
     seed: Natural = 0
     """Seed of initialisation and data order."""
@@ -151,10 +145,8 @@ class Fp8Config(Section, name="fp8"):
 
     def check(self, num_layers: int, pp: int) -> None:
         """Refuse what cannot be in a model of so many layers, in so many stages."""
-        first, last = self.bf16_first, self.bf16_last
-        field = "bf16_first" if first else "bf16_last"
-        if first + last >= num_layers:
-            kept = f"with fp8.bf16_last={last} no layer of {num_layers} is left for fp8"
-            self.refuse("bf16_first", f"{kept}; use fewer")
-        if first + last and pp > 1:
-            self.refuse(field, "stages must be alike: use 0, or mesh.pp=1")
+        if self.bf16_first + self.bf16_last >= num_layers:
+            fix = f"with fp8.bf16_last={self.bf16_last} none of {num_layers} layers is in fp8"
+            self.refuse("bf16_first", f"{fix}; use fewer")
+        for name in ("bf16_first", "bf16_last") if pp > 1 else ():
+            self.require(not getattr(self, name), name, "stages must be alike; use 0")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from ultrascale_jax.config.section import Count, Natural, NonNegative, Section, at_least, at_most
+from ultrascale_jax.config.section import Count, Natural, NonNegative, Section, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class WatchConfig(Section, name="watch"):
     """Run a suspicious step again, to tell a fault of the hardware from one of the data; keeps a copy of the state."""
     spike_sigma: NonNegative = 0.0
     """Skip steps whose loss or gradient norm is so many standard deviations above its mean; 0: none."""
-    spike_window: Annotated[int, at_least(2), at_most(100_000)] = 128
+    spike_window: Annotated[int, between(2, 100_000)] = 128
     """Steps over which mean and deviation are taken; before there are so many no step is skipped."""
 
 
