@@ -68,14 +68,14 @@ class RopeScaling(Section, name="model.rope_scaling"):
     @property
     def thresholds(self) -> tuple[float, float]:
         """Turns in `original_seq_len` below which a frequency is divided, and above which it is kept."""
-        own = 32.0 if self.kind == "yarn" else 4.0
-        return self.low_freq_factor, self.high_freq_factor or own
+        default = 32.0 if self.kind == "yarn" else 4.0
+        return self.low_freq_factor, self.high_freq_factor or default
 
     @property
     def magnitude(self) -> float:
         """Factor of cosines and sines."""
-        own = 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
-        return self.attention_factor or own
+        default = 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
+        return self.attention_factor or default
 
     @property
     def score_factor(self) -> float:
@@ -127,9 +127,7 @@ class Experts(Section, name="model.experts"):
         reach = self.num // groups * chosen
         self.require(self.num % groups == 0, "groups", f"must divide num={self.num}")
         self.require(chosen <= groups, "groups_per_token", f"there are only groups={groups}")
-        self.require(
-            self.top_k <= reach, "top_k", f"a token can reach only {reach} experts; use fewer"
-        )
+        self.require(self.top_k <= reach, "top_k", f"a token reaches {reach} experts; use fewer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +198,7 @@ class ModelConfig(Section, name="model"):
     first_window_layer: Natural = 0
     """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
     full_attention_every: Natural = 0
-    """The last of every so many layers ignores `sliding_window` (6 in Gemma 3); 0: none does."""
+    """Every n-th layer ignores `sliding_window` (6 in Gemma 3); 0: none does."""
     experts: Experts | None = None
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
@@ -230,20 +228,17 @@ class ModelConfig(Section, name="model"):
         """Check which layers have a window."""
         every, local = self.full_attention_every, self.rope_theta_local
         if every and self.sliding_window is None:
-            fix = "says which layers have no window; set model.sliding_window too, or use 0"
-            self.refuse("full_attention_every", fix)
+            self.refuse("full_attention_every", "needs model.sliding_window; set it, or use 0")
         if every and self.first_window_layer:
-            fix = "layers follow model.full_attention_every or this, not both; use 0"
-            self.refuse("first_window_layer", fix)
+            self.refuse("first_window_layer", "model.full_attention_every is there; use 0")
         if local and (local < 1 or not every):
-            fix = "must be at least 1 where model.full_attention_every says which layers have windows, and else 0"
+            fix = "must be at least 1 with model.full_attention_every, and 0 without"
             self.refuse("rope_theta_local", fix)
 
     def _check_latent(self, latent: LatentAttention) -> None:
         rope, heads = latent.rope_dim, self.num_heads
         if self.head_dim <= rope:
-            fix = f"must be more than model.latent.rope_dim={rope}, which is a part of it"
-            self.refuse("head_dim", fix)
+            self.refuse("head_dim", f"must be more than model.latent.rope_dim={rope}, its part")
         if latent.v_dim > self.head_dim:
             self.refuse("latent.v_dim", f"must be at most model.head_dim={self.head_dim}")
         if self.num_kv_heads != heads:
