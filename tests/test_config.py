@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import typing
 from ast import AnnAssign, ClassDef, Constant, Expr, parse
 from itertools import pairwise
 
@@ -40,6 +41,7 @@ from ultrascale_jax.config import (
     WatchConfig,
     remat_names,
 )
+from ultrascale_jax.config.section import Section
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import find_cluster
 
@@ -89,6 +91,30 @@ def test_every_field_is_frozen_keyword_only_and_documented(section):
     assert all(field.kw_only for field in dataclasses.fields(section))
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(section(), next(iter(documented)), None)
+
+
+def sections_of(kind, path=""):
+    """Each section below `kind` by its dotted place, also one that a run may have."""
+    for name, hint in typing.get_type_hints(kind).items():
+        for part in (hint, *typing.get_args(hint)):
+            if isinstance(part, type) and issubclass(part, Section):
+                yield f"{path}{name}", part
+                yield from sections_of(part, f"{path}{name}.")
+
+
+def test_an_error_of_a_section_names_the_place_where_it_stands():
+    places = dict(sections_of(Config))
+    assert len(places) == 18 and places["train.lora"] is Lora
+    for place, section in places.items():
+        field = dataclasses.fields(section)[0].name
+        with pytest.raises(UserError, match=rf"^{place}\.{field}=.*: fix$"):
+            section().refuse(field, "fix")
+
+
+def test_a_part_of_the_model_is_one_value_among_the_fields_of_a_run():
+    fields = replaced(Config(), model__experts=Experts()).flat()
+    assert fields["model.experts"] == Experts() and fields["model.latent"] is None
+    assert fields["train.lora.rank"] == 0 and "train.lora" not in fields
 
 
 @pytest.mark.parametrize(
