@@ -188,8 +188,8 @@ def branch_by_window[Masked: Any, Result](
     """
     if full is None or masked.window is None:
         return run(masked)
-    whole = replace(masked, window=None)
-    return jax.lax.cond(full, lambda: run(whole), lambda: run(masked))
+    without_window = replace(masked, window=None)
+    return jax.lax.cond(full, lambda: run(without_window), lambda: run(masked))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

@@ -350,8 +350,8 @@ def _query_steps(ranges: Ranges, S: int) -> jax.Array:
 def _visible_range(ranges: Ranges, queries: int, S: int) -> tuple[jax.Array, jax.Array]:
     """Return the first key that any query of a tile sees, and the one after the last, `[B, T / queries]` both."""
     start, end = (x.reshape(x.shape[0], -1, queries) for x in ranges)
-    some = start < end
-    return jnp.where(some, start, S).min(2), jnp.where(some, end, 0).max(2)
+    sees = start < end
+    return jnp.where(sees, start, S).min(2), jnp.where(sees, end, 0).max(2)
 
 
 def _inside(ranges: Ranges) -> jax.Array:

@@ -4,7 +4,7 @@ A ragged call takes segments of at most L tokens, by their lengths and their pla
 pass cuDNN reserves the queries' gradient in float32 for every segment at length L, `[segments, N, L, H]` (XLA does not
 tell it the total number of tokens), so one call for M documents a row would need M times the gradient. A call here
 takes only the documents of one class of lengths (`document_classes.py`), and its scratch is 4 times the gradient. It
-writes the tokens of its own documents; a select joins the calls.
+writes the tokens of these documents; a select joins the calls.
 
 No GPU has run it: tests model cuDNN's calls in numpy, and compile the program for H100s.
 """
@@ -70,14 +70,13 @@ def find_documents(segment_ids: jax.Array) -> Documents:
     of_token = jnp.broadcast_to(of_token, index.shape)
     segment, classes = jnp.zeros_like(index), []
     for number, (L, room) in enumerate(zip(lengths, rooms, strict=True)):
-        own = first & (of_token == number)
+        begins = first & (of_token == number)
         rows = tokens // L
-        starts = jnp.nonzero(own, size=rows * room, fill_value=tokens)[0].astype(jnp.int32)
-        there = starts < tokens
-        own_lengths = jnp.where(there, length[jnp.minimum(starts, tokens - 1)], 0)
+        starts = jnp.nonzero(begins, size=rows * room, fill_value=tokens)[0].astype(jnp.int32)
+        lengths_here = jnp.where(starts < tokens, length[jnp.minimum(starts, tokens - 1)], 0)
         starts = jnp.pad(starts, (0, rows), constant_values=tokens)
-        classes.append(Segments(own_lengths.reshape(rows, room), starts.reshape(rows, room + 1)))
-        count = jnp.cumsum(own.astype(jnp.int32)) - 1
+        classes.append(Segments(lengths_here.reshape(rows, room), starts.reshape(rows, room + 1)))
+        count = jnp.cumsum(begins.astype(jnp.int32)) - 1
         segment = jnp.where(of_token == number, count, segment)
     # Only the first class can have more documents than its call has room for.
     beyond = (of_token == 0) & (segment >= classes[0].lengths.size)
@@ -95,7 +94,7 @@ def _forward(q, k, v, segment_ids):
         S, N, L = lse_SNL.shape
         at = jnp.minimum(documents.segment, S - 1) * L + jnp.minimum(documents.place, L - 1)
         lses.append(jnp.moveaxis(lse_SNL, 1, 2).reshape(S * L, N)[at].reshape(q.shape[:3]))
-    out, lse = name_attention(*(_of_own_class(documents, x) for x in (outs, lses)))
+    out, lse = name_attention(*(_select_by_class(documents, x) for x in (outs, lses)))
     return out, (q, k, v, out, lse, segment_ids)
 
 
@@ -111,10 +110,10 @@ def _backward(residuals, dout):
         starts = segments.starts.reshape(-1)[: segments.lengths.size]
         at = jnp.minimum(starts[:, None] + jnp.arange(L)[None], segment_ids.size - 1)
         lse_SNL = jnp.moveaxis(lse_flat[at], 1, 2)
-        given = *arrays, lse_SNL, _rows(dout, segments), *segments
-        gradients.append(attention_cudnn.packed_backward(*given))
+        dout_rows = _rows(dout, segments)
+        gradients.append(attention_cudnn.packed_backward(*arrays, lse_SNL, dout_rows, *segments))
     dq, dk, dv = (
-        _of_own_class(documents, [x.reshape(like.shape) for x in parts])
+        _select_by_class(documents, [x.reshape(like.shape) for x in parts])
         for parts, like in zip(zip(*gradients, strict=True), (q, k, v), strict=True)
     )
     return dq, dk, dv, None
@@ -128,11 +127,11 @@ def _rows(x: jax.Array, segments: Segments) -> jax.Array:
     return x.reshape(segments.lengths.shape[0], -1, *x.shape[2:])
 
 
-def _of_own_class(documents: Documents, parts: list[jax.Array]) -> jax.Array:
+def _select_by_class(documents: Documents, parts: list[jax.Array]) -> jax.Array:
     """Select for each token `[B, T, ...]` the part of its class; NaN where no call has room for it."""
     B, T = parts[0].shape[:2]
     of_token = documents.of_token.reshape(B, T, *[1] * (parts[0].ndim - 2))
-    whole = jnp.full_like(parts[0], jnp.nan)
+    selected = jnp.full_like(parts[0], jnp.nan)
     for number, part in enumerate(parts):
-        whole = jnp.where(of_token == number, part, whole)
-    return whole
+        selected = jnp.where(of_token == number, part, selected)
+    return selected

@@ -51,18 +51,7 @@ def products(
     b_scales: jax.Array,
     out_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Return `a b^T` of each group, with scales.
-
-    Args:
-      a: `[G, M, K]` of one of `TYPES`; M, N and K are multiples of 128.
-      a_scales: `[G, M, K / 128]` float32.
-      b: `[G, N, K]` of one of `TYPES`.
-      b_scales: `[G, N / 128, K / 128]` float32, or `[G, N, K / 128]`.
-      out_dtype: bfloat16 or float32.
-
-    Returns:
-      `[G, M, N]`.
-    """
+    """Compute `fp8_matmul` of `[G, M, K]` and `[G, N, K]`, a group at a time."""
     (G, M, K), N = a.shape, b.shape[1]
     waves = 2 if M % (2 * WAVE) == 0 else 1
     height, steps, by_rows = waves * WAVE, K // BLOCK, b_scales.shape[1] == N
@@ -138,14 +127,14 @@ def _step(*refs: Any, tile_scale: Any, waves: int) -> tuple:
             scale = scale * tile_scale
         scale = lax.broadcast_in_dim(scale, total[0].shape, [0])
         plgpu.wgmma_wait(0)
-        product, more = acc[...], []
+        product, sums = acc[...], []
         for start, part in zip(PARTS, total, strict=True):
             scaled = product[:, start : start + PARTS.step] * scale
             if b_scales_s:
                 columns = _load(b_scales_s[0].at[0, pl.ds(start, PARTS.step)], 0)
                 scaled = scaled * lax.broadcast_in_dim(columns, part.shape, [1])
-            more.append(part + scaled)
-        return tuple(more)
+            sums.append(part + scaled)
+        return tuple(sums)
 
     after = []
     for n, total in enumerate(sums):

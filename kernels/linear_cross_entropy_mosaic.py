@@ -52,34 +52,25 @@ BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def statistics(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return for each token the log-sum-exp of its logits, and its target's logit (0 if that is no column of head).
-
-    Args:
-      x: `[M, D]` bfloat16; M is a multiple of 128, D of 64.
-      head: `[D, V]` bfloat16; V is a multiple of 32.
-      targets: `[M]` int32.
-
-    Returns:
-      `[M]` float32, twice.
-    """
+    """Compute `reference_statistics` of x `[M, D]`, head `[D, V]` and targets `[M]`, which are columns of head."""
     M, V = x.shape[0], head.shape[1]
 
     def finish(logits, rows, part, word, out, _):
-        targets_g, lse_g, gold_g = out
+        targets_g, lse_g, target_logit_g = out
         hit = _numbers(logits) == _broadcast(_load(targets_g, rows) - word, logits)
         logits = jnp.where(_numbers(logits) < V - word, logits, LOWEST)
         highest = jnp.max(logits, axis=1)
         total = jnp.sum(jnp.exp(logits - _broadcast(highest, logits)), axis=1)
         lse_g[part, rows] = highest + jnp.log(total)
-        gold_g[part, rows] = jnp.sum(jnp.where(hit, logits, 0.0), axis=1)
+        target_logit_g[part, rows] = jnp.sum(jnp.where(hit, logits, 0.0), axis=1)
 
     # The last tile may have columns beyond V, with logits that are none.
     targets = jnp.where(targets < V, targets, -1)
     parts = jax.ShapeDtypeStruct((-(-V // WIDTH) * WARPGROUPS, M), jnp.float32)
-    lse, gold = _for_each_tile(
+    lse, target_logit = _for_each_half_tile(
         finish, "linear_cross_entropy", x, head, None, V, [targets], [parts] * 2
     )
-    return jax.nn.logsumexp(lse, axis=0), jnp.sum(gold, axis=0)
+    return jax.nn.logsumexp(lse, axis=0), jnp.sum(target_logit, axis=0)
 
 
 def gradient(
@@ -97,14 +88,10 @@ def gradient(
     They are `d_lse * exp(logits - lse)`, and `d_target` more for the target.
 
     Args:
-      x, head, targets: as in `statistics`.
-      lse: log-sum-exp over the whole vocabulary, `[M]` float32.
-      d_lse, d_target: gradients of the log-sum-exp and of the target's logit, `[M]` float32.
+      x, head, targets, lse: arguments and result of `statistics`; `[M]` float32 are lse, and the gradients
+      d_lse, d_target: of the log-sum-exp and of the target's logit.
       start: int32 scalar, a multiple of 256.
-      width: of the result, a multiple of 32; `start + width` is at most V.
-
-    Returns:
-      `[M, width]` bfloat16.
+      width: of the result `[M, width]` bfloat16, a multiple of 32; `start + width` is at most V.
     """
 
     def finish(logits, rows, part, word, out, out_s):
@@ -125,10 +112,10 @@ def gradient(
     out = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
     rows = targets, lse, d_lse, d_target
     name = "linear_cross_entropy_gradient"
-    return _for_each_tile(finish, name, x, head, start, width, rows, [out])[0]
+    return _for_each_half_tile(finish, name, x, head, start, width, rows, [out])[0]
 
 
-def _for_each_tile(
+def _for_each_half_tile(
     finish: Callable,
     name: str,
     x: jax.Array,

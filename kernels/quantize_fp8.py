@@ -46,8 +46,8 @@ def quantize_fp8(
     """Convert `x` to float8, each part times the inverse of its scale.
 
     A scale is the part's largest magnitude over the largest number of `dtype`, rounded up to a power of 2, which loses
-    nothing in products; 1 for a part of zeros (or of values so
-    small that the scale would not be a normal number). Infinities and NaNs give NaNs.
+    nothing in products; 1 for a part of zeros, or of values so small that the scale would not be a normal number.
+    Infinities and NaNs give NaNs.
 
     Args:
       x: `[..., M, K]` bfloat16 or float32; the last block or tile of a dim may be short.
@@ -89,7 +89,10 @@ def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 def _quantize(x, scaling, amax, dtype, implementation, *, both: bool):
     """Quantise x, and its transpose if `both`."""
-    _check(scaling, dtype)
+    if scaling not in ("tensor", "row", "block", "tile"):
+        raise ValueError(f"scaling={scaling!r}: must be tensor, row, block or tile")
+    if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        raise ValueError(f"dtype={dtype}: must be float8_e4m3fn or float8_e5m2")
     if amax is not None:
         if scaling != "tensor":
             raise ValueError(f"amax is given for scaling={scaling!r}: only 'tensor' takes it")
@@ -104,13 +107,6 @@ def _quantize(x, scaling, amax, dtype, implementation, *, both: bool):
         return kernel(x, scaling, dtype, both=both)
     arrays = (x, jnp.swapaxes(x, -1, -2)) if both else (x,)
     return tuple(reference(a, scaling, amax, dtype) for a in arrays)
-
-
-def _check(scaling: str, dtype) -> None:
-    if scaling not in ("tensor", "row", "block", "tile"):
-        raise ValueError(f"scaling={scaling!r}: must be tensor, row, block or tile")
-    if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        raise ValueError(f"dtype={dtype}: must be float8_e4m3fn or float8_e5m2")
 
 
 def reference(x, scaling: Scaling, amax, dtype) -> Quantized:
@@ -154,7 +150,7 @@ def scale_of(amax: jax.Array, dtype) -> jax.Array:
 
 
 def cast(x: jax.Array, inverse: jax.Array, dtype) -> jax.Array:
-    """x times the inverse scales; clipped, since a cast makes of what is too large NaN or infinity."""
+    """Multiply x by the inverse scales, and clip it: a cast makes NaN or infinity of larger numbers."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(x * inverse, -largest, largest).astype(dtype)
 
@@ -172,7 +168,7 @@ def _repeat_over_blocks(
     scales: jax.Array, sizes: tuple[int, int], shape: tuple[int, ...]
 ) -> jax.Array:
     """Repeat each number of `[..., m, k]` over its block: `[..., M, K]`."""
-    *rest, m, k = scales.shape
-    dims = *range(len(rest) + 1), len(rest) + 2
-    blocks = lax.broadcast_in_dim(scales, (*rest, m, sizes[0], k, sizes[1]), dims)
-    return blocks.reshape(*rest, m * sizes[0], k * sizes[1])[..., : shape[-2], : shape[-1]]
+    *batch, m, k = scales.shape
+    dims = *range(len(batch) + 1), len(batch) + 2
+    blocks = lax.broadcast_in_dim(scales, (*batch, m, sizes[0], k, sizes[1]), dims)
+    return blocks.reshape(*batch, m * sizes[0], k * sizes[1])[..., : shape[-2], : shape[-1]]

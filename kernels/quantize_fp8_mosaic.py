@@ -15,9 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.device import cores
 from ultrascale_jax.kernels.pipeline_mosaic import launch
-from ultrascale_jax.kernels.rows_mosaic import LANES, loaded_ahead, share
+from ultrascale_jax.kernels.rows_mosaic import LANES, for_each_part
 
 TILE = 128
 """Rows and columns of a tile, and elements of a block."""
@@ -43,19 +42,11 @@ def quantize(
     both: bool,
     tiles: bool,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return values and scales of x, and with `both` of its transpose.
+    """Return values in `dtype` and scales of x, `[M, K]`, and with `both` those of its transpose.
 
-    Args:
-      x: `[M, K]` bfloat16, multiples of 128.
-      scale_of: scales of an array of largest magnitudes.
-      dtype: of the values.
-      both: whether x is quantised in both orientations.
-      tiles: whether each tile has a scale, or each block of 128 columns.
-
-    Returns:
-      `[M, K]` of `dtype`, and `[M, K / 128]` or `[M / 128, K / 128]` float32; the transpose's.
+    `scale_of` makes scales of largest magnitudes, of each tile if `tiles`, or else of each block of 128 columns.
     """
-    (M, K), turns, programs = x.shape, 2 if both else 1, cores()
+    (M, K), turns = x.shape, 2 if both else 1
     height, width = M // TILE, K // TILE
     shapes = [(M, K), (K, M)][:turns]
     # Blocks below each other are next to each other in memory.
@@ -66,22 +57,21 @@ def quantize(
     def body(x_g, *refs):
         out_g, (x_s, values_s, scales_s, loaded) = refs[: len(out)], refs[len(out) :]
         wg = lax.axis_index("wg")
-        tile_of, count = share(height * width, WARPGROUPS, programs)
 
-        def place(n):
-            return lax.div(tile_of(n), width), lax.rem(tile_of(n), width)
+        def place(tile):
+            return lax.div(tile, width), lax.rem(tile, width)
 
-        def load(n, slot, barrier):
-            rows, columns = (pl.ds(i * TILE, TILE) for i in place(n))
+        def load(tile, slot, barrier):
+            rows, columns = (pl.ds(i * TILE, TILE) for i in place(tile))
             plgpu.copy_gmem_to_smem(x_g.at[rows, columns], x_s.at[wg, slot], barrier)
 
-        def one(n, slot, _):
+        def step(tile, slot, _):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            own_s = x_s.at[wg, slot], values_s.at[wg], None if tiles else scales_s.at[wg]
-            _quantize_tile(scale_of, place(n), *own_s, out_g[:turns], out_g[turns:])
+            refs = x_s.at[wg, slot], values_s.at[wg], None if tiles else scales_s.at[wg]
+            _quantize_tile(scale_of, place(tile), *refs, out_g[:turns], out_g[turns:])
             return ()
 
-        loaded_ahead(one, count, load, loaded, STAGES)
+        for_each_part(height * width, WARPGROUPS, load, step, loaded, STAGES)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     memory = (

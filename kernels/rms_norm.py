@@ -17,7 +17,7 @@ from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 def rms_norm(
     x: jax.Array, weight: jax.Array, *, eps: float, implementation: str = "auto"
 ) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32; differentiable in both.
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32; differentiable in both.
 
     Args:
       x: `[..., D]`.
@@ -39,7 +39,7 @@ def rms_norm(
         f"D up to {mosaic.WIDEST}": D <= mosaic.WIDEST,
     }
     fused = takes_mosaic("norm", implementation, needs, f"{x.dtype} with {weight.dtype}, D={D}")
-    return _rms_norm(*match_vma(x, weight), eps, fused)
+    return (_fused if fused else reference)(*match_vma(x, weight), eps)
 
 
 def reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -50,22 +50,20 @@ def reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale * weight).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x, weight, eps: float, fused: bool):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _fused(x, weight, eps: float):
     return reference(x, weight, eps)
 
 
-def _forward(x, weight, eps: float, fused: bool):
+def _forward(x, weight, eps: float):
     return reference(x, weight, eps), (x, weight)
 
 
-def _backward(eps: float, fused: bool, inputs, dy):
-    if not fused:
-        return jax.vjp(lambda x, weight: reference(x, weight, eps), *inputs)[1](dy)
-    x, weight = inputs
+def _backward(eps: float, residuals, dy):
+    x, weight = residuals
     D = x.shape[-1]
     dx, dw = mosaic.backward(x.reshape(-1, D), weight, dy.reshape(-1, D), eps)
     return dx.reshape(x.shape), dw
 
 
-_rms_norm.defvjp(_forward, _backward)
+_fused.defvjp(_forward, _backward)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ultrascale_jax.kernels.device import cores
 from ultrascale_jax.kernels.pipeline_mosaic import launch
-from ultrascale_jax.kernels.rows_mosaic import LANES, loaded_ahead, share
+from ultrascale_jax.kernels.rows_mosaic import LANES, for_each_part
 
 MULTIPLE = LANES
 """D is a multiple of it: a row is `[D / LANES, LANES]` in memory, since TMA takes at most 256 elements of a dim."""
@@ -69,20 +69,19 @@ def backward(
 
     def body(x_g, dy_g, weight_g, dx_g, dw_g, x_s, dy_s, weight_s, loaded, weight_loaded):
         wg = lax.axis_index("wg")
-        row_of, count = share(M, warpgroups, programs)
         pl.when(wg == 0)(lambda: plgpu.copy_gmem_to_smem(weight_g, weight_s, weight_loaded))
         plgpu.barrier_wait(weight_loaded)
 
-        def load(n, slot, barrier):
-            plgpu.copy_gmem_to_smem(x_g.at[row_of(n)], x_s.at[wg, slot], barrier)
-            plgpu.copy_gmem_to_smem(dy_g.at[row_of(n)], dy_s.at[wg, slot], barrier)
+        def load(row, slot, barrier):
+            plgpu.copy_gmem_to_smem(x_g.at[row], x_s.at[wg, slot], barrier)
+            plgpu.copy_gmem_to_smem(dy_g.at[row], dy_s.at[wg, slot], barrier)
 
-        def one(n, slot, sums):
+        def step(row, slot, sums):
             rows = x_s.at[wg, slot], dy_s.at[wg, slot], weight_s
-            return _pull_back(chunks, eps, *rows, dx_g.at[row_of(n)], sums)
+            return _pull_back(chunks, eps, *rows, dx_g.at[row], sums)
 
         zeros = tuple(chunks.zeros() for _ in chunks.starts)
-        sums = loaded_ahead(one, count, load, loaded, depth, zeros)
+        sums = for_each_part(M, warpgroups, load, step, loaded, depth, zeros)
         for start, values in zip(chunks.starts, sums, strict=True):
             chunks.store(dw_g.at[lax.axis_index("program") * warpgroups + wg], start, values)
 

@@ -1,4 +1,4 @@
-"""Share the loop of kernels on Hopper GPUs that work part by part: each warpgroup takes the next part of its own.
+"""Share the loop of kernels on Hopper GPUs that work part by part: each warpgroup takes every n-th part.
 
 One program runs on each SM. Its warpgroups do not wait for each other; TMA loads their next parts meanwhile.
 """
@@ -6,49 +6,55 @@ One program runs on each SM. Its warpgroups do not wait for each other; TMA load
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ultrascale_jax.kernels.device import cores
+
 LANES = 128
 """Threads of a warpgroup."""
 
 
-def share(total: int, warpgroups: int, programs: int) -> tuple[Callable, jax.Array]:
-    """Return the function from n to the item, of `total`, that is this warpgroup's n-th, and how many it has."""
-    first = lax.axis_index("program") * warpgroups + lax.axis_index("wg")
-    stride = programs * warpgroups
-    return lambda n: first + n * stride, lax.div(total - first + stride - 1, stride)
-
-
-def loaded_ahead(
-    step: Callable, count: jax.Array, load: Callable, loaded: Any, depth: int, state: Any = ()
+def for_each_part(
+    total: int,
+    warpgroups: int,
+    load: Callable,
+    step: Callable,
+    loaded: Any,
+    depth: int,
+    state: Any = (),
 ) -> Any:
-    """Run `step(n, slot, state)` for each n below count while the next `depth` load; return the last state.
+    """Run this warpgroup's steps on its parts, of `total`, while the next `depth` load; return the last state.
 
-    `load(n, slot, barrier)` starts the copies of n into the slot; `loaded` has `depth` barriers for each warpgroup. A
-    step may write to the slot too; what it started to copy from there is copied when it returns.
+    Args:
+      load: `load(part, slot, barrier)` starts the copies of a part into a slot.
+      step: `step(part, slot, state)` returns the next state. It may write to the slot too; copies from there that it
+        started are done when it returns.
+      loaded: `depth` barriers for each warpgroup.
     """
+    wg, stride = lax.axis_index("wg"), cores() * warpgroups
+    first = lax.axis_index("program") * warpgroups + wg
+    count = lax.div(total - first + stride - 1, stride)
 
     def barrier_of(slot):
-        return loaded.at[lax.axis_index("wg") * depth + slot]
+        return loaded.at[wg * depth + slot]
 
     def fetch(n):
         slot = lax.rem(n, depth)
-        pl.when(n < count)(lambda: load(n, slot, barrier_of(slot)))
+        pl.when(n < count)(lambda: load(first + n * stride, slot, barrier_of(slot)))
 
     for n in range(depth):
         fetch(jnp.int32(n))
 
-    def one(n, state):
+    def run(n, state):
         slot = lax.rem(n, depth)
         plgpu.barrier_wait(barrier_of(slot))
-        state = step(n, slot, state)
+        state = step(first + n * stride, slot, state)
         # The next load here comes after all reads and writes.
         plgpu.commit_smem()
         fetch(n + depth)
         return state
 
-    return lax.fori_loop(0, count, one, state)
+    return lax.fori_loop(0, count, run, state)

@@ -1,9 +1,9 @@
 """Compute ring attention on the shards of one mesh axis: send blocks of keys round, and join their results.
 
-A rank's own block needs no other rank. Then, for each distance on the ring, comes a block with the keys of the rank so
-far before; meanwhile the next keys are sent. The backward pass goes round in the same way, and the sums of the keys'
-gradients follow them one step behind, so that sending them too is overlapped with a block. The rank's own block waits
-for none and fills the time until they are home. Equal steps are one loop, compiled once.
+A rank's local block needs no other rank. Then, for each distance on the ring, comes a block with the keys of the rank
+that far before; meanwhile the next keys are sent. The backward pass goes round in the same way, and the sums of the
+keys' gradients follow them one step behind, so that sending them too is overlapped with a block. The local block waits
+for none, and fills the time until the sums are home. Equal steps are one loop, compiled once.
 
 `attention.py` has the public functions, and the strategies.
 """
@@ -48,7 +48,7 @@ class RingSpec:
     """Whether keys and values are gathered, and not sent from rank to rank."""
     window: int | None
     local_mask: bool
-    """The rank's own block needs more than a causal mask."""
+    """The rank's local block needs more than a causal mask."""
     implementation: str
     placed: bool = True
     """Positions are the places in the sequence: only then can a rank be known to be outside the window."""
@@ -120,15 +120,15 @@ def _by_window(run, spec: RingSpec, positions, segment_ids, full, T: int):
 
     Without one, blocks need masks, and so positions, only of documents or of an odd shard.
     """
-    apart = segment_ids is not None or not spec.placed
-    masked = apart or T % spec.chunks > 0
+    has_documents = segment_ids is not None or not spec.placed
+    masked = has_documents or T % spec.chunks > 0
 
-    def one(spec: RingSpec):
+    def run_one(spec: RingSpec):
         if spec.window is not None or full is None:
             return run(spec, positions)
-        return run(replace(spec, local_mask=apart), positions if masked else None)
+        return run(replace(spec, local_mask=has_documents), positions if masked else None)
 
-    return branch_by_window(one, spec, full)
+    return branch_by_window(run_one, spec, full)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,8 +161,8 @@ def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids, full, sinks):
 
 def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
     """Return the result and its log-sum-exp."""
-    own = _own_mask(spec, positions, segment_ids)
-    out, lse = attention_forward(q, k, v, own, implementation=spec.implementation)
+    mask = _local_mask(spec, positions, segment_ids)
+    out, lse = attention_forward(q, k, v, mask, implementation=spec.implementation)
     if distances := spec.distances(q.shape[1]):
         # So the masks are this layer's: else JAX makes those of all distances at once, before the loop over layers.
         documents = jax.lax.optimization_barrier((q, positions, segment_ids))[1:]
@@ -199,11 +199,11 @@ def _ring_bwd(spec: RingSpec, residuals, cotangents):
 
 def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
     """Return the gradients of q, k and v."""
-    T, own = q.shape[1], _own_mask(spec, positions, segment_ids)
+    T, mask = q.shape[1], _local_mask(spec, positions, segment_ids)
     distances = spec.distances(T)
 
     def attend_back(q):
-        return attention_backward(q, k, v, out, lse, dout, own, implementation=spec.implementation)
+        return attention_backward(q, k, v, out, lse, dout, mask, implementation=spec.implementation)
 
     if not distances:
         return attend_back(q)
@@ -226,13 +226,13 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
     start = (jnp.zeros_like(last["q"], jnp.float32),) * spec.chunks
     back = _backward_gathered if spec.gathered else _backward_blocks
     dqs, sums, return_grads = back(spec, distances, keys, start, add)
-    # Not before the ring is through: then sending the sums home is overlapped with the own block.
+    # Not before the ring is through: then sending the sums home is overlapped with the local block.
     q, sums = jax.lax.optimization_barrier((q, sums))
-    theirs = spec.join(return_grads(sums), T, 2)
+    dkv_ring = spec.join(return_grads(sums), T, 2)
     dq, dk, dv = attend_back(q)
     dq = (spec.join(dqs, T) + dq.astype(jnp.float32)).astype(q.dtype)
     dk, dv = (
-        (x + y.astype(jnp.float32)).astype(k.dtype) for x, y in zip(theirs, (dk, dv), strict=True)
+        (x + y.astype(jnp.float32)).astype(k.dtype) for x, y in zip(dkv_ring, (dk, dv), strict=True)
     )
     return dq, dk, dv
 
@@ -240,8 +240,8 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
 ring.defvjp(_ring_fwd, _ring_bwd)
 
 
-def _own_mask(spec: RingSpec, positions, segment_ids) -> BlockMask:
-    """Return the mask of the rank's own block. Its shard is in increasing order, so it is causal by index."""
+def _local_mask(spec: RingSpec, positions, segment_ids) -> BlockMask:
+    """Return the mask of the rank's local block. Its shard is in increasing order, so it is causal by index."""
     if not spec.local_mask:
         return BlockMask(causal=True, window=spec.window)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
@@ -330,8 +330,8 @@ def _backward_blocks(spec: RingSpec, distances: list[int], keys, dqs, add):
             dqs, keys, dkeys = state
             ahead = spec.send(keys, hop) if hop else keys
             arrived = spec.send(dkeys, prev_hop) if prev_hop else 0
-            dqs, more = add(dqs, keys, distance)
-            return (dqs, ahead, arrived + more), None
+            dqs, block_dkeys = add(dqs, keys, distance)
+            return (dqs, ahead, arrived + block_dkeys), None
 
         dqs, keys, dkeys = _repeat(one, (dqs, keys, dkeys), group)
     return dqs, dkeys, functools.partial(spec.send, hop=spec.ranks - distances[-1])
@@ -344,8 +344,9 @@ def _backward_gathered(spec: RingSpec, distances: list[int], keys, dqs, add):
     def one(state, distance):
         dqs, dkeys = state
         owner = (rank - distance) % spec.ranks
-        dqs, more = add(dqs, _at(everyone, owner), distance)
-        return (dqs, jax.lax.dynamic_update_index_in_dim(dkeys, more, owner, axis=0)), None
+        dqs, dkeys_of_owner = add(dqs, _at(everyone, owner), distance)
+        dkeys = jax.lax.dynamic_update_index_in_dim(dkeys, dkeys_of_owner, owner, axis=0)
+        return (dqs, dkeys), None
 
     start = jnp.zeros_like(everyone["kv"], jnp.float32)
     (dqs, dkeys), _ = jax.lax.scan(one, (dqs, start), jnp.array(distances))
