@@ -198,18 +198,15 @@ def run_checks(
     environ = {**os.environ, **environ, SUPERVISOR: str(os.getpid())}
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=limit_s)
-        output, last = (
-            done.stdout,
-            (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1],
-        )
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout or b""
+        end = {"unchecked": f"the check was not done after {limit_s:g} s"}
+    else:
         # SIGKILL is the system's, which lacks memory.
         verdict = "unchecked" if done.returncode == -signal.SIGKILL else "wrong"
-        end = {verdict: f"the check ended with code {done.returncode}: {last[:500]}"}
-    except subprocess.TimeoutExpired as late:
-        output, end = (
-            late.stdout or b"",
-            {"unchecked": f"the check was not done after {limit_s:g} s"},
-        )
+        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        output = done.stdout
+        end = {verdict: f"the check ended with code {done.returncode}: {last_line[:500]}"}
     answers = [json.loads(line) for line in output.splitlines()]
     skipped = {"unchecked": "an earlier check did not end"}
     return [*answers, *[end, *[skipped] * len(wanted)]][: len(wanted)]
