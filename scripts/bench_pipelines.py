@@ -29,6 +29,7 @@ from rich.console import Console
 from scripts.bench.report import Report
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
+from ultrascale_jax.config.section import Count, Section, at_least
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.stages import Stages
@@ -44,12 +45,12 @@ WIDTH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Section):
     """Options of this benchmark."""
 
-    ranks: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (4,)
+    ranks: Annotated[tuple[int, ...], at_least(2), tyro.conf.arg(metavar="N ...")] = (4,)
     """Pipeline ranks (p), as many fake CPU devices."""
-    microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (8, 16)
+    microbatches: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="N ...")] = (8, 16)
     """Micro-batches of a step (m); each is measured with each number of ranks."""
     ms: float = 800.0
     """Milliseconds of each of the three operations of a micro-batch on one rank: 1 / v of it for each of v stages."""
@@ -57,8 +58,9 @@ class Options:
     """JSON file for the figures."""
 
     def __post_init__(self):
-        command_line.require_at_least(2, self, "ranks")
-        command_line.require_at_least(1, self, "microbatches")
+        super().__post_init__()
+        require(len(self.ranks) > 0, "ranks", self.ranks, "must be at least 2")
+        require(len(self.microbatches) > 0, "microbatches", self.microbatches, "name some")
         require(0 < self.ms < math.inf, "ms", self.ms, "must be positive")
 
 

@@ -26,6 +26,7 @@ from scripts.bench import child
 from scripts.bench.report import Report
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import require
+from ultrascale_jax.config.section import Count, Section
 
 TINY_MODEL = (
     "--model.vocab-size 256 --model.d-model 64 --model.d-ff 128 --model.num-layers 2 "
@@ -87,14 +88,14 @@ ENVIRON = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_NUM_CPU_DEVICES": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Section):
     """Options of the benchmark."""
 
     suite: Literal["peer", "gpu", "kernels"] = "peer"
     """`peer`: a small model on one CPU core; `gpu`: Llama 3.2 1B on one GPU; `kernels`: our kernels on one GPU."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for the figures; none is out/bench/SUITE.json."""
-    steps: int = 12
+    steps: Count = 12
     """Steps to time of each contestant, after the first."""
     minutes: float = 15.0
     """Time for everything; a part that has not ended by then is stopped or skipped."""
@@ -102,7 +103,7 @@ class Options:
     """A model of no size, on any device: to try the benchmark itself."""
 
     def __post_init__(self):
-        command_line.require_at_least(1, self, "steps")
+        super().__post_init__()
         require(self.minutes > 0, "minutes", self.minutes, "must be positive")
 
 

@@ -66,9 +66,9 @@ def test_the_command_measures_every_schedule(tmp_path):
 def test_options_that_cannot_be_are_refused():
     with pytest.raises(UserError, match="microbatches"):
         Options(microbatches=(0,))
-    with pytest.raises(UserError, match="ranks=1: must be at least 2"):
+    with pytest.raises(UserError, match=r"ranks=\(4, 1\): must be at least 2"):
         Options(ranks=(4, 1))
-    with pytest.raises(UserError, match="ranks=0: must be at least 2"):
+    with pytest.raises(UserError, match=r"ranks=\(\): must be at least 2"):
         Options(ranks=())
     with pytest.raises(UserError, match="ms"):
         Options(ms=0.0)

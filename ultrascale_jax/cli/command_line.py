@@ -41,7 +41,7 @@ from ultrascale_jax.config import (
     require,
 )
 from ultrascale_jax.config.remat import Policy
-from ultrascale_jax.config.section import Section, check_fields
+from ultrascale_jax.config.section import Section, between, check_fields
 from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.units import whole_number
 
@@ -134,33 +134,21 @@ def parse_remat(text: str) -> Remat:
     return Keep(**kept)
 
 
-def require_at_least(least: int, options: object, *names: str) -> None:
-    """Raise a `UserError` for an option among `names` that is below `least`, or empty; one that is not given passes."""
-    fix = f"must be at least {least}" if least else "must not be negative"
-    for name in names:
-        value = getattr(options, name)
-        for one in (value or (0,)) if isinstance(value, tuple) else (value,):
-            require(one is None or one >= least, name, one, fix)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Section):
     """Options of a command that runs a recipe, beside the configuration."""
 
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
     """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: what
     `plan search` recommends by formula, with ZeRO stage, schedule, micro-batches and recomputation unless named."""
-    fake_devices: Annotated[int | None, option("N", "the real ones")] = None
+    fake_devices: Annotated[
+        int | None, between(1, MOST_FAKE_DEVICES), option("N", "the real ones")
+    ] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
     """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
     named: tyro.conf.Suppress[tuple[str, ...]] = ()
     """The options that the command line has: what they set is not chosen."""
-
-    def __post_init__(self):
-        inside = self.fake_devices is None or 1 <= self.fake_devices <= MOST_FAKE_DEVICES
-        fix = f"must be from 1 to {MOST_FAKE_DEVICES}"
-        require(inside, "fake_devices", self.fake_devices, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

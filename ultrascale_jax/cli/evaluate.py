@@ -25,6 +25,7 @@ from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.models import Opened, ScoreOptions, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.config.section import Count, Natural
 from ultrascale_jax.data.formats import HEAD_BYTES, format_of
 from ultrascale_jax.storage.foreign import parse_json, read_foreign
 
@@ -55,9 +56,9 @@ class Options(ScoreOptions):
     """Tasks of lm-evaluation-harness."""
     include_path: Annotated[str | None, command_line.option("DIR")] = None
     """Folder of tasks of your own, in YAML; a task's Python code runs."""
-    limit: Annotated[int | None, command_line.option("N", "all")] = None
+    limit: Annotated[Count | None, command_line.option("N", "all")] = None
     """Take so many documents of each task."""
-    num_fewshot: Annotated[int | None, command_line.option("N", "the task's")] = None
+    num_fewshot: Annotated[Natural | None, command_line.option("N", "the task's")] = None
     """Solved examples before each question of a task."""
     chat: command_line.Flag = False
     """Put the prompts of tasks into the tokenizer's chat template."""
@@ -66,8 +67,6 @@ class Options(ScoreOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        command_line.require_at_least(1, self, "limit")
-        command_line.require_at_least(0, self, "num_fewshot")
         given = bool(self.source or self.choices or self.tasks)
         fix = "name text by --source, or --choices FILE, or --tasks TASK"
         require(given, "source", self.source, fix)

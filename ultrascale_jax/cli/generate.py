@@ -17,6 +17,7 @@ from ultrascale_jax.cli.models import (
     load_huggingface,
 )
 from ultrascale_jax.config import Config, MeshConfig, require
+from ultrascale_jax.config.section import Count, Natural, NonNegative
 from ultrascale_jax.huggingface.files import GENERATION, is_huggingface
 from ultrascale_jax.storage.foreign import read_json
 
@@ -38,19 +39,17 @@ class Options(ModelOptions):
     """Answer the lines of stdin as turns of one conversation, by the tokenizer's chat template."""
     system: Annotated[str | None, command_line.option("TEXT")] = None
     """With --chat, the system message before the first turn."""
-    num_tokens: int = 200
+    num_tokens: Count = 200
     """Number of tokens to sample; a document that ends earlier ends the text."""
-    temperature: float = 0.8
+    temperature: NonNegative = 0.8
     """Divides the logits: below 1 is more predictable, 0 always takes the most likely token."""
-    top_k: int = 50
+    top_k: Natural = 50
     """Sample among the k most likely tokens; 0 among all."""
-    seed: int = 0
+    seed: Natural = 0
     """Another seed is another text."""
 
     def __post_init__(self):
         super().__post_init__()
-        command_line.require_at_least(0, self, "temperature", "top_k", "seed")
-        command_line.require_at_least(1, self, "num_tokens")
         one = (self.prompt is None) == self.chat
         require(one, "prompt", self.prompt, "give --prompt TEXT, or --chat and no prompt")
         fix = "is for a conversation; add --chat"

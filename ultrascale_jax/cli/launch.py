@@ -18,6 +18,7 @@ from typing import Annotated
 from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config.section import Count, Natural, Section
 from ultrascale_jax.launch.cluster import detect
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.processes import follow_supervisor
@@ -26,21 +27,24 @@ from ultrascale_jax.launch.supervisor import GIVE_UP_S, Supervisor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Section):
     """Options of `ultrascale launch`."""
 
-    processes: Annotated[int | None, command_line.option("N", "one")] = None
+    processes: Annotated[Count | None, command_line.option("N", "one")] = None
     """Processes on this host."""
-    devices_per_process: Annotated[int | None, command_line.option("D", "all that it sees")] = None
+    devices_per_process: Annotated[Count | None, command_line.option("D", "all that it sees")] = (
+        None
+    )
     """Devices of each: the next D GPUs of the host, or D of the CPU."""
-    max_restarts: Annotated[int | None, command_line.option("R", "while there is progress")] = None
+    max_restarts: Annotated[Natural | None, command_line.option("R", "while there is progress")] = (
+        None
+    )
     """Give up after so many restarts."""
     give_up_s: Annotated[float, command_line.option("S")] = GIVE_UP_S
     """Give up when three restarts or more, and so many seconds, have brought no new step."""
 
     def __post_init__(self):
-        command_line.require_at_least(1, self, "processes", "devices_per_process")
-        command_line.require_at_least(0, self, "max_restarts")
+        super().__post_init__()
         require(0 <= self.give_up_s < math.inf, "give_up_s", self.give_up_s, "must be 0 or more")
 
 

@@ -22,6 +22,7 @@ from ultrascale_jax.config import (
     at_home,
     require,
 )
+from ultrascale_jax.config.section import Count, Section, at_least
 from ultrascale_jax.config.training import Precision
 from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.config import read_config
@@ -44,7 +45,7 @@ DEFAULT_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(Section):
     """Options of a command that reads a model."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -60,12 +61,12 @@ class ModelOptions:
     """Step of the run's checkpoint."""
     mesh: Annotated[str | None, command_line.option("AXIS=SIZE,...")] = None
     """Mesh over all devices, as fsdp=4,tp=2."""
-    fake_devices: Annotated[int | None, command_line.option("N", "the real ones")] = None
+    fake_devices: Annotated[Count | None, command_line.option("N", "the real ones")] = None
     """Run on so many fake CPU devices."""
 
     def __post_init__(self):
         object.__setattr__(self, "model", local_model(self.model))
-        command_line.require_at_least(1, self, "fake_devices")
+        super().__post_init__()
 
     def find_devices(self) -> "list[Device]":
         """Return the devices, the fake ones if the options ask for them; `UserError` if `mesh` wants more than one."""
@@ -83,17 +84,12 @@ class ModelOptions:
 class ScoreOptions(ModelOptions):
     """Options of a command that scores texts with a model, which is split over all devices if `mesh` is none."""
 
-    seq_len: Annotated[int | None, command_line.option("T", "the run's")] = None
+    seq_len: Annotated[int | None, at_least(2), command_line.option("T", "the run's")] = None
     """Tokens of a row of text."""
-    batch: Annotated[int | None, command_line.option("ROWS", f"{DEFAULT_ROWS}, or more")] = None
+    batch: Annotated[Count | None, command_line.option("ROWS", f"{DEFAULT_ROWS}, or more")] = None
     """Rows that are scored at once, over all devices."""
     precision: Annotated[Precision | None, command_line.option("TYPE", "the run's, or bf16")] = None
     """Type of compute."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        command_line.require_at_least(1, self, "batch")
-        command_line.require_at_least(2, self, "seq_len")
 
 
 def local_model(name: str) -> str:

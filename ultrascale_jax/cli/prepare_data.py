@@ -41,6 +41,7 @@ from rich.progress import Progress, TimeElapsedColumn, TransferSpeedColumn
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import SpecialTokens, UserError, put_home, require
+from ultrascale_jax.config.section import Count, Section
 from ultrascale_jax.data import chat, preferences, shards, tokenizer
 from ultrascale_jax.data.documents import (
     File,
@@ -55,7 +56,7 @@ from ultrascale_jax.storage.remote import Remote, is_url, matching
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Section):
     """Options of `ultrascale prepare-data`."""
 
     input: str
@@ -79,13 +80,14 @@ class Options:
     """The rows hold preference pairs, `chosen` and `rejected`; on by itself as `chat` is."""
     date: str = ""
     """The date, as 2025-01-31, for chat templates that write today's (`strftime_now`)."""
-    workers: int = os.cpu_count() or 1
+    workers: Count = os.cpu_count() or 1
     """Processes that tokenize."""
-    shard_tokens: int = 1 << 26
+    shard_tokens: Count = 1 << 26
     """Most tokens of a shard, unless one document is longer."""
 
     def __post_init__(self):
         put_home(self, "input", "out", "tokenizer")
+        super().__post_init__()
 
     @property
     def folder(self) -> Path:
@@ -119,7 +121,6 @@ class Options:
 
 def prepare(args: Options) -> shards.Index:
     """Write the shards and return their index; `ValueError` for bad input, or shards of other input or settings."""
-    command_line.require_at_least(1, args, "workers", "shard_tokens")
     fix = "needs --tokenizer bytes: a tokenizer is either given or trained"
     require(not args.train_bpe or args.tokenizer == "bytes", "train_bpe", args.train_bpe, fix)
     require_writable(args)

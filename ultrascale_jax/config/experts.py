@@ -10,7 +10,6 @@ from ultrascale_jax.config.section import Count, NonNegative, Section, at_least
 BIAS_RATE = 0.001
 """`moe.bias_rate` of a run that does not set it (DeepSeek-V3)."""
 
-
 Dispatch = Literal["dropless", "capacity", "allgather"]
 
 

@@ -7,8 +7,7 @@ from ultrascale_jax.config.base import require
 from ultrascale_jax.config.section import check_fields
 
 Policy = Literal["auto", "none", "selective", "dots", "full"]
-"""`none` repeats nothing, `selective` what is cheap for its bytes, `dots` all but products, `full` all; `auto`: the
-fastest that fits."""
+"""What is computed again (`train_step/remat.py`); `auto`: the fastest that fits."""
 
 REMAT_POLICIES: tuple[Policy, ...] = ("none", "selective", "dots", "full")
 """Policies that say what is recomputed, from the one that repeats nothing to the one that repeats all."""

@@ -16,6 +16,7 @@ from ultrascale_jax import units
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config.section import Count
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.report.compiled import CompiledReport, Executed
 
@@ -29,16 +30,11 @@ class Options(common.Options):
 
     dump: Annotated[str | None, command_line.option("DIR")] = None
     """Write step.hlo, summary.json, and trace.json for https://ui.perfetto.dev into this directory."""
-    document_tokens: Annotated[int | None, command_line.option("N", "a whole row")] = None
+    document_tokens: Annotated[Count | None, command_line.option("N", "a whole row")] = None
     """Simulate packed documents of this length, which no program tells."""
     execute: command_line.Flag = False
     """Run the program on this machine's CPU, from a random state and batch, and compare each output with the CPU's own
     step: for tiny recipes."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.document_tokens is not None:
-            command_line.require_at_least(1, self, "document_tokens")
 
 
 def main(argv: list[str]) -> None:

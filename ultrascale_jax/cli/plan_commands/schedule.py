@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
+from ultrascale_jax.config.section import Count, Section
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
@@ -36,14 +37,14 @@ WHEN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Section):
     """Options of `ultrascale plan schedule`."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|FILE.csv")] = ""
     """Name of a schedule, a table, or `auto`, made for the costs; without it all schedules side by side."""
-    ranks: Annotated[int | None, command_line.option("N", "4")] = None
+    ranks: Annotated[Count | None, command_line.option("N", "4")] = None
     """Pipeline ranks (p); a table brings its own."""
-    microbatches: Annotated[int | None, command_line.option("N", "8")] = None
+    microbatches: Annotated[Count | None, command_line.option("N", "8")] = None
     """Micro-batches of a step (m); a table brings its own."""
     virtual: Annotated[int | None, command_line.option("N", "the schedule's")] = None
     """Stages of one rank (v)."""
@@ -51,7 +52,7 @@ class Options:
     """Micro-batches that a rank runs in a row before its next stage."""
     costs: Annotated[str, tyro.conf.arg(metavar="F,B,W")] = "1,1,1"
     """Times of forward pass, input gradient and weight gradient of one micro-batch on one rank."""
-    memory_cap: Annotated[int | None, command_line.option("N", "1F1B's")] = None
+    memory_cap: Annotated[Count | None, command_line.option("N", "1F1B's")] = None
     """For `auto`: most chunks that a rank may keep at once."""
     figure: Annotated[Path | None, command_line.option("FILE.png")] = None
     """Draw the table, or without a name all."""
@@ -65,7 +66,7 @@ class Options:
     """Print one JSON object instead of tables."""
 
     def __post_init__(self):
-        command_line.require_at_least(1, self, "ranks", "microbatches", "memory_cap")
+        super().__post_init__()
         named = self.name != ""
         require(self.csv is None or named, "csv", str(self.csv), "name one schedule")
         if self.figure is not None:

@@ -22,6 +22,7 @@ from ultrascale_jax.cli.plan_commands.words import (
     words,
 )
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.config.section import Count, Natural
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.search import SearchReport
@@ -37,15 +38,10 @@ class Options(common.Options):
     fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
     """Keep to these, as tp=8,pp=1: axes, zero, remat, global_batch, microbatches, sequences, schedule, virtual_stages,
     stash, a2a_groups, ulysses. Among several, as global_batch=256,512, the one with the most tokens/s wins."""
-    top: Annotated[int, tyro.conf.arg(metavar="N")] = 20
+    top: Annotated[Count, tyro.conf.arg(metavar="N")] = 20
     """Number of meshes to list."""
-    compile: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    compile: Annotated[Natural, tyro.conf.arg(metavar="N")] = 8
     """Number of the best to compile and time; 0 trusts the formulas."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        command_line.require_at_least(1, self, "top")
-        command_line.require_at_least(0, self, "compile")
 
 
 def main(argv: list[str]) -> None:
