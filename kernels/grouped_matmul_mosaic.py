@@ -15,6 +15,8 @@ No GPU has run them: tests run them in the GPU interpreter, and compile them for
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,18 +88,13 @@ def products(
             expert, start, first, rows = (plan_g[i, tile] for i in range(4))
             start = pl.multiple_of(start, ALIGNED)
 
-            def finish(values):
-                part_s = out_s.at[lax.axis_index("wg")]
-
-                def copy(part):
-                    offset = column * width + lax.axis_index("wg") * half + part
-                    _store_rows(part_s, y_g, start, first, rows, pl.ds(offset, 64))
-
-                store(values.shape[1], lambda part: values[:, part : part + 64], part_s, copy)
+            def copy(part_s, part):
+                offset = column * width + lax.axis_index("wg") * half + part
+                _store_rows(part_s, y_g, start, first, rows, pl.ds(offset, 64))
 
             steps = jnp.where(expert < E, D // DEPTH, 0)
             operands = x_g, w_g.at[:, jnp.minimum(expert, E - 1)]
-            around = with_accumulator((ROWS, half), finish)
+            around = _stored((ROWS, half), out_s, copy)
             return Tile(operands, specs(start, column), steps, multiply, around)
 
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW)
@@ -143,19 +140,14 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
             start, first, length = (plan_g[i, expert] for i in range(3))
             start = pl.multiple_of(start, ALIGNED)
 
-            def finish(values):
-                part_s = out_s.at[lax.axis_index("wg")]
-
-                def copy(part):
-                    rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
-                    columns = pl.ds(column * width + part, 64)
-                    plgpu.copy_smem_to_gmem(part_s, dw_g.at[rows, expert, columns])
-
-                store(values.shape[1], lambda part: values[:, part : part + 64], part_s, copy)
+            def copy(part_s, part):
+                rows = pl.ds(row * height + lax.axis_index("wg") * half, half)
+                columns = pl.ds(column * width + part, 64)
+                plgpu.copy_smem_to_gmem(part_s, dw_g.at[rows, expert, columns])
 
             steps = lax.div(length + DEPTH - 1, DEPTH)
             step = functools.partial(multiply, first, length)
-            around = with_accumulator((half, width), finish)
+            around = _stored((half, width), out_s, copy)
             return Tile((x_g, dy_g), specs(start, row, column), steps, step, around)
 
         out_s = plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED)
@@ -204,6 +196,19 @@ def _groups(sizes: jax.Array) -> jax.Array:
     aligned = starts // ALIGNED * ALIGNED
     lengths = jnp.where(sizes > 0, ends - aligned, 0)
     return jnp.stack([aligned, starts - aligned, lengths]).astype(jnp.int32)
+
+
+def _stored(shape: tuple[int, int], out_s: Any, copy: Callable) -> Callable:
+    """Return the `around` of a tile that stores its sums, 64 columns at a time, by `copy(buffer, first column)`."""
+    part_s = out_s.at[lax.axis_index("wg")]
+
+    def finish(sums):
+        def values_at(column):
+            return sums[:, column : column + 64]
+
+        store(shape[1], values_at, part_s, functools.partial(copy, part_s))
+
+    return with_accumulator(shape, finish)
 
 
 def _store_rows(out_s, y_g, start, first, rows, columns) -> None:

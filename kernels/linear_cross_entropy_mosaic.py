@@ -141,11 +141,6 @@ def _for_each_half_tile(
             plgpu.BlockSpec((DEPTH, WIDTH), lambda k: (k, column), transforms=swizzled),
         ]
 
-    def multiply(_, x_s, head_s, acc):
-        plgpu.wgmma(acc, x_s, head_s.at[:, pl.ds(lax.axis_index("wg") * HALF, HALF)])
-        plgpu.wgmma_wait(0)
-        return acc
-
     def body(x_g, head_g, *refs):
         first_tile = lax.div(refs[0][0], WIDTH) if starts else 0
 
@@ -159,13 +154,20 @@ def _for_each_half_tile(
                 finish(logits, tokens, part, word, refs[len(starts) :], out_s.at[wg])
 
             around = with_accumulator((ROWS, HALF), finish_part)
-            return Tile((x_g, head_g), specs(row, first_tile + column), steps, multiply, around)
+            return Tile((x_g, head_g), specs(row, first_tile + column), steps, _multiply, around)
 
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), x.dtype, transforms=swizzled)
         grid, chained = (tiles[0] * tiles[1],), steps % STAGES == 0
         for_each_tile(grid, tile_at, (x_g, head_g), specs(0, 0), out_s, chained=chained)
 
     return launch(body, name, out, [x, head, *starts, *rows])
+
+
+def _multiply(_, x_s, head_s, acc):
+    """Add the product of one block to the sums of this warpgroup's half."""
+    plgpu.wgmma(acc, x_s, head_s.at[:, pl.ds(lax.axis_index("wg") * HALF, HALF)])
+    plgpu.wgmma_wait(0)
+    return acc
 
 
 def _load(rows_g: Any, rows: Any) -> jax.Array:
