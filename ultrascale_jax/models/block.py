@@ -74,14 +74,31 @@ def _check_result(part: str, module: Any, y: Any, like: jax.Array) -> None:
     require(same, f"layers.{part}", _name(type(module)), fix)
 
 
-def _check_partial(module: Any, y: jax.Array) -> None:
-    """Refuse an attention's result that is a whole sum: in a pipeline it would be added up once more."""
+def _check_cache(module: Any, cache: Cache | None, inputs: LayerInputs) -> None:
+    """Refuse an attention that returns no cache where there is one."""
+    fix = "returned no cache, which generation needs; `attend` returns one"
+    has_cache = inputs.cache is None or cache is not None
+    require(has_cache, "layers.attention", _name(type(module)), fix)
+
+
+def _summed(module: Any, y: Any) -> jax.Array:
+    """Return `[B, R, D]` of an attention's partial sums `[B, T, D]`, or of these and terms `[B, R, D]`.
+
+    Refuses a whole sum: in a pipeline it would be added up once more.
+    """
+    partial_BTD, *terms_BRD = y if isinstance(y, tuple) else (y,)
     axes = {axis for axis in TENSOR if mesh_size(axis) > 1}
     fix = (
-        f"returned {jax.typeof(y)}, and must return partial sums over {', '.join(TENSOR)}: "
+        f"returned {jax.typeof(partial_BTD)}, and must return partial sums over {', '.join(TENSOR)}: "
         "`linear('BTNH,NHD->BTD', ..., partial=True)`"
     )
-    require(axes <= partial_axes(y), "layers.attention", _name(type(module)), fix)
+    require(axes <= partial_axes(partial_BTD), "layers.attention", _name(type(module)), fix)
+    return sum(terms_BRD, scatter_sequence(partial_BTD))
+
+
+def _together(inputs: LayerInputs, *trees: Any) -> tuple:
+    """Return the input and the weights of an operation, whose gradients wait for each other if `Lowering` says so."""
+    return grad_barrier(trees) if inputs.lowering.gradients_together else trees
 
 
 class Block(nnx.Module):
@@ -129,29 +146,21 @@ class Block(nnx.Module):
         Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
         gradients, and the reduce-scatter out of attention beside attention's.
         """
-        x_BRD, cache, feed_forward = self.attend(x_BRD, inputs, self.feed_forward)
-        return *self.feed(x_BRD, feed_forward, inputs.moe)[:2], cache
+        x_BRD, cache, feed_forward = self.attend(x_BRD, inputs)
+        x_BRD, routed, _ = self.feed(x_BRD, feed_forward, inputs.moe)
+        return x_BRD, routed, cache
 
-    def attend(self, x_BRD: jax.Array, inputs: LayerInputs, feed_forward: Any = None):
-        """Run the first half: the residual stream, the cache, and `feed_forward`, which is to be used after it."""
+    def attend(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None, Any]:
+        """Run the first half: the residual stream, the cache, and the feed-forward layer as the second half uses it."""
         with jax.named_scope("attention"):
-            h = self._before(x_BRD, "attn_norm")
-            together = grad_barrier if inputs.lowering.gradients_together else lambda tree: tree
-            h, attn = together((h, self.attn))
-            h, cache = attn(h, inputs)
-            fix = "returned no cache, which generation needs; `attend` returns one"
-            require(
-                inputs.cache is None or cache is not None,
-                "layers.attention",
-                _name(type(attn)),
-                fix,
-            )
-            h, feed_forward = together((h, feed_forward))
-            h, *more = h if isinstance(h, tuple) else (h,)
-            _check_partial(attn, h)
-            h = sum(more, scatter_sequence(h))
-            h = checkpoint_name(h, "attn_out")
-            return x_BRD + self._after(h, "attn_norm", "attn_out_norm"), cache, feed_forward
+            h_BRD = self._before(x_BRD, "attn_norm")
+            h_BRD, attn = _together(inputs, h_BRD, self.attn)
+            h, cache = attn(h_BRD, inputs)
+            _check_cache(attn, cache, inputs)
+            h, feed_forward = _together(inputs, h, self.feed_forward)
+            h_BRD = checkpoint_name(_summed(attn, h), "attn_out")
+            x_BRD = x_BRD + self._after(h_BRD, "attn_norm", "attn_out_norm")
+            return x_BRD, cache, feed_forward
 
     def feed(
         self, x_BRD: jax.Array, feed_forward: Any, moe: MoEConfig, dense: Dense | None = None

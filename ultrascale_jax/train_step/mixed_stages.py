@@ -87,7 +87,7 @@ def run(
     """Run a layer of either kind: as `Block`, with the sums of `rows.either`, of whose MLP `sums` are."""
     leaves, tree = jax.tree.flatten(sums)
     block = block.gather_params(inputs)
-    x_BRD = block.attend(x_BRD, inputs)[0]
+    x_BRD, _, experts = block.attend(x_BRD, inputs)
 
     def mlp(leaves, inputs, x_BRD):
         with jax.named_scope("mlp"):
@@ -100,7 +100,7 @@ def run(
         return either(mlp, run_shared, is_dense, rows, inputs, leaves, shared, x_BRD)
 
     # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
-    return block.feed(x_BRD, block.moe, inputs.moe, (is_dense, dense_or_shared))
+    return block.feed(x_BRD, experts, inputs.moe, (is_dense, dense_or_shared))
 
 
 def _here(dense_order: LayerOrder, order: LayerOrder) -> jax.Array:
