@@ -94,7 +94,8 @@ def norms_by_name(grads, model):
         if name.endswith("moe.bias"):
             continue
         tensor, values = checkpoint.tensors(model)[name], np.asarray(leaf, np.float64)
-        layers, values = (tensor.layers, values) if tensor.stacked else ([None], [values])
+        alone = tensor.stack is None
+        layers, values = ([None], [values]) if alone else (model.stacks[tensor.stack], values)
         for layer, value in zip(layers, values, strict=True):
             full = tensor.names(layer)[0].replace("block_sparse_moe", "mlp")
             full = full.replace("experts.0.", "experts.E.") if tensor.experts else full

@@ -5,6 +5,7 @@ only the slices that this process's devices hold; saving gathers one tensor of o
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -93,7 +94,7 @@ def _read(
     bounds = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
     out = np.zeros([len(bound) for bound in bounds], dtype)
     rows: list[tuple[Any, int | None]] = [(out, None)]
-    if tensor.stacked:
+    if tensor.stack is not None:
         layers = order[bounds[0].start : bounds[0].stop]
         rows = [(out[i], layer) for i, layer in enumerate(layers) if layer is not None]
         bounds = bounds[1:]
@@ -163,7 +164,7 @@ def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: M
     """Raise unless the files hold exactly the tensors of `table`, in their shapes, as floats."""
     expected = {}
     for tensor in table.values():
-        for layer in tensor.layers if tensor.stacked else [None]:
+        for layer in [None] if tensor.stack is None else cfg.stacks[tensor.stack]:
             expected |= dict.fromkeys(tensor.names(layer), tensor.shape)
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     same = {name: one for name, one in copies(cfg).items() if name in files}
@@ -260,7 +261,7 @@ def save(
         for name, places in shard.items():
             columns = []
             for ours, where in places:
-                if table[ours].stacked:
+                if table[ours].stack is not None:
                     where = (rows[where[0]][1], *where[1:])
                 columns.append(gather(arrays[ours], where, table[ours], dtype))
             values = columns[0]
@@ -303,17 +304,17 @@ def _plan(
     """Return the tensors of each file, by name; a tensor is never split."""
     single, layers = [], []
     for ours, tensor in table.items():
-        if not tensor.stacked:
+        if tensor.stack is None:
             rows = [(expert,) for expert in tensor.experts] or [()]
             single += [(n, ours, place) for n, place in zip(tensor.names(None), rows, strict=True)]
     of = {tensor.name: ours for ours, tensor in table.items()}
     single += [(name, of[one], ()) for name, one in copies(cfg).items()]
-    for layer in range(cfg.num_layers):
-        for ours, tensor in table.items():
-            if layer in tensor.layers:
-                rows = [(layer, expert) for expert in tensor.experts] or [(layer,)]
-                names = tensor.names(layer)
-                layers += [(n, ours, place) for n, place in zip(names, rows, strict=True)]
+    places_of = ((i, layer) for i, stack in enumerate(cfg.stacks) for layer in stack)
+    for (stack, layer), (ours, tensor) in itertools.product(places_of, table.items()):
+        if tensor.stack == stack:
+            rows = [(layer, expert) for expert in tensor.experts] or [(layer,)]
+            names = tensor.names(layer)
+            layers += [(n, ours, place) for n, place in zip(names, rows, strict=True)]
     places: dict[str, Places] = {}
     for name, ours, where in single[:1] + layers + single[1:]:
         places.setdefault(name, []).append((ours, where))

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig
 from ultrascale_jax.config.model import FeedForward
@@ -32,20 +32,13 @@ class Tensor:
     sizes: Mapping[str, int]
     """Size of each dim."""
     stack: int | None = None
-    """Number of the stack whose layers have the parameter; none: it stands alone."""
-    layers: range = range(0)
-    """The layers of that stack."""
+    """Number of the stack (`ModelConfig.stacks`) whose layers have the parameter; none: it stands alone."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
     column: int | None = None
     """Ours are the even columns (0) of the tensor, or the odd ones (1), which belong to another parameter."""
     offset: float = 0.0
     """Ours is the tensor plus this, added in float32 as the family's code does."""
-
-    @property
-    def stacked(self) -> bool:
-        """Return whether each layer has a tensor of its own."""
-        return self.stack is not None
 
     @property
     def experts(self) -> range:
@@ -104,7 +97,7 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
     modules = enumerate(range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers))
     alone = {f"mtp.{i}.": f"model.layers.{layer}." for i, layer in modules}
 
-    def add_layer(path: str, prefix: str, kind: FeedForward, **stack: Any) -> None:
+    def add_layer(path: str, prefix: str, kind: FeedForward, stack: int | None = None) -> None:
         """Add the parameters of a stack of layers, or of one layer."""
         for (ours, dims, stored), width in _layer(cfg, kind):
             name, _, column = family.name(ours).partition("[")
@@ -119,12 +112,12 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
                 sizes=sizes | {"F": width},
                 float32=ours == "moe.bias",
                 offset=family.norm_offset if ours.endswith("norm") else 0.0,
-                **stack,
+                stack=stack,
             )
 
     for i, layers in enumerate(cfg.stacks):
         kind = cfg.feed_forward(layers.start)
-        add_layer(f"stacks.{i}.", "model.layers.{}.", kind, stack=i, layers=layers)
+        add_layer(f"stacks.{i}.", "model.layers.{}.", kind, i)
     for path, prefix in alone.items():
         add_layer(f"{path}block.", prefix, cfg.feed_forward(cfg.num_layers - 1))
     for (path, prefix), (ours, dims, stored) in itertools.product(alone.items(), MODULE):

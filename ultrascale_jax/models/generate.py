@@ -58,30 +58,34 @@ def generate(
     Raises:
       UserError: an argument cannot be, such as a token id outside the model's vocabulary.
     """
-    _check_arguments(model, np.asarray(prompt_BP), num_tokens, temperature, top_k)
-    require(prompt_BP.shape[1] >= 1, "prompt", "", "must hold at least one token")
-    rows, longest = prompt_BP.shape
-    lengths = np.full(rows, longest) if lengths_B is None else np.asarray(lengths_B)
-    fix = f"must hold for each of {rows} rows a number from 1 to {longest}"
-    sound = lengths.shape == (rows,) and lengths.min() >= 1 and lengths.max() <= longest
-    require(sound, "lengths_B", lengths.tolist(), fix)
-    ids = np.asarray(prompt_BP)[np.arange(longest) < lengths[:, None]]
-    check_ids("prompt_BP", ids, model.cfg.vocab_size)
+    prompt = np.asarray(prompt_BP)
+    _check_arguments(model, prompt, num_tokens, temperature, top_k)
+    lengths = _lengths(prompt, lengths_B, model.cfg.vocab_size)
     shortest = int(lengths.min())
-    given_SB = _given(np.asarray(prompt_BP), lengths, num_tokens)
-    prompt_BP = np.asarray(prompt_BP)[:, :shortest]
-    prompt_BP = np.pad(prompt_BP, ((0, 0), (0, -shortest % PROMPT_STEP)))
+    padded_BP = np.pad(prompt[:, :shortest], ((0, 0), (0, -shortest % PROMPT_STEP)))
     mesh = jax.sharding.get_mesh()
     prompt_BP, given_SB, skipped_B = (
         jax.device_put(np.asarray(x, np.int32), jax.NamedSharding(mesh, spec))
         for x, spec in (
-            (prompt_BP, act("BT")),
-            (given_SB, act("_B")),
+            (padded_BP, act("BT")),
+            (_given(prompt, lengths, num_tokens), act("_B")),
             (lengths - shortest, act("B")),
         )
     )
     settings = num_tokens, temperature, top_k, jnp.dtype(dtype)
     return _generate(model, prompt_BP, jnp.int32(shortest), given_SB, skipped_B, key, *settings)
+
+
+def _lengths(prompt: np.ndarray, lengths_B: Sequence[int] | np.ndarray | None, vocab_size: int):
+    """Return the tokens of each row's prompt, int `[B]`; refuse numbers that cannot be, and ids outside the model's."""
+    rows, longest = prompt.shape
+    require(longest >= 1, "prompt", "", "must hold at least one token")
+    lengths = np.full(rows, longest) if lengths_B is None else np.asarray(lengths_B)
+    fix = f"must hold for each of {rows} rows a number from 1 to {longest}"
+    sound = lengths.shape == (rows,) and lengths.min() >= 1 and lengths.max() <= longest
+    require(sound, "lengths_B", lengths.tolist(), fix)
+    check_ids("prompt_BP", prompt[np.arange(longest) < lengths[:, None]], vocab_size)
+    return lengths
 
 
 def _given(prompt_BP: np.ndarray, lengths_B: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -112,22 +116,14 @@ def _check_arguments(
     require(top_k >= 0, "top_k", top_k, "must not be negative; 0 samples among all tokens")
     require(temperature >= 0, "temperature", temperature, "must not be negative")
     for axis in ("cp", "sp"):
-        require(
-            mesh_size(axis) == 1,
-            f"mesh.{axis}",
-            mesh_size(axis),
-            "generation splits no sequence; use mesh.tp",
-        )
+        fix = "generation splits no sequence; use mesh.tp"
+        require(mesh_size(axis) == 1, f"mesh.{axis}", mesh_size(axis), fix)
     parts, size = mesh_size(*VOCABULARY), model.cfg.vocab_size
     fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}"
     require(size % parts == 0, "model.vocab_size", size, fix)
     batch = mesh_size("dp", "fsdp", "ep")
-    require(
-        prompt.shape[0] % batch == 0,
-        "prompt_BP",
-        prompt.shape,
-        f"its rows must be divisible by mesh.dp*mesh.fsdp*mesh.ep={batch}",
-    )
+    fix = f"its rows must be divisible by mesh.dp*mesh.fsdp*mesh.ep={batch}"
+    require(prompt.shape[0] % batch == 0, "prompt_BP", prompt.shape, fix)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
@@ -147,29 +143,17 @@ def _generate(
 
     def advance(tokens_BT, cache, count=1):
         """Return logits `[B, V]` of the last of the first `count` tokens, and the cache with these."""
-        places = jnp.broadcast_to(
-            cache[2] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
-        )
-        positions_BT = jax.reshard(places, act("BT"))
         start = cache[2]
-        x_BRD, cache = _hidden(model, tokens_BT, positions_BT, dtype, cache)
-        assert cache is not None
-        cache = *cache[:2], start + count
+        places = start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+        positions_BT = jax.reshard(jnp.broadcast_to(places, tokens_BT.shape), act("BT"))
+        x_BRD, (keys, values, _) = _hidden(model, tokens_BT, positions_BT, dtype, cache)
         x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(x_BRD, count - 1, 1, 1), "V")
         logits = model.unembed(x_BTD, head)
-        return jax.reshard(logits[:, 0], act("B_")), cache
-
-    def sample(logits, key):
-        if temperature == 0:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if top_k:
-            lowest = jax.lax.top_k(logits, min(top_k, cfg.vocab_size))[0][:, -1:]
-            logits = jnp.where(logits < lowest, -jnp.inf, logits)
-        noise = jax.random.gumbel(key, logits.shape, out_sharding=act("B_"))
-        return jnp.argmax(logits / temperature + noise, axis=-1).astype(jnp.int32)
+        return jax.reshard(logits[:, 0], act("B_")), (keys, values, start + count)
 
     def choose(logits, key, given_B):
-        given_B, sampled_B = jax.reshard((given_B, sample(logits, key)), act("B"))
+        sampled_B = _sample(logits, key, temperature, top_k)
+        given_B, sampled_B = jax.reshard((given_B, sampled_B), act("B"))
         return jnp.where(given_B >= 0, given_B, sampled_B)
 
     def step(carry, inputs):
@@ -183,9 +167,19 @@ def _generate(
     first_B = choose(logits, keys[0], given_SB[0])
     _, rest = jax.lax.scan(step, (first_B, cache), (keys[1:], given_SB[1:]))
     tokens_BS = jnp.concatenate([first_B[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
-    return jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (num_tokens,)))(
-        tokens_BS, skipped_B
-    )
+    take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=num_tokens)
+    return jax.vmap(take)(tokens_BS, skipped_B)
+
+
+def _sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int) -> jax.Array:
+    """Return a token `[B]` int32 for each row of logits `[B, V]`."""
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if top_k:
+        lowest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < lowest, -jnp.inf, logits)
+    noise = jax.random.gumbel(key, logits.shape, out_sharding=act("B_"))
+    return jnp.argmax(logits / temperature + noise, axis=-1).astype(jnp.int32)
 
 
 def _stacked(dims: str) -> P:

@@ -64,29 +64,18 @@ class Adapter(nnx.Module):
 class Adapters(nnx.Module):
     """The adapters of a module, by the names of its weights."""
 
-    def __init__(self, **adapters: Adapter):
-        for name, adapter in adapters.items():
-            setattr(self, name, adapter)
-
 
 def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
-    """Give the targets in the blocks of `model` adapters; return it."""
-    stack = stack_of(model)
-    keys = dict(zip(lora.targets, jax.random.split(key, len(lora.targets)), strict=True))
-    for part in ("attn", "mlp"):
-        module = getattr(stack, part)
-        names = {
-            target: name for target in lora.targets for at, name in [WEIGHTS[target]] if at == part
-        }
-        if names:
-            fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
-            fits = type(module) in (Attention, MLP)
-            require(fits, "train.lora.targets", tuple(names), fix)
-            adapters = {
-                name: Adapter(getattr(module, name), lora, keys[target])
-                for target, name in names.items()
-            }
-            module.lora = Adapters(**adapters)
+    """Give the targets in the layers of `model` adapters; return it."""
+    keys = jax.random.split(key, len(lora.targets))
+    for target, target_key in zip(lora.targets, keys, strict=True):
+        part, name = WEIGHTS[target]
+        module = getattr(stack_of(model), part)
+        fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
+        require(type(module) in (Attention, MLP), "train.lora.targets", target, fix)
+        if not has_adapters(module):
+            module.lora = Adapters()
+        setattr(module.lora, name, Adapter(getattr(module, name), lora, target_key))
     return model
 
 
@@ -124,11 +113,10 @@ def without_adapters[M](base: M) -> M:
 
 def _merged(weight: jax.Array, dims: str, adapter: Adapter) -> jax.Array:
     a, b = adapter.a, adapter.b
+    subscripts = f"L{a.dims},L{b.dims}->L{dims}"
 
     def add(weight, a, b):
-        product = jnp.einsum(
-            f"L{adapter.a.dims},L{adapter.b.dims}->L{dims}", a, b, precision="highest"
-        )
+        product = jnp.einsum(subscripts, a, b, precision="highest")
         return (weight + adapter.scale * product).astype(weight.dtype)
 
     arrays = weight, a.get_value(), b.get_value()

@@ -42,8 +42,28 @@ def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
     return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
 
 
-def pieces(stack: Block, layers: range, inputs: LayerInputs) -> Iterator[Piece]:
-    """Return the pieces of a stack of these layers of the model, in their order."""
+def run(
+    stack: Block,
+    layers: range,
+    x_BRD: jax.Array,
+    inputs: LayerInputs,
+    remat: Callable,
+    offload: Sequence[str],
+) -> tuple[jax.Array, list[LayerOutputs]]:
+    """Run a stack of these layers of the model: the residual stream, and the other results of each piece.
+
+    `remat` and `offload` as in `Transformer.__call__`.
+    """
+    outputs = []
+    for piece in _pieces(stack, layers, inputs):
+        with jax.named_scope("layers"):
+            x_BRD, output = _run(piece, x_BRD, remat, offload)
+        outputs.append(output)
+    return x_BRD, outputs
+
+
+def _pieces(stack: Block, layers: range, inputs: LayerInputs) -> Iterator[Piece]:
+    """Cut a stack where window or precision change."""
     cfg, fp8 = stack.cfg, inputs.fp8
 
     def traits(layer: int) -> tuple[int | None, bool]:
@@ -58,10 +78,10 @@ def pieces(stack: Block, layers: range, inputs: LayerInputs) -> Iterator[Piece]:
         yield Piece(block, cut(alike.stacked, first, stop), alike)
 
 
-def run(
+def _run(
     piece: Piece, x_BRD: jax.Array, remat: Callable, offload: Sequence[str]
 ) -> tuple[jax.Array, LayerOutputs]:
-    """Run the layers of a piece; `remat` and `offload` as in `Transformer.__call__`."""
+    """Run the layers of a piece."""
     num_layers = len(jax.tree.leaves(piece.block)[0])
     if piece.inputs.lowering.gathers_ahead and num_layers > 1:
         return _gathering_ahead(piece, x_BRD, remat, offload)

@@ -39,7 +39,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.mtp import MTPModule
-from ultrascale_jax.models.stack import pieces, run
+from ultrascale_jax.models.stack import LayerOutputs, run
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.primitives import (
     einsum,
@@ -183,12 +183,10 @@ class Transformer(nnx.Module):
         )
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
-        outputs = []
+        outputs: list[LayerOutputs] = []
         for stack, layers in zip(self.stacks, self.cfg.stacks, strict=True):
-            for piece in pieces(stack, layers, inputs):
-                with jax.named_scope("layers"):
-                    x_BRD, output = run(piece, x_BRD, remat, offload)
-                outputs.append(output)
+            x_BRD, of_pieces = run(stack, layers, x_BRD, inputs, remat, offload)
+            outputs += of_pieces
         routers = [output.routed for output in outputs if output.routed is not None]
         balance = sum((jnp.sum(router.balance_BR) for router in routers), jnp.float32(0.0))
         statistics_LZ = _joined([router.statistics_Z for router in routers]) if routers else None
