@@ -71,6 +71,7 @@ def attention(
     mask = BlockMask(segment_ids=segment_ids, causal=True, window=window)
     chosen = choose(implementation, q, k, mask, joined=sinks is not None)
     if chosen == "cudnn_packed":
+        assert segment_ids is not None
         return packed_attention(*match_vma(q, k, v, segment_ids[0]))
     q, k, v, sinks, mask = match_vma(q, k, v, sinks, mask)
     if chosen != "xla":
@@ -78,9 +79,9 @@ def attention(
     reference = attention_xla.attention_reference
     if recompute:
         reference = jax.checkpoint(reference)
-    if window is not None and full is not None:
-        window = jnp.where(full, NO_WINDOW, window)
-    out = reference(q, k, v, q_index, mask.segment_ids, window, sinks)
+    switched = window is not None and full is not None
+    reach = jnp.where(full, NO_WINDOW, window) if switched else window
+    out = reference(q, k, v, q_index, mask.segment_ids, reach, sinks)
     return checkpoint_name(out, "attn_core")
 
 

@@ -224,8 +224,8 @@ def backward(
     q, k, v, out, lse, dout, mask: BlockMask, *, staged: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `attention_backward`; `staged` as given to `forward`."""
-    S, group = k.shape[1], q.shape[2] // k.shape[2]
-    ranges = ranges_of(mask, *q.shape[:2], S)
+    (B, T), S, group = q.shape[:2], k.shape[1], q.shape[2] // k.shape[2]
+    ranges = ranges_of(mask, B, T, S)
     q, k, v, out, lse, dout, ranges = match_vma(q, k, v, out, lse, dout, ranges)
     delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
     # The log-sum-exp to the base 2: a kernel has exp2.

@@ -110,8 +110,8 @@ def _backward(residuals, dout):
         starts = segments.starts.reshape(-1)[: segments.lengths.size]
         at = jnp.minimum(starts[:, None] + jnp.arange(L)[None], segment_ids.size - 1)
         lse_SNL = jnp.moveaxis(lse_flat[at], 1, 2)
-        dout_rows = _rows(dout, segments)
-        gradients.append(attention_cudnn.packed_backward(*arrays, lse_SNL, dout_rows, *segments))
+        arguments = *arrays, lse_SNL, _rows(dout, segments), *segments
+        gradients.append(attention_cudnn.packed_backward(*arguments))
     dq, dk, dv = (
         _select_by_class(documents, [x.reshape(like.shape) for x in parts])
         for parts, like in zip(zip(*gradients, strict=True), (q, k, v), strict=True)

@@ -47,8 +47,8 @@ def grouped_matmul(
     }
     got = f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}"
     fused = takes_mosaic("grouped_matmul", implementation, needs, got)
-    multiply = _fused if fused else reference
-    return multiply(*match_vma(x, w, sizes), transposed)
+    x, w, sizes = match_vma(x, w, sizes)
+    return (_fused if fused else reference)(x, w, sizes, transposed)
 
 
 def reference(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:

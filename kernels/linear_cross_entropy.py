@@ -99,13 +99,14 @@ def _forward(x, head, columns):
 def _backward(residuals, cotangents):
     """Return the gradients of x and head, a chunk of the vocabulary at a time."""
     x, head, columns, lse = residuals
+    d_lse, d_target = cotangents
     (M, D), V = x.shape, head.shape[1]
     chunks = math.ceil(M * V * x.dtype.itemsize / CHUNK_BYTES)
     width = mosaic.WIDTH * math.ceil(V / (chunks * mosaic.WIDTH))
 
     def visit(start, width, gradients):
         dx, dhead = gradients
-        dlogits = mosaic.gradient(x, head, columns, lse, *cotangents, start, width)
+        dlogits = mosaic.gradient(x, head, columns, lse, d_lse, d_target, start, width)
         head_part = lax.dynamic_slice_in_dim(head, start, width, axis=1)
         dx += jnp.einsum("MV,DV->MD", dlogits, head_part, preferred_element_type=jnp.float32)
         dhead_part = jnp.einsum("MD,MV->DV", x, dlogits)

@@ -91,7 +91,7 @@ def for_each_tile(
         multiple of `STAGES`, and `grid` is known when it is compiled.
       waits: the step waits for its blocks itself.
     """
-    pipeline = functools.partial(
+    pipeline: Any = functools.partial(
         plgpu.emit_pipeline_warp_specialized,
         memory_registers=40,
         wg_axis="wg",

@@ -39,7 +39,8 @@ def rms_norm(
         f"D up to {mosaic.WIDEST}": D <= mosaic.WIDEST,
     }
     fused = takes_mosaic("norm", implementation, needs, f"{x.dtype} with {weight.dtype}, D={D}")
-    return (_fused if fused else reference)(*match_vma(x, weight), eps)
+    x, weight = match_vma(x, weight)
+    return (_fused if fused else reference)(x, weight, eps)
 
 
 def reference(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
