@@ -54,8 +54,8 @@ def put_home(values: Any, *fields: str) -> None:
 def require_type(name: str, value: object, kind: type, fix: str = "") -> None:
     """Refuse an argument that is not a `kind`; `fix` says how to get one."""
     if not isinstance(value, kind):
-        wanted = f"{name}: must be of type {kind.__name__}, not {type(value).__name__}"
-        raise UserError(f"{wanted}; {fix}" if fix else wanted)
+        mismatch = f"{name}: must be of type {kind.__name__}, not {type(value).__name__}"
+        raise UserError(f"{mismatch}; {fix}" if fix else mismatch)
 
 
 def shown(value: object) -> str:
@@ -68,6 +68,6 @@ def shown(value: object) -> str:
 
 
 def in_float32(number: float) -> bool:
-    """Return whether the size of a number is 0 or between the two `FLOATS`, as those of infinities and NaN are not."""
+    """Return whether the size of a number is 0 or between the two `FLOATS`; it is not for infinities and NaN."""
     least, most = FLOATS
     return number == 0 or least <= abs(number) <= most

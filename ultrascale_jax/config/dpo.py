@@ -45,5 +45,5 @@ class Dpo(Section, name="train.dpo"):
 
     @property
     def has_reference(self) -> bool:
-        """Return whether a step runs a reference beside the model that is trained."""
+        """Return whether a step runs a reference too."""
         return self.enabled and self.reference == "initial"

@@ -1,4 +1,4 @@
-"""Choices of what a layer recomputes in its backward pass."""
+"""Recomputation of a layer in its backward pass."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -7,10 +7,10 @@ from ultrascale_jax.config.base import require
 from ultrascale_jax.config.section import check_fields
 
 Policy = Literal["auto", "none", "selective", "dots", "full"]
-"""What is computed again (`train_step/remat.py`); `auto`: the fastest that fits."""
+"""Rules of `train_step/remat.py`; `auto` is the fastest that fits."""
 
 REMAT_POLICIES: tuple[Policy, ...] = ("none", "selective", "dots", "full")
-"""Policies that say what is recomputed, from the one that repeats nothing to the one that repeats all."""
+"""Policies that a step can have, from the one that recomputes nothing to the one that recomputes all."""
 
 AttentionTensor = Literal["attn_norm", "q", "k", "v", "attn_core", "attn_out"]
 

@@ -82,7 +82,7 @@ class Config(Section, name=""):
         return dict(_flat(self))
 
     def of_batch(self, size: int) -> "Config":
-        """Return the configuration of the steps of `size` sequences, one of those of `train.batch_ramp`."""
+        """Return the configuration of the steps of `size` sequences, a size of `train.batch_ramp`."""
         train = self.train
         microbatches = train.batches.microbatches(size, train.microbatches)
         changes = {"global_batch": size, "microbatches": microbatches, "batch_ramp": ()}
@@ -95,10 +95,10 @@ class Config(Section, name=""):
             refuse("train", name, "auto", fix)
 
     def _check_names(self) -> None:
-        known = list(self.flat())
+        names = list(self.flat())
         for name in self.checkpoint.allow_change:
-            if name not in (*known, DATA):
-                near = difflib.get_close_matches(name, known, n=1)
+            if name not in (*names, DATA):
+                near = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {near[0]}?" if near else "write it as data.seq_len"
                 refuse("checkpoint", "allow_change", name, f"is no field; {hint}")
 
@@ -141,17 +141,17 @@ class Config(Section, name=""):
     def _check_objective(self, mesh: MeshConfig) -> None:
         """Refuse what adapters, multi-token prediction and preference pairs cannot be with."""
         model, train, data = self.model, self.train, self.data
-        rank, beta, ahead = "train.lora.rank", "train.dpo.beta", "model.mtp_layers"
+        rank, beta, mtp = "train.lora.rank", "train.dpo.beta", "model.mtp_layers"
         if train.lora.enabled and (model.experts is not None or model.latent is not None):
             self.refuse(rank, "adapters are for dense models with plain attention; use 0")
         if train.lora.enabled and mesh.pp > 1:
             self.refuse(rank, "adapters are not for pipelines; use mesh.fsdp in place of mesh.pp")
         if model.mtp_layers and mesh.pp > 1:
-            self.refuse(ahead, "no pipeline runs these modules; use 0, or mesh.pp=1")
+            self.refuse(mtp, "no pipeline runs these modules; use 0, or mesh.pp=1")
         if model.mtp_layers and train.lora.enabled:
-            self.refuse(ahead, "adapters (train.lora) do not train these modules; use 0")
+            self.refuse(mtp, "adapters (train.lora) do not train these modules; use 0")
         if model.mtp_layers >= data.seq_len:
-            self.refuse(ahead, f"must be less than data.seq_len={data.seq_len}")
+            self.refuse(mtp, f"must be less than data.seq_len={data.seq_len}")
         if not train.dpo.enabled:
             return
         if mesh.pp > 1:
@@ -159,7 +159,7 @@ class Config(Section, name=""):
         if model.experts is not None:
             self.refuse(beta, "pairs are for dense models; use 0 to train on chosen answers")
         if model.mtp_layers:
-            self.refuse(ahead, "modules that predict ahead learn no preferences; use 0")
+            self.refuse(mtp, "modules that predict ahead learn no preferences; use 0")
         if not data.document_mask:
             self.refuse(beta, "a row holds several answers; use data.document_mask=True")
         if train.z_loss:

@@ -111,13 +111,13 @@ def check_fields(section: str, values: Any) -> None:
 
 
 def require_choice(name: str, value: object, kind: Any) -> None:
-    """Refuse a value that is none of those of `kind`, a `Literal`."""
+    """Refuse a value that `kind`, a `Literal`, does not list."""
     fits, words = _type_of(kind)
     require(fits(value), name, value, f"must be {words}")
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers of a value: itself, or those of a tuple of tuples."""
+    """Yield the numbers of a value: itself, or the members of a tuple, or of tuples in it."""
     if isinstance(value, tuple):
         for member in value:
             yield from _numbers(member)
@@ -136,7 +136,7 @@ class _Field(NamedTuple):
 
 @functools.cache
 def _declared(kind: type) -> tuple[_Field, ...]:
-    """Return the fields of a dataclass; those that choose among words come first, as they are misspelt most."""
+    """Return the fields of a dataclass; choices among words come first, as they are misspelt most."""
     hints = typing.get_type_hints(kind, include_extras=True)
     names = [field.name for field in fields(kind)]
     names.sort(key=lambda name: typing.get_origin(hints[name]) is not Literal)
@@ -158,7 +158,7 @@ KINDS = {
 
 
 def _bounds_of(hint: Any) -> Iterator[Bound]:
-    """Yield the bounds of an annotation; those of one member of a tuple are for all members."""
+    """Yield the bounds of an annotation; the bounds of one member of a tuple are for all members."""
     if typing.get_origin(hint) is Annotated:
         yield from _bounds_of(hint.__origin__)
         yield from (extra for extra in hint.__metadata__ if isinstance(extra, Bound))

@@ -89,7 +89,7 @@ class TrainConfig(Section, name="train"):
     """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The three of fp8 are
     bfloat16 but for the products of the layers: one scale for a tensor, for a row, or for a block (DeepSeek-V3)."""
     remat: Policy | Keep = "none"
-    """What the backward pass computes again: `none`, `selective` (attention), `dots`, `full`, or all but
+    """Recomputation in the backward pass: `none`, `selective` (attention), `dots`, `full`, or all but the tensors of
     `save:q,k+offload:gate,up`; `auto`: the fastest that fits."""
     lowering: Literal["auto", "plain"] = "auto"
     """How XLA runs the step: `auto` by the rules of `config/lowering.py`, `plain` by none; results are the same."""
