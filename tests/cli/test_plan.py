@@ -150,7 +150,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(arguments):
         (["compile", "debug", "--gpus", "9"], "num_devices=9"),
         (["compile", "debug", "--gpu", "tpu"], "gpu='tpu'"),
         (["compile", "debug", "--gpu", ""], "gpu=''"),
-        (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be at most"),
+        (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be from 1 to 1048576"),
         (["compile", "debug", "--fake-devices", "2"], "Unrecognized options: --fake-devices"),
         (["memory", "debug", "--data.seq-len", "1000000007"], "train.global_batch=16"),
         (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),

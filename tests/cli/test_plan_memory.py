@@ -172,7 +172,7 @@ def test_the_figure_is_a_picture_and_nothing_else_can_be_asked_for(capsys, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "0"], "gpus=0: must be at least 1"),
+        (["--gpus", "0"], "gpus=0: must be from 1 to 1048576"),
         (["--gpu", "tpu"], "gpu='tpu': choose one of"),
         (["llama3_8b", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
         (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),

@@ -94,7 +94,7 @@ MISTAKES = [
     ({"mesh.tp": "64"}, "model.num_heads", "must be divisible by mesh.sp*mesh.tp=64"),
     ({"gpus": "many"}, "gpus", "must be a whole number"),
     ({"gpus": "1" * 13}, "gpus", "must be a whole number"),
-    ({"gpus": "999999999999"}, "gpus", "must be at most 1,048,576"),
+    ({"gpus": "999999999999"}, "gpus", "must be from 1 to 1048576"),
     ({"gpus": "\u0661"}, "gpus", "must be a whole number"),
     ({"data.seq_len": "999999999999"}, "data.seq_len", "must be at most"),
     ({"train.microbatches": "none"}, "train.microbatches", "must be a whole number"),

@@ -105,7 +105,7 @@ def check_fields(section: str, values: Any) -> None:
         if not field.fits(value):
             refuse(section, field.name, value, f"must be {field.words}")
         for number in _numbers(value) if isinstance(value, (int, float, tuple)) else ():
-            for bound in (INT32 if isinstance(number, int) else FLOAT32, *field.bounds):
+            for bound in (*field.bounds, INT32 if isinstance(number, int) else FLOAT32):
                 if not bound.holds(number):
                     refuse(section, field.name, value, bound.fix)
 

@@ -12,7 +12,7 @@ import tyro
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
-from ultrascale_jax.config.section import Count
+from ultrascale_jax.config.section import between
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.search.search_space import named_choices
@@ -32,7 +32,7 @@ MOST_SEQ_LEN = 2**27
 class Options(command_line.Options):
     """Options that name the machine to plan for, and the step by its tokens."""
 
-    gpus: Annotated[Count, tyro.conf.arg(metavar="N")] = 8
+    gpus: Annotated[int, between(1, MOST_GPUS), tyro.conf.arg(metavar="N")] = 8
     """Number of GPUs."""
     gpu: Annotated[str | None, command_line.option("NAME", "the cluster's, or h100")] = None
     """Name of the GPU; or FILE or NAME:FILE, a GpuTargetConfig of a real host."""
@@ -51,7 +51,6 @@ class Options(command_line.Options):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.gpus <= MOST_GPUS, "gpus", self.gpus, f"must be at most {MOST_GPUS:,}")
         is_picture = self.figure is None or self.figure.suffix == ".png"
         require(is_picture, "figure", str(self.figure), "must end in .png")
         require(self.gpu != "", "gpu", self.gpu, f"choose one of {', '.join(GPUS)}")
