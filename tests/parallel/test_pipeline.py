@@ -13,11 +13,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import SCHEDULES, MeshConfig, UserError
+from ultrascale_jax.parallel.pipeline import layer_loop
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.program import assemble
 from ultrascale_jax.parallel.pipeline.schedules import build, layer_order
-from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
 from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -190,10 +190,10 @@ def test_stages_may_have_different_numbers_of_layers(name, layers, ranks, stash)
 
 @pytest.mark.slow
 def test_the_backward_pass_is_cut_in_two_only_for_a_schedule_that_splits_it(monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **options):
         raise AssertionError("cut in two")
 
-    monkeypatch.setattr(LayerVJP, "_split_backward", refuse)
+    monkeypatch.setattr(layer_loop, "SplitBackward", refuse)
     mesh = make_mesh(MeshConfig(pp=2, fsdp=1), jax.devices()[:2])
     inputs = mesh, *make_params(2), microbatches(2, 1)
     run(build("1f1b", 2, 2), *inputs)

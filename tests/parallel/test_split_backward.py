@@ -8,7 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
-from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.parallel.layer_vjp import LayerVJP
+from ultrascale_jax.parallel.pipeline.split_backward import SplitBackward
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -43,15 +44,16 @@ def parts(request):
 
     @jax.jit
     def run(params, x, context):
-        vjp = LayerVJP(LAYERS[request.param], params, x, context, split=True)
+        vjp = LayerVJP(LAYERS[request.param], params, x, context)
         y, aux, _, kept = vjp.forward(params, x, context)
         cotangents = (jnp.cos(y), jnp.float32(3.0))
         whole = vjp.backward(params, context, kept, cotangents)
-        grads, dx, waiting = vjp.input_gradient(params, context, kept, cotangents)
-        later = vjp.weight_gradient(params, context, waiting)
+        split = SplitBackward(vjp, params, context, kept, cotangents)
+        dx, early, waiting = split.first(params, context, kept, cotangents)
+        late = split.second(params, context, waiting)
         made["kept"], made["waiting"] = [k.shape for k in kept], [w.shape for w in waiting]
-        made["none"] = [g is None for g in grads], [g is None for g in later]
-        both = [a if b is None else b for a, b in zip(grads, later, strict=True)]
+        made["leaves"] = sorted(early), sorted(late)
+        both = [(early | late)[i] for i in range(3)]
         _, pull_back = jax.vjp(lambda p, x: layer(p, x, context), params, x)
         expected = pull_back(cotangents)
         return (y, aux), layer(params, x, context), whole, (both, dx), expected
@@ -74,7 +76,7 @@ def test_forward_and_both_forms_of_backward(parts):
 def test_matrices_wait_for_the_weight_gradient(parts):
     """Leaves of (scale, w_in, w_out): all are matrices here, `[1, 8]` included."""
     _, _, made = parts
-    assert made["none"] == ([True, True, True], [False, False, False])
+    assert made["leaves"] == ([], [0, 1, 2])
 
 
 def test_neither_parameters_nor_what_follows_from_the_context_is_kept(parts):
@@ -97,7 +99,7 @@ def test_what_is_kept_has_the_name_that_a_region_gave_it():
     policy = POLICIES.save_only_these_names("inner", "outer")
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])):
         x = jax.reshard(X, P("fsdp"))
-        vjp = LayerVJP(jax.checkpoint(layer, policy=policy), jnp.float32(2.0), x, (), split=False)
+        vjp = LayerVJP(jax.checkpoint(layer, policy=policy), jnp.float32(2.0), x, ())
     assert vjp.names == [None, "outer", "inner"]
 
 
@@ -107,12 +109,14 @@ def test_vectors_are_finished_with_the_input_gradient():
 
     def run(x):
         params = {"g": jnp.arange(8.0)}
-        vjp = LayerVJP(scaled, params, x, (), split=True)
+        vjp = LayerVJP(scaled, params, x, ())
         *_, kept = vjp.forward(params, x, ())
-        grads, dx, waiting = vjp.input_gradient(params, (), kept, (x, jnp.float32(0.0)))
-        return grads, dx, waiting, vjp.weight_gradient(params, (), waiting)
+        given = params, (), kept, (x, jnp.float32(0.0))
+        split = SplitBackward(vjp, *given)
+        dx, early, waiting = split.first(*given)
+        return early, dx, waiting, split.second(params, (), waiting)
 
-    grads, dx, waiting, later = jax.jit(run)(X)
-    np.testing.assert_allclose(grads[0], jnp.sum(X * X, 0), rtol=1e-6)
+    early, dx, waiting, late = jax.jit(run)(X)
+    np.testing.assert_allclose(early[0], jnp.sum(X * X, 0), rtol=1e-6)
     np.testing.assert_allclose(dx, X * jnp.arange(8.0)[None], rtol=1e-6)
-    assert waiting == [] and later == [None]
+    assert waiting == [] and late == {}

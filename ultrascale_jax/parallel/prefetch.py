@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultrascale_jax.config.lowering import Lowering
-from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.row_loop import (
     RowLoop,
     empty_stack,
@@ -270,7 +270,7 @@ class _Scan:
             return self.layer.run(jax.tree.unflatten(tree, leaves), x, *static)
 
         floats, integers = _split(gathered)
-        return LayerVJP(run, floats, x, (integers, static), split=False)
+        return LayerVJP(run, floats, x, (integers, static))
 
 
 def _part(path: tuple) -> str:

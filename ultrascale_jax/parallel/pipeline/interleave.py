@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from ultrascale_jax.parallel.pipeline.split_backward import (
-    Traced,
+from ultrascale_jax.parallel.equations import (
+    Equations,
     inner_jaxprs,
     is_var,
     num_bytes,
@@ -61,9 +61,9 @@ class _Function:
             results, self.tree = jax.tree.flatten(fn(jax.tree.unflatten(tree, leaves)))
             return results
 
-        traced = Traced(flat, *leaves)
+        traced = Equations(flat, *leaves)
         self.eqns, self.inputs, self.outputs = traced.eqns, traced.inputs, traced.outputs
-        self.values = dict(zip(traced.inputs, leaves, strict=True)) | dict(traced.constants)
+        self.values = dict(zip(traced.inputs, leaves, strict=True)) | traced.constants
         self.itemsize = max(a.dtype.itemsize for a in leaves)
 
     def run(self, eqn) -> None:

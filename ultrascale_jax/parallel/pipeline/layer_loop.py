@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.config.lowering import orders_whole_stage
+from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Slots
 from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
 from ultrascale_jax.parallel.pipeline.segments import Segment
-from ultrascale_jax.parallel.pipeline.split_backward import LayerVJP
+from ultrascale_jax.parallel.pipeline.split_backward import SplitBackward
 from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -83,9 +84,7 @@ class LayerLoop:
         state: dict = {"auxiliary": vary(jnp.float32(0.0), self.aux_axes)}
         if not self.trains:
             return x, state
-        self.vjp = LayerVJP(
-            self._layer, params, x, context, split=self.schedule.split, in_place=[*self.in_place]
-        )
+        self.vjp = LayerVJP(self._layer, params, x, context, in_place=[*self.in_place])
         y, aux, statistics, kept = self.vjp.forward(params, x, context)
         state["statistics"] = self._buffers(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux), *self.in_place.values())
@@ -98,7 +97,9 @@ class LayerLoop:
         if self.stashes:
             state["residuals"] = self._buffers(self._buffers(kept, self.depth), slots.residuals + 1)
         if self.schedule.split:
-            waiting = self.vjp.input_gradient(params, context, kept, cotangents)[2]
+            examples = params, context, kept, cotangents
+            self.split = SplitBackward(self.vjp, *examples, early=[*self.in_place])
+            waiting = self.split.first(*examples)[2]
             state["weights"] = self._buffers(self._buffers(waiting, self.depth), slots.weights + 1)
         return x, state
 
@@ -147,9 +148,8 @@ class LayerLoop:
                 waiting = at((after if backward else rest)["weights"], tick["weight_queue"], back)
                 params = self._params(tick, "weight", back)
                 around = self._around(tick, "weight", back, contexts["weight"])
-                self._add(
-                    after, self.vjp.weight_gradient(params, around, waiting), tick, "weight", back
-                )
+                grads = self.split.second(params, around, waiting)
+                self._add(after, grads, tick, "weight", back)
             if "residuals" in written:
                 if backward:
                     # Written after the backward pass has read its own, or XLA would copy the full buffer.
@@ -234,10 +234,11 @@ class LayerLoop:
         sums = [after["blocks"][i] for i in self.in_place]
         cotangents = (g, vary(jnp.float32(on), self.aux_axes), *sums)
         if self.schedule.split:
-            grads, dx, waiting = self.vjp.input_gradient(params, context, kept, cotangents)
+            dx, grads, waiting = self.split.first(params, context, kept, cotangents)
             after["weights"] = put(after["weights"], waiting, tick["backward_queue"], back)
         else:
-            grads, dx = self.vjp.backward(params, context, kept, cotangents)
+            gradients, dx = self.vjp.backward(params, context, kept, cotangents)
+            grads = dict(enumerate(gradients))
         after["g"] = jnp.where(on, dx, g)
         self._add(after, grads, tick, "backward", back)
 
@@ -305,17 +306,17 @@ class LayerLoop:
         """Return whether this layer is not padding, and its rank not idle."""
         return self._real(tick, k, index) & (tick[f"{k}_on"] > 0)
 
-    def _add(self, after: dict, grads: list, tick: Tick, k: str, index) -> None:
-        """Add one layer's gradients, none for those that come at another time.
+    def _add(self, after: dict, grads: dict, tick: Tick, k: str, index) -> None:
+        """Add one layer's gradients, by number of the leaf.
 
         Gradients of stacks that the layer is not in are zeros. The layer itself has added those of the parameters that
         it reads itself.
         """
         sums, on = list(after["blocks"]), self._on(tick, k, index)
         rows = self._rows_of(tick, k, index)
-        for i, (grad, accumulate, row) in enumerate(zip(grads, self.accumulate, rows, strict=True)):
-            if grad is not None:
-                sums[i] = grad if i in self.in_place else add(sums[i], accumulate(grad), on, row)
+        for i, grad in grads.items():
+            in_place = i in self.in_place
+            sums[i] = grad if in_place else add(sums[i], self.accumulate[i](grad), on, rows[i])
         after["blocks"] = sums
 
 
