@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.parallel.equations import inner_jaxprs
 from ultrascale_jax.parallel.pipeline.interleave import interleave
-from ultrascale_jax.parallel.pipeline.split_backward import inner_jaxprs
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
