@@ -282,7 +282,7 @@ def test_a_norm_behind_the_mlp_repeats_its_product_unless_that_is_kept():
 
     products = LayerTime(run(shape, fsdp=8), find_cluster(None, "h100", 8)).passes
     down = LLAMA3_8B.layers * products.products["down"]
-    alone, kept = (repeated_s(f"save:{names}") for names in ("gate", "gate,mlp_out"))
+    alone, kept = (repeated_s(Keep(saved=names)) for names in (("gate",), ("gate", "mlp_out")))
     assert alone - kept == pytest.approx(down)
     assert repeated_s("selective") == repeated_s("dots") < down
 
