@@ -155,9 +155,10 @@ RANKS_OF_EXPERTS = {
 
 
 @pytest.mark.wide
-def test_experts_return_bit_for_bit_on_any_mesh(tmp_path):
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_experts_return_bit_for_bit_on_any_mesh(tmp_path, optim):
     """From one device through meshes and pipelines, whose ranks hold layers of both kinds, back to one."""
-    cfg = in_folder(MIXED, tmp_path)
+    cfg = change(in_folder(MIXED, tmp_path), optim={"name": optim})
     start = state = random_state(cfg, mesh_of(cfg))
     for step, (sizes, pp) in enumerate(RANKS_OF_EXPERTS.values(), start=1):
         save(cfg, state, step)

@@ -19,6 +19,7 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
 )
+from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline.schedules import order_of_config
 from ultrascale_jax.sharding.mesh import abstract_mesh
 from ultrascale_jax.train_step.optim import optimizer
@@ -29,6 +30,16 @@ from ultrascale_jax.train_step.state import (
 )
 
 LAYERS = 5
+
+
+class AttentionAlone(Transformer):
+    """Nothing else is trained."""
+
+    @staticmethod
+    def is_trained(path):
+        return ".attn." in path
+
+
 BASE = Config(
     model=ModelConfig(
         vocab_size=64,
@@ -129,24 +140,25 @@ def test_dense_layers_have_as_few_rows_as_the_fullest_rank_and_experts_one_at_ea
                 np.testing.assert_array_equal(row, 0 if layer is None else expected[layer - first])
 
 
+def trained(cfg):
+    """Parameters and optimizer state after two updates with the parameters' own values as gradients."""
+
+    def update(state, _):
+        params, opt_state = state
+        updates, opt_state = optimizer(cfg).update(params, opt_state, params)
+        return (jax.tree.map(jnp.add, params, updates), opt_state), None
+
+    state = init_state(cfg, mesh_of(cfg))
+    start = (state.params, state.opt_state)
+    with jax.set_mesh(mesh_of(cfg)):
+        return jax.jit(lambda start: jax.lax.scan(update, start, length=2)[0])(start)
+
+
 # Implied by parity of pipelines with uneven layers.
 @pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("muon", marks=pytest.mark.wide)])
 def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim):
-    def trained(cfg):
-        """Parameters and optimizer state after two updates with the parameters' own values as gradients."""
-
-        def update(state, _):
-            params, opt_state = state
-            updates, opt_state = optimizer(cfg).update(params, opt_state, params)
-            return (jax.tree.map(jnp.add, params, updates), opt_state), None
-
-        state = init_state(cfg, mesh_of(cfg))
-        start = (state.params, state.opt_state)
-        with jax.set_mesh(mesh_of(cfg)):
-            return jax.jit(lambda start: jax.lax.scan(update, start, length=2)[0])(start)
-
     base = dataclasses.replace(BASE, optim=OptimConfig(name=optim, lr=0.1))
     cfg = on("pp4_1f1b", base)
     padding = np.array([layer is None for layer in ORDERS["pp4_1f1b"]])
@@ -168,11 +180,28 @@ def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_layers_move_and_a_vocabulary_does_not_however_their_shardings_are_written(optim):
+def test_muon_updates_layers_of_both_kinds_in_a_pipeline_as_on_one_device():
+    alone = dataclasses.replace(MIXED, optim=OptimConfig(name="muon", lr=0.1))
+    here = trained(on("pp2_1f1b", alone))
+    for stack, order in zip(here[0].stacks, here[0].orders, strict=True):
+        padding = np.array([layer is None for layer in order])
+        assert padding.any() and not any(
+            np.asarray(x)[padding].any() for x in jax.tree.leaves(stack)
+        )
+    moved, expected = to_checkpoint_layout(here), trained(alone)
+    for leaf, wanted in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "model"),
+    [("adamw", Transformer), ("muon", Transformer), ("muon", AttentionAlone)],
+)
+def test_layers_move_and_a_vocabulary_does_not_however_their_shardings_are_written(optim, model):
     cfg = on("pp2_zb_v", dataclasses.replace(BASE, optim=OptimConfig(name=optim)))
     mesh, order = mesh_of(cfg), ORDERS["pp2_zb_v"]
-    state = some_state(cfg, mesh)
+    state = some_state(cfg, mesh, model=model)
     again = {"pp": ("pp", "dp"), ("pp", "sp", "tp"): "pp"}  # of axes of one device but for pp
 
     def respelled(x):

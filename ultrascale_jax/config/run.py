@@ -179,9 +179,6 @@ class Config(Section, name=""):
         if model.vocab_size % parts:
             fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
             self.refuse("model.vocab_size", fix)
-        if self.optim.name == "muon" and 0 < model.dense_layers < model.num_layers:
-            fix = "Muon's state has no names by which to sort both kinds of layer; use adamw, or mesh.pp=1"
-            self.refuse("optim.name", fix)
         if model.sliding_window is not None and model.first_window_layer:
             fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
             self.refuse("model.first_window_layer", fix)

@@ -215,7 +215,8 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
 def _map_moving[Tree](move: Callable, tree: Tree, *others: Tree) -> Tree:
     """Return `move(order, array, *arrays of others)` for stacks that a checkpoint has in another order.
 
-    Another array is that of the last tree. Moments are models, too, or in a list (Muon's) those of the parameters.
+    Another array is that of the last tree. Moments are models, too, or a list (Muon's) in the order of the trained
+    parameters.
     """
 
     def is_model(x: object) -> bool:
@@ -226,15 +227,16 @@ def _map_moving[Tree](move: Callable, tree: Tree, *others: Tree) -> Tree:
         return arrays[-1] if stays else move(order, *arrays)
 
     params = next(x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x))
-    orders = jax.tree.leaves(
-        map_with_order(lambda order, _: functools.partial(leaf, order), params)
+    trained, _ = partition(params, params.is_trained)
+    leaves = jax.tree.leaves(
+        map_with_order(lambda order, _: functools.partial(leaf, order), trained)
     )
 
     def node(path, x, *same):
         if is_model(x):
             return map_with_order(leaf, x, *same)
         in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
-        return orders[path[-1].idx](x, *same) if in_list else (x, *same)[-1]
+        return leaves[path[-1].idx](x, *same) if in_list else (x, *same)[-1]
 
     return jax.tree.map_with_path(node, tree, *others, is_leaf=is_model)
 
