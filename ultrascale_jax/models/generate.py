@@ -146,10 +146,11 @@ def _generate(
         start = cache[2]
         places = start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         positions_BT = jax.reshard(jnp.broadcast_to(places, tokens_BT.shape), act("BT"))
-        x_BRD, (keys, values, _) = _hidden(model, tokens_BT, positions_BT, dtype, cache)
+        x_BRD, after = _hidden(model, tokens_BT, positions_BT, dtype, cache)
+        assert after is not None
         x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(x_BRD, count - 1, 1, 1), "V")
         logits = model.unembed(x_BTD, head)
-        return jax.reshard(logits[:, 0], act("B_")), (keys, values, start + count)
+        return jax.reshard(logits[:, 0], act("B_")), (*after[:2], start + count)
 
     def choose(logits, key, given_B):
         sampled_B = _sample(logits, key, temperature, top_k)
