@@ -58,13 +58,18 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     """
     by_mesh: dict[Any, dict[str, jax.Array]] = {}
     for name, x in arrays.items():
-        sharding = getattr(x, "sharding", None)  # an array of NumPy has none
-        is_named = isinstance(sharding, NamedSharding)
-        devices = sharding.mesh if is_named else getattr(sharding, "device_set", ())
-        by_mesh.setdefault(devices if is_named else frozenset(devices), {})[name] = x
+        by_mesh.setdefault(_devices(x), {})[name] = x
     sums_by_mesh = jax.device_get([all_sums(group) for group in by_mesh.values()])
     values = {name: value for group in sums_by_mesh for name, value in group.items()}
     return {name: "".join(f"{int(part):08x}" for part in value) for name, value in values.items()}
+
+
+def _devices(x: jax.Array) -> Any:
+    """Return the mesh of an array, or else its devices: arrays that share them can be in one program."""
+    sharding = getattr(x, "sharding", None)  # an array of NumPy has none
+    if isinstance(sharding, NamedSharding):
+        return sharding.mesh
+    return frozenset(getattr(sharding, "device_set", ()))
 
 
 def _bits(x: jax.Array) -> jax.Array:

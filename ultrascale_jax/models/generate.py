@@ -197,6 +197,7 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
     if mesh_size("pp") == 1:
         inputs = LayerInputs.of(model.cfg, positions_BT, dtype=dtype, cache=cache)
         out = model(tokens_BT, inputs)
+        assert out.cache is not None  # the inputs have one
         return out.x_BRD, out.cache
     *kv, start = cache
     x_BRD = model.embedding(tokens_BT, dtype)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.extend import core, source_info_util
@@ -58,7 +59,8 @@ def is_var(atom) -> bool:
 
 
 def num_bytes(variable: core.Var) -> int:
-    return variable.aval.size * variable.aval.dtype.itemsize
+    aval: Any = variable.aval  # an array's
+    return aval.size * aval.dtype.itemsize
 
 
 def inner_jaxprs(eqn) -> list:
