@@ -8,8 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.config.lowering import H100
 from ultrascale_jax.parallel.equations import inner_jaxprs
 from ultrascale_jax.parallel.pipeline.interleave import interleave
+from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -52,7 +54,7 @@ def on_ranks(function):
 
 
 def side_by_side(x, y, w):
-    return interleave((there_and_back(w), x), (there_and_back(w), y))
+    return interleave(H100, (there_and_back(w), x), (there_and_back(w), y))
 
 
 def equations(jaxpr):
@@ -87,6 +89,13 @@ def test_while_rows_of_one_travel_the_other_computes():
 
 def test_functions_without_exchanges_stay_as_they_are():
     w = inputs()[2]
-    jaxpr = jax.make_jaxpr(lambda x, y: interleave((jnp.sin, x), (lambda y: y @ w, y)))
+    jaxpr = jax.make_jaxpr(lambda x, y: interleave(H100, (jnp.sin, x), (lambda y: y @ w, y)))
     names = [eqn.primitive.name for eqn in equations(jaxpr(*inputs()[:2]).jaxpr)]
     assert names == ["sin", "dot_general"]
+
+
+def test_the_speeds_are_what_programs_reach_of_an_h100():
+    gpu = find_gpu("h100")
+    peaks = gpu.peak_flops(), 1e9 * gpu.hbm_gbs, 1e9 * gpu.nvlink_gbs, 1e9 * gpu.network_gbs
+    reached = H100.flops, H100.memory, H100.node, H100.network
+    assert all(0.5 < speed / peak <= 1 for speed, peak in zip(reached, peaks, strict=True))

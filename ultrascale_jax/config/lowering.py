@@ -304,6 +304,23 @@ def choose(traits: Traits, without: frozenset[str] = frozenset()) -> Lowering:
     return dataclasses.replace(lowering, xla=tuple(sorted(xla.items())))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Rough speeds of a GPU, by which the passes of a pipeline's tick are ordered; they decide no result."""
+
+    flops: float
+    """Operations a second of products."""
+    memory: float
+    """Bytes a second from and to its memory."""
+    node: float
+    """Bytes a second to GPUs of its node."""
+    network: float
+    """Bytes a second to other nodes."""
+
+
+H100 = Speeds(flops=5e14, memory=2.8e12, node=4e11, network=5e10)
+"""What programs reach of the peaks in `plan/targets/gpus.csv`."""
+
 ORDERED_LAYERS = 2
 """Most layers of a pipeline's stage whose passes are ordered as a whole where they hide exchanges."""
 

@@ -5,16 +5,21 @@ counts operations and not their time, computes the attention of both and then wa
 are written out, equation by equation; a list scheduler puts those that take time into one order, by rough durations;
 and barriers hold XLA to it, where an exchange starts and where its result is first read. The order that comes out is
 much like DualPipe's (DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
+
+XLA's own means do not give an order. Compiled for H100s with JAX 0.12.0.1, two chains of products with two exchanges
+each are scheduled with `jax.experimental.scheduling_groups` as without, and the attribute `_scheduling_group_id` makes
+all four exchanges synchronous.
 """
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax import lax
 
+from ultrascale_jax.config.lowering import Speeds
 from ultrascale_jax.parallel.equations import (
     Equations,
     inner_jaxprs,
@@ -26,10 +31,6 @@ from ultrascale_jax.parallel.equations import (
 
 EXCHANGES = "all_to_all", "ppermute"
 
-FLOPS, MEMORY, NODE, NETWORK = 5e14, 2.8e12, 4e11, 5e10
-"""Operations and bytes a second: about an H100, its memory, its links in a node and between nodes. They decide the
-order, and no result."""
-
 LOOKAHEADS = (0.5, 1.0)
 """Shares of an exchange's time by which its start is foreseen: each makes an order, and the one that ends first is
 taken."""
@@ -38,15 +39,15 @@ LIGHT = 1e-3
 """An equation with a smaller share of all the time is not scheduled, but runs where its result is needed."""
 
 
-def interleave(*runs: tuple[Callable[[Any], Any], Any]) -> list:
+def interleave(speeds: Speeds, *runs: tuple[Callable[[Any], Any], Any]) -> list:
     """Return `fn(activations)` for each `(fn, activations)`, in an order that hides their exchanges.
 
-    Barriers hold activations, and what is computed from them. XLA may read the other inputs of the functions, such as
-    parameters, at any time.
+    `speeds` are those of the GPU for which the order is found. Barriers hold activations, and what is computed from
+    them. XLA may read the other inputs of the functions, such as parameters, at any time.
     """
     functions = [_Function(*run) for run in runs]
     if any(map(_is_exchange, itertools.chain.from_iterable(fn.eqns for fn in functions))):
-        _Program(functions).run()
+        _Program(functions, speeds).run()
         return [fn.results() for fn in functions]
     return [fn(activations) for fn, activations in runs]
 
@@ -80,7 +81,7 @@ class _Function:
 class _Program:
     """The equations of all functions by number, and the order of those that take time."""
 
-    def __init__(self, functions: list[_Function]):
+    def __init__(self, functions: list[_Function], speeds: Speeds):
         self.functions = functions
         self.owners = [fn for fn in functions for _ in fn.eqns]
         self.eqns = [eqn for fn in functions for eqn in fn.eqns]
@@ -88,7 +89,7 @@ class _Program:
         self.before = [
             {makers[v] for v in eqn.invars if is_var(v) and v in makers} for eqn in self.eqns
         ]
-        self.seconds = [_seconds(eqn) for eqn in self.eqns]
+        self.seconds = [_seconds(eqn, speeds) for eqn in self.eqns]
         self.exchanges = {n for n, eqn in enumerate(self.eqns) if _is_exchange(eqn)}
         least = LIGHT * sum(self.seconds)
         heavy = {n for n, s in enumerate(self.seconds) if s > least} | self.exchanges
@@ -154,16 +155,24 @@ class _Program:
 
 
 class _Schedule:
-    """A list scheduler: one computation and one exchange at a time, each as soon as its inputs are there.
+    """A list scheduler: one computation and one exchange at a time. Time is in seconds.
 
-    First comes what has the longest way to the end. The exchanges of a function keep their order. Time is in seconds.
+    At each moment, the first of these that can be done is done:
+
+    1. the most urgent exchange that is ready starts, unless it would only wait in line, or a more urgent one is soon
+       ready and would wait for it;
+    2. the most urgent computation that is ready runs, unless it would run on when an exchange could start;
+    3. time passes until something ends.
+
+    The most urgent has the longest way to the end. The exchanges of a function keep their order.
     """
 
     def __init__(self, program: _Program, lookahead: float):
-        self.lookahead = lookahead
         self.seconds, self.sources, self.exchanges = (
             program.seconds, program.sources, program.exchanges,
         )  # fmt: skip
+        self.lookahead = lookahead
+        """Share of an exchange's time by which it is soon ready."""
         self.way = dict.fromkeys(self.sources, 0.0)
         """From the start of an equation to the end of all that waits for it."""
         for n in reversed(self.sources):
@@ -174,98 +183,122 @@ class _Schedule:
             [n for n in sorted(self.exchanges) if program.owners[n] is fn]
             for fn in program.functions
         ]
-        self.done: dict[int, float] = {}
-        self.now = 0.0
+        self.waiting = dict.fromkeys(self.sources)
+        self.ends: dict[int, float] = {}
+        self.now, self.link_free = 0.0, 0.0
 
     def order(self) -> dict[int, float]:
         """Return the equations that take time, exchanges where they start, and when each ends."""
-        free, left = 0.0, dict.fromkeys(self.sources)
-        while left:
-            heads = [queue[0] for queue in self.queues if queue]
-            starts = {n: self.start(n) for n in heads}
-            soon = {n: (t, m) for n, (t, m) in starts.items() if self.is_soon(n, t)}
-            later = [t for t in (*self.done.values(), free) if t > self.now]
-            ready = [n for n in left if n not in self.exchanges and self.is_ready(n)]
-            ready = [n for n in ready if self.may_run(n, soon)] or (ready if not later else [])
-            best = max(ready, key=self.urgency, default=None)
-            end = math.inf if best is None else self.now + self.seconds[best]
-            first = max(filter(self.is_ready, heads), key=self.urgency, default=None)
-            if first is not None:
-                # None goes early just to wait in line, nor before a more urgent one: that would wait for it.
-                in_time = free <= self.now or end - free > self.seconds[first] / 2
-                goes = in_time and all(self.way[n] <= self.way[first] for n in soon)
-                first = first if goes else None
-            if first is not None:
-                free = self.done[first] = max(free, self.now) + self.seconds[first]
-                self.queues = [[n for n in queue if n != first] for queue in self.queues]
-                del left[first]
-            elif best is not None:
-                self.now = self.done[best] = end
-                del left[best]
+        while self.waiting:
+            soon = self.soon_ready()
+            events = [t for t in (*self.ends.values(), self.link_free) if t > self.now]
+            computation = self.computation(soon, must_run=not events)
+            exchange = self.exchange(soon, computation)
+            if exchange is not None:
+                start = max(self.link_free, self.now)
+                self.link_free = self.ends[exchange] = start + self.seconds[exchange]
+                self.queues = [[n for n in queue if n != exchange] for queue in self.queues]
+                del self.waiting[exchange]
+            elif computation is not None:
+                self.now = self.ends[computation] = self.now + self.seconds[computation]
+                del self.waiting[computation]
             else:
-                self.now = min(later)
-        return self.done
+                self.now = min(events)
+        return self.ends
 
-    def is_soon(self, exchange: int, at: float) -> bool:
-        return at - self.now < self.lookahead * self.seconds[exchange]
+    def soon_ready(self) -> dict[int, tuple[float, set[int]]]:
+        """Return the next exchange of each function that is soon ready: when, and the computations until then."""
+        starts = {queue[0]: self.earliest(queue[0]) for queue in self.queues if queue}
+        return {
+            n: (start, computations)
+            for n, (start, computations) in starts.items()
+            if start - self.now < self.lookahead * self.seconds[n]
+        }
+
+    def computation(self, soon: dict[int, tuple[float, set[int]]], must_run: bool) -> int | None:
+        """Return the most urgent computation that may run now; any that is ready if one `must_run`."""
+
+        def lets_exchanges_start(n: int) -> bool:
+            """Return whether each exchange starts first, waits for n, or is ready after n ends."""
+            return all(
+                start == self.now or n in computations or self.seconds[n] <= start - self.now
+                for start, computations in soon.values()
+            )
+
+        ready = [n for n in self.waiting if n not in self.exchanges and self.is_ready(n)]
+        suitable = list(filter(lets_exchanges_start, ready)) or (ready if must_run else [])
+        return max(suitable, key=self.urgency, default=None)
+
+    def exchange(
+        self, soon: dict[int, tuple[float, set[int]]], computation: int | None
+    ) -> int | None:
+        """Return the most urgent exchange that is ready, if it should start before `computation`, the next one."""
+        heads = [queue[0] for queue in self.queues if queue]
+        exchange = max(filter(self.is_ready, heads), key=self.urgency, default=None)
+        if exchange is None:
+            return None
+        end = math.inf if computation is None else self.now + self.seconds[computation]
+        waits_in_line = self.link_free > self.now and (
+            end - self.link_free <= self.seconds[exchange] / 2
+        )
+        delays_another = any(self.way[n] > self.way[exchange] for n in soon)
+        return None if waits_in_line or delays_another else exchange
 
     def is_ready(self, n: int) -> bool:
-        return all(self.done.get(m, math.inf) <= self.now for m in self.sources[n])
-
-    def may_run(self, n: int, soon: dict[int, tuple[float, set[int]]]) -> bool:
-        """Return whether computation n would not run on when an exchange could start, which then overlaps it."""
-        return all(
-            at == self.now or n in before or self.seconds[n] <= at - self.now
-            for at, before in soon.values()
-        )
+        return all(self.ends.get(m, math.inf) <= self.now for m in self.sources[n])
 
     def urgency(self, n: int) -> tuple[float, int]:
         return self.way[n], -n
 
-    def start(self, exchange: int) -> tuple[float, set[int]]:
+    def earliest(self, exchange: int) -> tuple[float, set[int]]:
         """Return when an exchange can start at the earliest, and the computations until then; never behind another."""
-        rest, at, stack = set[int](), self.now, [exchange]
+        unfinished, start, stack = set[int](), self.now, [exchange]
         while stack:
             sources = self.sources[stack.pop()]
-            at = max([at, *(self.done.get(m, at) for m in sources)])
-            more = {m for m in sources if m not in self.done} - rest
-            rest |= more
-            stack += more
-        behind = not rest.isdisjoint(self.exchanges)
-        return math.inf if behind else at + sum(self.seconds[m] for m in rest), rest
+            start = max([start, *(self.ends.get(m, start) for m in sources)])
+            further = {m for m in sources if m not in self.ends} - unfinished
+            unfinished |= further
+            stack += further
+        if not unfinished.isdisjoint(self.exchanges):
+            return math.inf, unfinished
+        return start + sum(self.seconds[m] for m in unfinished), unfinished
 
 
 def _is_exchange(eqn) -> bool:
     return eqn.primitive.name in EXCHANGES
 
 
-def _seconds(eqn) -> float:
+def _seconds(eqn, speeds: Speeds) -> float:
     """Estimate the duration of an equation: none if it is elementwise, which XLA fuses, or a loop of further rounds."""
     name, out = eqn.primitive.name, sum(map(num_bytes, eqn.outvars))
+
+    def total(eqns: Iterable) -> float:
+        return sum(_seconds(eqn, speeds) for eqn in eqns)
+
     match name:
         case "all_to_all":
             groups = eqn.params["axis_index_groups"]
             near = groups is not None and all(g[-1] - g[0] == len(g) - 1 for g in groups)
             sent = out * (1 - 1 / len(groups[0])) if groups else out
-            return sent / (NODE if near else NETWORK)
+            return sent / (speeds.node if near else speeds.network)
         case "ppermute":
-            return out / NETWORK
+            return out / speeds.network
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             sizes = (eqn.invars[0].aval.shape[d] for d in contracted)
-            return 2 * math.prod(sizes) * eqn.outvars[0].aval.size / FLOPS
+            return 2 * math.prod(sizes) * eqn.outvars[0].aval.size / speeds.flops
         case "gather" | "concatenate" | "sort":
-            return 2 * out / MEMORY
+            return 2 * out / speeds.memory
         case "dynamic_update_slice":
-            return 3 * num_bytes(eqn.invars[1]) / MEMORY
+            return 3 * num_bytes(eqn.invars[1]) / speeds.memory
         case "while":
             return 0.0
         case "cond":
             # The branch of the smaller of two kinds of layers, which most layers are.
             branches = [branch.eqns for branch in inner_jaxprs(eqn)]
             busy = [eqns for eqns in branches if "dot_general" in primitives(eqns)]
-            return min(sum(map(_seconds, eqns)) for eqns in busy or branches)
+            return min(total(eqns) for eqns in busy or branches)
     if name.startswith("dot_product_attention"):
         queries, products = eqn.invars[0].aval, 5 if "bwd" in name else 2
-        return products * queries.size * queries.shape[1] / FLOPS
-    return sum(_seconds(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+        return products * queries.size * queries.shape[1] / speeds.flops
+    return sum(total(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn))

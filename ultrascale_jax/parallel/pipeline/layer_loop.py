@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.config.lowering import orders_whole_stage
+from ultrascale_jax.config.lowering import H100, orders_whole_stage
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Slots
@@ -195,7 +195,7 @@ class LayerLoop:
             kept = [self._kept(carry | rest, tick, self.depth - 1 - index) for index in indices]
             runs["backward"] = backward, (carry["g"], kept)
         if self.hides_exchanges and runs:
-            results = interleave(*runs.values())
+            results = interleave(H100, *runs.values())
         else:
             results = [fn(activations) for fn, activations in runs.values()]
         after, new, sent = dict(carry), [], {}
