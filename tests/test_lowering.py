@@ -43,6 +43,17 @@ def test_names_of_rules_are_unique():
     assert len(set(names)) == len(names)
 
 
+def test_a_pass_that_one_rule_switches_off_stays_on_without_it():
+    cfg = change(
+        Config(mesh=MeshConfig.of(fsdp=8)), train={"remat": Keep(offloaded=("gate",))}
+    ).check(8)
+    disabled = Lowering.of(cfg).xla_options["xla_disable_hlo_passes"]
+    passes = ["collective-pipeliner-forward", "collective-pipeliner-backward"]
+    assert disabled == ",".join(["rematerialization", *passes])
+    fewer = Lowering.of(cfg, without=["keep_results"]).xla_options["xla_disable_hlo_passes"]
+    assert fewer == ",".join(passes)
+
+
 def test_plain_applies_no_rule():
     for cfg in runs():
         plain = change(cfg, train={"lowering": "plain"})
