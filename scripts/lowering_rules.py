@@ -21,6 +21,8 @@ from pathlib import Path
 from ultrascale_jax.config import Config, Keep, MeshConfig
 from ultrascale_jax.config import lowering as rules
 from ultrascale_jax.launch.distributed import set_environment
+from ultrascale_jax.plan.auto import choose_auto
+from ultrascale_jax.plan.hardware import find_cluster
 
 PAGE = Path("docs/benchmarks/h100.md")
 TABLE = Path("docs/benchmarks/lowering.csv")
@@ -35,7 +37,8 @@ class Case:
 
     recipe: str
     mesh: str
-    train: dict
+    train: dict | None = None
+    """Fields that differ from the recipe's; None: the recipe, and `auto` chooses the open ones."""
 
 
 CASES = {
@@ -66,6 +69,8 @@ CASES = {
     "128k": Case(recipe="llama3_8b_128k", mesh="cp=8,fsdp=4", train={"global_batch": 4, "remat": "full"}),
     "1m": Case(recipe="llama3_8b_1m", mesh="cp=32,fsdp=2", train={"global_batch": 2, "remat": "full"}),
     "mixtral": Case(recipe="mixtral_8x7b", mesh="fsdp=8,ep=8", train={"global_batch": 64, "remat": "full"}),
+    "mixtral_recipe": Case(recipe="mixtral_8x7b", mesh="fsdp=8,ep=8"),
+    "deepseek_recipe": Case(recipe="deepseek_v3", mesh="pp=8,fsdp=4,ep=64"),
     "mixtral_pp": Case(
         recipe="mixtral_8x7b",
         mesh="pp=4,fsdp=2,ep=8",
@@ -90,9 +95,12 @@ class Row:
 def config_of(case: Case) -> Config:
     """Return the checked configuration of a case."""
     recipe = importlib.import_module(f"ultrascale_jax.configs.{case.recipe}").config
-    train = dataclasses.replace(recipe.train, **{"microbatches": 1, **case.train})
-    cfg = dataclasses.replace(recipe, train=train, mesh=MeshConfig.parse(case.mesh))
-    return cfg.check(num_devices(cfg))
+    cfg = dataclasses.replace(recipe, mesh=MeshConfig.parse(case.mesh))
+    devices = num_devices(cfg)
+    if case.train is None:
+        return choose_auto(cfg, find_cluster(None, "h100", devices))[0].check(devices)
+    train = dataclasses.replace(cfg.train, **{"microbatches": 1, **case.train})
+    return dataclasses.replace(cfg, train=train).check(devices)
 
 
 def num_devices(cfg: Config) -> int:
@@ -111,7 +119,6 @@ def measure(name: str, without: str) -> Row:
     import jax
 
     from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
-    from ultrascale_jax.plan.hardware import find_cluster
 
     jax.config.update("jax_enable_compilation_cache", False)
     cfg = config_of(CASES[name])

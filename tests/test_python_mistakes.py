@@ -402,7 +402,7 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     ),
     "a policy to plan": (
         lambda: us.Run(shape=us.Shape(), mesh=CFG.mesh, seq_len=8, sequences=1, remat="some"),
-        r"^train\.remat='some': must be none, selective",
+        r"^remat='some': must be one of auto, none, selective",
     ),
     "an unknown letter": (
         lambda: us.einsum("BD,DY->BY", IDS, IDS),

@@ -393,7 +393,7 @@ def test_the_published_config_of_deepseek_v3_is_its_shape_with_the_stretch_to_12
     ("model_type", "keys", "said"),
     [
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be a positive integer"),
-        ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: a token can reach only 8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "top_k=9: a token reaches 8 experts"),
         (
             "mixtral",
             {"num_local_experts": 8, "num_experts": 4},
