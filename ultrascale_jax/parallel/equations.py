@@ -60,7 +60,13 @@ def is_var(atom) -> bool:
 
 def num_bytes(variable: core.Var) -> int:
     aval: Any = variable.aval  # an array's
-    return aval.size * aval.dtype.itemsize
+    return aval.size * itemsize(variable)
+
+
+def itemsize(variable: core.Var) -> int:
+    """Return the bytes of an element."""
+    aval: Any = variable.aval
+    return aval.dtype.itemsize
 
 
 def inner_jaxprs(eqn) -> list:

@@ -24,6 +24,7 @@ from ultrascale_jax.parallel.equations import (
     Equations,
     inner_jaxprs,
     is_var,
+    itemsize,
     num_bytes,
     primitives,
     run_equation,
@@ -137,7 +138,7 @@ class _Program:
         eqn, fn = self.eqns[n], self.owners[n]
         fn.run(eqn)
         self.todo.remove(n)
-        wide = any(v.aval.dtype.itemsize > fn.itemsize for v in eqn.outvars)
+        wide = any(itemsize(v) > fn.itemsize for v in eqn.outvars)
         if n not in self.exchanges and (n in self.sources or not wide):
             self.held |= dict.fromkeys(eqn.outvars, fn)
 
