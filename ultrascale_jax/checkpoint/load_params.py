@@ -11,11 +11,9 @@ from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict, saved_config
-from ultrascale_jax.checkpoint.step_dirs import Damaged, steps
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
 from ultrascale_jax.models.lora import merged
 from ultrascale_jax.models.transformer import Transformer
@@ -47,27 +45,14 @@ def load_params(
     """
     saved_config(Path(run_dir))  # refuses what is no run directory
     folder = folder_of(Path(run_dir).resolve(), CHECKPOINTS, make=False)
-    available = restoring.found_by_process0(lambda: steps(folder))
-    wanted = max(available, default=0) if step is None else step
-    require(wanted in available, "step", wanted, f"{folder} holds the steps {available}")
     kind = model if like is None else type(like)
-    problems: list[str] = []
 
     def restore(step: int) -> tuple[Config, Transformer]:
         meta = restoring.read_metadata(folder / str(step))
         check_model(meta, kind, folder / str(step))
         return _params(folder, mesh, step, meta, kind, like, merge)
 
-    def skipped(step: int, why: str) -> None:
-        problems.append(f"{folder / str(step)} does not restore as it was saved: {why}")
-
-    restored = restoring.newest(available if step is None else [wanted], restore, skipped)
-    if restored is None:
-        raise Damaged(problems[0])
-    if jax.process_index() == 0:
-        for problem in problems:
-            say(f"warning: {problem}; using step {restored[0]}")
-    return restored[1]
+    return restoring.chosen_or_newest(folder, step, restore)
 
 
 def _params(

@@ -31,9 +31,11 @@ from ultrascale_jax.checkpoint.step_dirs import (
     check_path,
     files,
     metadata,
+    steps,
 )
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch import multihost
+from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.failures import denied
 from ultrascale_jax.launch.multihost import agree
@@ -69,6 +71,30 @@ def newest[Restored](
             skipped(step, str(error))
         gc.collect()  # The exception held arrays that were read before.
     return None
+
+
+def chosen_or_newest[Restored](
+    folder: Path, step: int | None, restore: Callable[[int], Restored]
+) -> Restored:
+    """Return `restore(step)`, or without a step that of the newest in `folder` that restores; warn of newer ones.
+
+    Raises `UserError` where there is no such step, and `Damaged` where none restores. Nothing is renamed.
+    """
+    available = found_by_process0(lambda: steps(folder))
+    chosen = max(available, default=0) if step is None else step
+    require(chosen in available, "step", chosen, f"{folder} holds the steps {available}")
+    problems: list[str] = []
+
+    def skipped(step: int, why: str) -> None:
+        problems.append(f"{folder / str(step)} does not restore as it was saved: {why}")
+
+    restored = newest(available if step is None else [chosen], restore, skipped)
+    if restored is None:
+        raise Damaged(problems[0])
+    if jax.process_index() == 0:
+        for problem in problems:
+            say(f"warning: {problem}; using step {restored[0]}")
+    return restored[1]
 
 
 def read_metadata(

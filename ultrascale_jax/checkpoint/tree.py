@@ -13,13 +13,11 @@ from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.fingerprint import is_supported
 from ultrascale_jax.checkpoint.run_metadata import versions
 from ultrascale_jax.checkpoint.step_dirs import (
-    Damaged,
     check_path,
     steps,
     with_digest,
 )
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.launch.events import say
 from ultrascale_jax.quiet_imports import ocp
 
 GROUP = "tree"
@@ -95,7 +93,7 @@ def load_tree[Tree](folder: str | Path, like: Tree, *, step: int | None = None) 
         leaves = [arrays[number[path]] for path in shapes]
         return restoring.cast(jax.tree.unflatten(jax.tree.structure(like), leaves), like)
 
-    return _newest(folder, step, restore)
+    return restoring.chosen_or_newest(folder, step, restore)
 
 
 def tree_meta(folder: str | Path, *, step: int | None = None) -> dict[str, Any]:
@@ -104,30 +102,13 @@ def tree_meta(folder: str | Path, *, step: int | None = None) -> dict[str, Any]:
     Raises `UserError` where there is no such step, and `Damaged`.
     """
     folder = Path(folder).absolute()
-    return _newest(folder, step, lambda step: _metadata(folder / str(step))["meta"])
+    return restoring.chosen_or_newest(
+        folder, step, lambda step: _metadata(folder / str(step))["meta"]
+    )
 
 
 def _metadata(place: Path) -> dict:
     return restoring.read_metadata(place, (GROUP,), ("data", "versions", "arrays", "meta"))
-
-
-def _newest(folder: Path, step: int | None, restore: Any) -> Any:
-    """Return `restore(step)` of this step, or of the newest for which it does not raise `Damaged`."""
-    written = restoring.found_by_process0(lambda: steps(folder))
-    chosen = max(written, default=0) if step is None else step
-    require(chosen in written, "step", chosen, f"{folder} holds the steps {written}")
-    problems: list[str] = []
-
-    def skipped(step: int, why: str) -> None:
-        problems.append(f"{folder / str(step)} does not restore as it was saved: {why}")
-
-    restored = restoring.newest(written if step is None else [chosen], restore, skipped)
-    if restored is None:
-        raise Damaged(problems[0])
-    if jax.process_index() == 0:
-        for problem in problems:
-            say(f"warning: {problem}; using step {restored[0]}")
-    return restored[1]
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
