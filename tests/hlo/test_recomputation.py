@@ -83,7 +83,7 @@ def test_attention_runs_again_only_under_full_recomputation(run):
         ("full", NAMED, "selective"),
         pytest.param(("full", SAVED, "dots", "selective", "none"), marks=pytest.mark.wide),
     ],
-    ids=" < ".join,
+    ids=lambda order: " < ".join(map(str, order)),
 )
 def test_what_is_kept_takes_memory(run, order):
     kept = [run(remat)[1].temporary_bytes for remat in order]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import Experts, LatentAttention, ModelConfig
+from ultrascale_jax.config import Experts, LatentAttention, Lora, ModelConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.flops import (
     flops_per_token,
@@ -33,8 +33,8 @@ def test_matrix_parameters_are_counted_by_hand():
 
 def test_frozen_matrices_have_no_gradients_and_adapters_do():
     sides = (5 + 8) + 2 * (5 + 4) + (8 + 5) + 3 * (5 + 7)
-    adapters = adapter_params(MODEL, "rank=2")
-    assert (adapters, adapter_params(MODEL, "")) == (3 * 2 * sides, 0)
+    adapters = adapter_params(MODEL, Lora(rank=2))
+    assert (adapters, adapter_params(MODEL, Lora())) == (3 * 2 * sides, 0)
     saved = flops_per_token(MODEL, 64) - flops_per_token(MODEL, 64, adapters)
     assert saved == 2 * matmul_params(MODEL) - 6 * adapters
 

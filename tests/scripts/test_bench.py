@@ -58,10 +58,14 @@ def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model(peer_cfg
         weight = jnp.float32(1 / rows[:, 1:].size)
         step = jax.jit(lambda params: train_step.gradients(cfg, params, batch, weight))
         gradients, sums = step(state.params)
-    ours, ours_grads = (
-        jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(tree)))
-        for tree in (state.params, gradients)
-    )
+
+    def arrays_of(model):
+        """Return the arrays by the names of bare JAX."""
+        arrays = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+        (stack,) = arrays.pop("stacks").values()
+        return arrays | {"blocks": stack}
+
+    ours, ours_grads = arrays_of(state.params), arrays_of(gradients)
     with jax.numpy_rank_promotion("allow"):
         peer_loss, peer_grads = jax.jit(
             jax.value_and_grad(

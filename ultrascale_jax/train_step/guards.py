@@ -26,25 +26,24 @@ class Verdict:
 
 
 def judge(
-    cfg: Config,
-    state: TrainState,
-    loss: jax.Array,
-    norm: jax.Array,
-    terms: jax.Array,
-    updates: Transformer,
+    cfg: Config, state: TrainState, loss: jax.Array, norm: jax.Array, terms: jax.Array
 ) -> Verdict:
-    """Judge a step by its loss, its gradient norm, the number of its terms and the optimizer's updates."""
+    """Judge a step by its loss, its gradient norm, the number of its terms and the first moments before it."""
     finite, spike = jnp.isfinite(loss) & jnp.isfinite(norm), None
+    ok = finite & (terms > 0)
     if type(state.params).make_optimizer(cfg) is None:
-        # Spares a pass over the updates.
-        update_is_finite = jnp.isfinite(jnp.square(norm) + first_moments_norm(state.opt_state))
-    else:
-        update_is_finite = jnp.isfinite(global_norm(updates))
-    ok = finite & update_is_finite & (terms > 0)
+        ok &= jnp.isfinite(jnp.square(norm) + first_moments_norm(state.opt_state))
     if state.spikes is not None:
         spike = finite & state.spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
         ok &= ~spike
     return Verdict(finite, ok, spike)
+
+
+def check_update(cfg: Config, state: TrainState, verdict: Verdict, updates: Transformer) -> Verdict:
+    """Refuse an update that is not finite; `judge` needs no pass over the updates of the built-in optimizers."""
+    if type(state.params).make_optimizer(cfg) is None:
+        return verdict
+    return dataclasses.replace(verdict, ok=verdict.ok & jnp.isfinite(global_norm(updates)))
 
 
 def after(

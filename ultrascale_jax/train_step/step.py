@@ -169,13 +169,14 @@ def apply_gradients(
     with jax.named_scope("gradients"):
         loss, norm = mean * sums.loss, mean * global_norm(grads)
     with jax.named_scope("optimizer"):
+        verdict = guards.judge(cfg, state, loss, norm, terms)
         scale = mean
         if cfg.optim.clip_norm:
             scale *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
         clipped = jax.tree.map(lambda g: g * scale, grads)
         update: Callable = optimizer(cfg, model).update
         updates, opt_state = update(clipped, state.opt_state, trained)
-        verdict = guards.judge(cfg, state, loss, norm, terms, updates)
+        verdict = guards.check_update(cfg, state, verdict, updates)
         new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), trained, updates)
         new = balance.rebalanced(cfg, new, sums.routed)
         new, opt_state = jax.tree.map(
