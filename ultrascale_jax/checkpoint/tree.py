@@ -72,8 +72,8 @@ def load_tree[Tree](folder: str | Path, like: Tree, *, step: int | None = None) 
 
     Args:
       folder: the folder given to `save_tree`.
-      like: a pytree of arrays or `jax.ShapeDtypeStruct`s; a struct without a sharding is placed on the first device.
-        An array is cast to its type.
+      like: a pytree of arrays, or of `jax.ShapeDtypeStruct` leaves; one without a sharding is placed on the first
+        device. An array is cast to its type.
       step: the tree to load; None is the newest.
 
     Raises:
