@@ -337,7 +337,7 @@ class Speeds:
 
 
 H100 = Speeds(flops=5e14, memory=2.8e12, node=4e11, network=5e10)
-"""What programs reach of the peaks in `plan/targets/gpus.csv`."""
+"""The shares that programs reach of the peaks in `plan/targets/gpus.csv`."""
 
 ORDERED_LAYERS = 2
 """Most layers of a pipeline's stage whose passes are ordered as a whole where they hide exchanges."""

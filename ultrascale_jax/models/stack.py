@@ -34,7 +34,7 @@ class LayerOutputs(NamedTuple):
     kv: tuple[jax.Array, jax.Array] | None
     """With a cache, keys and values."""
     routed: Routed | None
-    """What the routers of experts did, if there are any."""
+    """Choices and losses of the routers of experts, if there are any."""
 
 
 def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
