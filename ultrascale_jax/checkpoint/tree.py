@@ -120,9 +120,8 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 def _array(path: str, leaf: Any) -> jax.Array:
     """Return a leaf as a JAX array; refuse one that cannot be saved with a fingerprint."""
-    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     fix = "is no array; save arrays, and other values as meta"
-    require(is_array, f"tree{path}", leaf, fix)
+    require(_has_type(leaf), f"tree{path}", leaf, fix)
     fix = "has no fingerprint; save jax.random.key_data of keys, and other types by their bits"
     require(is_supported(leaf.dtype), f"tree{path}.dtype", str(leaf.dtype), fix)
     saved = jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -133,10 +132,15 @@ def _array(path: str, leaf: Any) -> jax.Array:
 
 def _shape(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape, type and sharding in which to load a leaf."""
-    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    require(is_array, f"like{path}", leaf, "is neither an array nor a jax.ShapeDtypeStruct")
+    fix = "is neither an array nor a jax.ShapeDtypeStruct"
+    require(_has_type(leaf), f"like{path}", leaf, fix)
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _has_type(leaf: Any) -> bool:
+    """Return whether a leaf has the shape and type of an array."""
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 def _check_paths(place: Path, saved: Any, wanted: Any) -> None:

@@ -147,6 +147,7 @@ def _delay(traits: Traits) -> dict[str, Any]:
     return {"delay": Delay(until, None if repeats else ("mlp",), scatters=repeats)}
 
 
+OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 GATHER_TOGETHER = "xla_gpu_all_gather_combine_threshold_bytes"
 OFF = "COLLECTIVE_PIPELINING_MODE_OFF"
 
@@ -171,14 +172,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="overlap_gathers",
         applies=lambda _, lowering: lowering.gathers_ahead,
-        xla={"xla_gpu_experimental_parallel_collective_overlap_limit": 8},
+        xla={OVERLAP: 8},
         effect="a layer's gathers and the last one's scatters are in flight together",
         evidence="Mixtral on 64, full: 1.58 -> 1.11 s; 70B on 512: with 4 or 6 some wait in line",
     ),
     Rule(
         name="overlap_sends",
         applies=lambda run, _: run.mesh.pp > 1,
-        xla={"xla_gpu_experimental_parallel_collective_overlap_limit": 4},
+        xla={OVERLAP: 4},
         effect="a pipeline's sends, exchanges and the head's collectives are in flight together",
         evidence="DeepSeek-V3 on 2,048, its recipe: 33.57 -> 30.37 s. 8B, pp 4 x fsdp 2: with 8, 1.2% slower",
     ),
