@@ -20,7 +20,7 @@ class Weights:
     tables: float
     """Both; a tied one counts once."""
     vectors: float
-    """Norms and biases, whole on every GPU but for those of experts."""
+    """Norms and biases, whole on every GPU but for those of experts; rows of padding have theirs."""
     attention: float
     """Matrices of the attention of one layer."""
     matrix: float
@@ -64,7 +64,7 @@ def weights_of(run: Run) -> Weights:
         experts=moe * routed,
         table=table,
         tables=table if shape.tied_embeddings else 2 * table,
-        vectors=layers * shape.vector_params / shape.layers
+        vectors=(layers + padding) * shape.vector_params / shape.layers
         + D
         - moe * shape.hidden_biases * (1 - 1 / (mesh.ep * t)),
         attention=attention,
