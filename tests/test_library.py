@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax
 from tests.runs import step_rows
@@ -52,33 +51,6 @@ def test_every_public_name_leads_to_something_that_type_checkers_know():
     assert sorted(alias.asname or alias.name for alias in imports) == sorted(
         ultrascale_jax._MODULES
     )
-
-
-def test_a_tree_goes_to_disk_and_comes_back_on_another_mesh(tmp_path, capsys):
-    names: dict = {}
-    source = EXAMPLES[3].replace('"tests/', f'"{ROOT}/tests/').replace("out/", f"{tmp_path}/")
-    exec(compile(source, str(DOCS), "exec"), names)
-    assert "{'loss': 1.5}" in capsys.readouterr().out
-    assert names["loaded"]["w"].sharding.spec == P("b")
-    np.testing.assert_array_equal(names["loaded"]["w"], np.arange(16.0))
-    (weight,) = names["weights"].values()
-    assert weight.sharding.spec == P("rows")
-
-
-def test_documents_of_ones_own_are_sharded_over_a_mesh_of_ones_own(capsys):
-    names: dict = {}
-    exec(compile(EXAMPLES[4], str(DOCS), "exec"), names)
-    assert capsys.readouterr().out.startswith("3 {'tokens': ")
-    assert {array.sharding.spec for array in names["batch"].values()} == {P("data")}
-    for name, array in names["loader"].batch(3).items():
-        np.testing.assert_array_equal(np.sort(names["batch"][name], 0), np.sort(array, 0))
-
-
-def test_the_search_from_python_prints_three_ways_without_jax():
-    code = EXAMPLES[5] + "\nimport sys\nassert 'jax' not in sys.modules and cfg.check(8)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 3
 
 
 @pytest.mark.slow
