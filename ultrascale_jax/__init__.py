@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TrainConfig,
         UserError,
     )
+    from ultrascale_jax.config.lowering import Lowering
     from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.data.sources import documents_of
     from ultrascale_jax.hooks import Batch, Hook
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.pipeline.schedules import layer_order
     from ultrascale_jax.parallel.pipeline.stages import Stages
     from ultrascale_jax.parallel.pipeline.table_csv import read_csv as read_schedule
+    from ultrascale_jax.parallel.prefetch import prefetch_scan
     from ultrascale_jax.plan.auto import choose_auto
     from ultrascale_jax.plan.compiled.compile import (
         compile_program,
@@ -98,6 +100,7 @@ _HOME = {
         "CheckpointConfig Config ContextConfig DataConfig Dpo Experts Keep KernelsConfig LatentAttention "
         "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig TrainConfig UserError"
     ),
+    "config.lowering": "Lowering",
     "data.loader": "Loader",
     "data.sources": "documents_of",
     "hooks": "Batch Hook",
@@ -122,6 +125,7 @@ _HOME = {
     "parallel.pipeline.schedules": "build_schedule layer_order",
     "parallel.pipeline.stages": "Stages",
     "parallel.pipeline.table_csv": "read_schedule",
+    "parallel.prefetch": "prefetch_scan",
     "plan.auto": "choose_auto",
     "plan.compiled.compile": "compile_program compile_step simulate_step target_devices",
     "plan.formulas.memory": "memory_breakdown",

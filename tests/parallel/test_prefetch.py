@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.config.lowering import Delay, Lowering
-from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
+from ultrascale_jax.parallel.prefetch import prefetch_scan
 from ultrascale_jax.sharding.mesh import make_mesh
 
 B, D = 4, 8
@@ -43,9 +44,9 @@ def run(gathered, x, context, constant):
     return x + jnp.tanh(y) * context, jnp.sum(jnp.square(y), axis=1), jnp.max(y, axis=1)
 
 
-def plain_scan(layer, params, constants, x, context):
+def plain_scan(layer, params, x, *, gather, constants, context, **_):
     def body(x, row):
-        y, *out = layer.run(layer.gather(*row), x, context, row[1])
+        y, *out = layer(gather(*row), x, context, row[1])
         return y, tuple(out)
 
     return jax.lax.scan(body, x, (params, constants))
@@ -73,18 +74,82 @@ def test_values_and_gradients_are_those_of_a_plain_scan(num, lowering, dp, offlo
         x = jax.random.normal(keys[1], (B, D), out_sharding=P(split, None))
         constants, context = jnp.arange(num), jnp.float32(0.7)
         weights = jax.random.normal(keys[0], (num, B), out_sharding=P(None, split))
-        layer = Layer(gather, run) if dp == 1 else Layer(gather_and_sum, run, leave_sums)
+        how = {"lowering": lowering, "offload": offload, "constants": constants, "context": context}
+        how |= (
+            {"gather": gather} if dp == 1 else {"gather": gather_and_sum, "leave_sums": leave_sums}
+        )
 
-        def value_and_grad(scan, **how):
+        def value_and_grad(scan):
             def loss(params, x):
-                y, (aux, statistics) = scan(layer, params, constants, x, context, **how)
+                y, (aux, statistics) = scan(run, params, x, **how)
                 return jnp.sum(jnp.sin(y)) + jnp.sum(aux * weights), statistics
 
             return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
 
-        found = value_and_grad(prefetch_scan, lowering=lowering, offload=offload)
+        found = value_and_grad(prefetch_scan)
         expected = value_and_grad(plain_scan)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
     )
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
+
+
+ROWS, OTHERS = ("rows", "others"), 3
+
+
+def replicate(kind, manual):
+    """Return a function that gathers a layer's matrix, in a program on axes of this kind."""
+    if manual:
+        return lambda p: p | {"w": jax.lax.all_gather(p["w"], ROWS, tiled=True)}
+    if kind == AxisType.Auto:
+        return functools.partial(jax.tree.map, lambda p: jax.lax.with_sharding_constraint(p, P()))
+    return functools.partial(jax.tree.map, lambda p: jax.reshard(p, P()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "manual"),
+    [
+        (None, False),
+        (AxisType.Auto, False),
+        (AxisType.Explicit, False),
+        (AxisType.Auto, True),
+        (AxisType.Explicit, True),
+    ],
+    ids=str,
+)
+def test_layers_of_ones_own_run_on_a_mesh_of_ones_own(kind, manual):
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(OTHERS, D, D)), "b": rng.normal(size=(OTHERS, D))}
+    given = jax.tree.map(np.float32, (params, rng.normal(size=(D, D))))
+    specs = {"w": P(None, ROWS), "b": P()}, P(ROWS)
+
+    def layer(p, x):
+        return x + jnp.tanh(x @ p["w"] + p["b"][None])
+
+    def plain(params, x):
+        y, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)
+        return jnp.sum(jnp.square(y))
+
+    def ahead(gather, params, x):
+        return jnp.sum(jnp.square(prefetch_scan(layer, params, x, gather=gather)[0]))
+
+    expected = jax.value_and_grad(plain, (0, 1))(*given)
+    if kind is None:
+        found = jax.jit(jax.value_and_grad(functools.partial(ahead, lambda p: p), (0, 1)))(*given)
+    else:
+        with jax.set_mesh(jax.make_mesh((4, 2), ROWS, axis_types=(kind,) * 2)):
+            loss = functools.partial(ahead, replicate(kind, manual))
+            if manual:
+                shards = loss
+                loss = jax.shard_map(
+                    lambda *a: jax.lax.psum(shards(*a), ROWS), in_specs=specs, out_specs=P()
+                )
+            found = jax.jit(jax.value_and_grad(loss, (0, 1)))(*jax.device_put(given, specs))
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+def test_arrays_with_other_numbers_of_layers_are_refused():
+    params = {"w": jnp.ones((3, D, D)), "b": jnp.ones((2, D))}
+    with pytest.raises(ValueError, match=r"params\['w'\]=\(3, 8, 8\): must have a leading dim"):
+        prefetch_scan(lambda p, x: x, params, jnp.ones((B, D)), gather=lambda p: p)

@@ -73,6 +73,14 @@ class Lowering:
         """Return the reference: no rule applied."""
         return cls()
 
+    @classmethod
+    def gather_ahead(cls, shards: int, without: Collection[str] = ()) -> "Lowering":
+        """Choose for a step of one's own, whose only parallelism is ZeRO-3 over `shards` devices.
+
+        It is for `prefetch_scan(lowering=)` and `jax.jit(compiler_options=lowering.xla_options)`, both or neither.
+        """
+        return cls.of(Config(mesh=MeshConfig.of(fsdp=shards)), without)
+
     @property
     def xla_options(self) -> dict[str, int | bool | str]:
         """The options of XLA's compiler, as `jax.jit(compiler_options=)` takes them."""

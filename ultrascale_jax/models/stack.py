@@ -13,7 +13,7 @@ from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.moe import Routed
-from ultrascale_jax.parallel.prefetch import Layer, prefetch_scan
+from ultrascale_jax.parallel.prefetch import prefetch_scan
 from ultrascale_jax.sharding.primitives import leave_sums
 
 
@@ -110,11 +110,17 @@ def _gathering_ahead(
     def gather(block, row):
         return block.gather_params(inputs.of_layer(row))
 
-    sums = functools.partial(map_params, leave_sums) if lowering.sums_late else None
-    layer = Layer(gather, remat(compute), sums)
     # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
     context = dataclasses.replace(inputs, fp8=None)
     x_BRD, (balance_LBR, *statistics) = prefetch_scan(
-        layer, piece.block, piece.rows, x_BRD, context, lowering=lowering, offload=offload
+        remat(compute),
+        piece.block,
+        x_BRD,
+        gather=gather,
+        constants=piece.rows,
+        context=context,
+        leave_sums=functools.partial(map_params, leave_sums) if lowering.sums_late else None,
+        lowering=lowering,
+        offload=offload,
     )
     return x_BRD, LayerOutputs(None, Routed(balance_LBR, *statistics) if statistics else None)

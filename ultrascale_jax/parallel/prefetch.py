@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ultrascale_jax.config import require
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.row_loop import (
@@ -34,16 +35,14 @@ from ultrascale_jax.parallel.row_loop import (
 PLAIN = Lowering.plain()
 
 
-class Layer(NamedTuple):
-    """One layer, as a function of parameters that are gathered before it runs."""
+class _Layer(NamedTuple):
+    """One layer, as a function of parameters that are gathered before it runs; `prefetch_scan` says what each does."""
 
     gather: Callable[[Any, Any], Any]
-    """`(params, constants) -> gathered`: the all-gathers of one layer; its transpose is the reduce-scatters."""
+    """`(params, constants) -> gathered`"""
     run: Callable[[Any, jax.Array, Any, Any], tuple]
-    """`(gathered, x, context, constants) -> (y, aux[, statistics])`: y of x's type, aux a float array."""
-    leave_sums: Callable[[Any], Any] | None = None
-    """`params -> params`, typed so that the transpose of `gather` leaves sums over replicas to the transpose of this.
-    Without it the transpose of `gather` sums over them too."""
+    """`(gathered, x, context, constants) -> (y, aux[, statistics])`"""
+    leave_sums: Callable[[Any], Any] | None
 
 
 class Forward(NamedTuple):
@@ -79,31 +78,60 @@ class Backward(NamedTuple):
 
 
 def prefetch_scan(
-    layer: Layer,
+    layer: Callable[..., Any],
     params: Any,
-    constants: Any,
     x: jax.Array,
-    context: Any,
     *,
+    gather: Callable[..., Any],
+    constants: Any = None,
+    context: Any = None,
+    leave_sums: Callable[[Any], Any] | None = None,
     lowering: Lowering = PLAIN,
     offload: Collection[str] = (),
-) -> tuple[jax.Array, tuple]:
-    """Run `layer` for each row of `params` and `constants`, in order.
+) -> tuple[jax.Array, Any]:
+    """Run a layer for each row of `params`, in order, with the next row gathered while this one computes.
+
+    Without `lowering` it is slower on GPUs than `jax.lax.scan`: XLA has to be told to overlap collectives. Take
+    `lowering = Lowering.gather_ahead(shards)` and `jax.jit(..., compiler_options=lowering.xla_options)`.
 
     Args:
-      layer: what each row does.
-      params: a tree of float arrays with a leading dim of layers.
-      constants: another, of any type, which is not differentiated.
-      x: what the first layer gets.
-      context: a tree of arrays that every layer gets; it is not differentiated.
-      lowering: how XLA runs the scan: its `delay`, `unrolls`, `copies_rows` and `bounds_written_rows`.
-      offload: names (`checkpoint_name`) of the residuals that wait for the backward pass in the host's memory. They go
-        there while the next layer computes, and return one layer ahead; the last layer's stay on the device.
+      layer: `(gathered, x[, context][, constants]) -> y` or `-> (y, aux[, statistics])`, with those of the two that are
+        given. y has x's type; aux is a float array, and is differentiated; statistics, any tree, are not.
+      params: a tree of float arrays with a leading dim of layers, sharded as they rest.
+      x: the first layer's input, one array.
+      gather: `(params[, constants]) -> gathered` of one layer: the all-gathers. Its transpose is the reduce-scatters.
+        On an Explicit mesh `jax.reshard(p, P(None, None))` does for every layer; `P(None, None, reduced={axis})` leaves
+        the gradients partial sums until they are scattered, for layers whose only use of p is a product. In
+        `jax.shard_map` it is `jax.lax.all_gather(p, axis, tiled=True)`.
+      constants: a tree with a leading dim of layers, of any types, which is not differentiated.
+      context: a tree that every layer gets, which is not differentiated.
+      leave_sums: `params -> params` of one layer, typed so that the transpose of `gather` leaves sums over replicas to
+        the transpose of this. Without it the transpose of `gather` sums over them too.
+      lowering: how XLA runs the scan.
+      offload: names (`jax.ad_checkpoint.checkpoint_name`) of residuals that wait for the backward pass in the host's
+        memory. They go there while the next layer computes, and return one layer ahead; the last layer's stay on the
+        device.
 
     Returns:
-      The last layer's y, and `(aux[, statistics])` of every layer, stacked; statistics are not differentiated.
+      The last layer's y, and `(aux[, statistics])` of every layer, stacked; () if the layer returns y alone.
+
+    Raises:
+      UserError: `params` has no arrays, or arrays with other numbers of layers.
     """
-    scan = _Scan(layer, len(jax.tree.leaves(params)[0]), lowering, offload)
+    num = _num_layers(params, constants)
+    alone = False
+
+    def gathered(row, constant):
+        return gather(row) if constants is None else gather(row, constant)
+
+    def run(row, x, around, constant):
+        nonlocal alone
+        given = [a for a, tree in ((around, context), (constant, constants)) if tree is not None]
+        result = layer(row, x, *given)
+        alone = not isinstance(result, tuple)
+        return (result, jnp.float32(0)) if alone else result
+
+    scan = _Scan(_Layer(gathered, run, leave_sums), num, lowering, offload)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -113,13 +141,32 @@ def prefetch_scan(
         return scan.forward(params, constants, x, context, keep=True)
 
     scanned.defvjp(forward, scan.backward)
-    return scanned(params, constants, x, context)
+    y, outputs = scanned(params, constants, x, context)
+    return y, () if alone else outputs
+
+
+def _num_layers(params: Any, constants: Any) -> int:
+    """Return the number of rows of every array. Raises `UserError` if they differ."""
+    leaves = jax.tree.leaves_with_path((params, constants))
+    require(
+        bool(jax.tree.leaves(params)), "params", params, "must have arrays, one row for each layer"
+    )
+    num = leaves[0][1].shape[:1]
+    for path, leaf in leaves:
+        name = ("params", "constants")[path[0].idx] + jax.tree_util.keystr(path[1:])
+        require(
+            leaf.shape[:1] == num and num != (),
+            name,
+            leaf.shape,
+            "must have a leading dim of layers, as long as the others have",
+        )
+    return num[0]
 
 
 class _Scan:
     """Forward and backward pass of `num` layers."""
 
-    def __init__(self, layer: Layer, num: int, lowering: Lowering, offload: Collection[str]):
+    def __init__(self, layer: _Layer, num: int, lowering: Lowering, offload: Collection[str]):
         self.layer, self.num, self.offload = layer, num, offload
         self.loop, self.delay = RowLoop(num, lowering), lowering.delay
 
