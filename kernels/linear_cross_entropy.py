@@ -1,11 +1,13 @@
 """Fuse output head and cross-entropy without the logits in memory, for the whole vocabulary or a shard of it.
 
-A loss needs two numbers of each token: the log-sum-exp of its logits, and the logit of its target. The reference makes
-all logits. The kernels (`linear_cross_entropy_mosaic.py`) hold none: the backward pass computes them again, and writes
-their gradient for a chunk of the vocabulary at a time, which two plain products take. A run's other implementation,
-`models/loss.py`, makes the gradients in the forward pass by chunks of tokens: three products, not four.
+A loss needs two numbers of each token: the log-sum-exp of its logits, and the logit of its target. The forward pass
+computes them a chunk of tokens at a time, or by a kernel that holds no logits (`linear_cross_entropy_mosaic.py`). The
+backward pass computes the logits again, and makes their gradient for a chunk of the vocabulary at a time, which two
+plain products take. A run's other implementation, `models/loss.py`, makes the gradients in the forward pass by chunks
+of tokens: three products, not four.
 """
 
+import functools
 import math
 from collections.abc import Collection
 
@@ -13,11 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
 from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 
 CHUNK_BYTES = 2**28
-"""Upper bound of the gradients of a chunk's logits."""
+"""Upper bound of a chunk's logits, and of their gradients."""
+
+TILE = 128, 256, 64
+"""Tokens, words and elements of d_model that a warpgroup pair of the kernels takes at once."""
+
+ALIGNED = 32
+"""The kernels' vocabulary is a multiple of it: TMA swizzles parts of rows of 64 or 128 bytes that divide the row."""
 
 
 def linear_cross_entropy(
@@ -25,7 +32,7 @@ def linear_cross_entropy(
     head: jax.Array,
     targets: jax.Array,
     *,
-    weight: jax.Array,
+    weight: jax.Array | float = 1.0,
     z_loss: float = 0.0,
     offset: jax.Array | int = 0,
     axes: Collection[str] = (),
@@ -33,36 +40,40 @@ def linear_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sum of the negative log-likelihoods of `targets`; differentiable in `x` and `head`.
 
+    Where a mesh splits x or head, call it in `jax.shard_map`, on this device's shards.
+
     Args:
-      x: `[M, D]` hidden states.
+      x: `[..., D]` hidden states.
       head: `[D, V]` in x's type; with `axes` this device's words.
-      targets: `[M]` int32 numbers of words; -1 is not counted. One that is no word makes the loss NaN.
+      targets: `[...]` integers, numbers of words; -1 is not counted. One that is no word makes the loss NaN.
       weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
-      offset: number of the first word of `head`.
+      offset: number of the first word of `head`: `axis_index * head.shape[1]` with equal shards.
       axes: mesh axes over which the vocabulary is split, in a region that is manual over them.
-      implementation: `xla`, `mosaic` (bfloat16, M a multiple of 128, D of 64, V of 32, on a Hopper GPU; a forced one
-        fails loudly), or `auto`, as `choices.py` has it.
+      implementation: `xla`, `mosaic` (bfloat16, a multiple of 128 tokens, D of 64, V of 32, on a Hopper GPU; a forced
+        one fails loudly), or `auto`, as `choices.py` has it.
 
     Returns:
       The objective (with z-loss) and the bare cross-entropy, float32 scalars; sums over the tokens that are here.
 
     Raises:
-      ValueError: the implementation is unknown, or the kernels cannot run here or on these shapes.
+      ValueError: shapes or types do not fit, the implementation is unknown, or the kernels cannot run here.
     """
-    (M, D), V = x.shape, head.shape[1]
+    _check(x, head, targets, axes)
+    D, V = head.shape
+    x, targets = x.reshape(-1, D), targets.reshape(-1)
+    rows, _, depth = TILE
     needs = {
         "bfloat16": x.dtype == head.dtype == jnp.bfloat16,
-        f"M in multiples of {mosaic.ROWS}": M % mosaic.ROWS == 0,
-        f"D in multiples of {mosaic.DEPTH}": D % mosaic.DEPTH == 0,
-        f"V in multiples of {mosaic.ALIGNED}": V % mosaic.ALIGNED == 0,
+        f"M in multiples of {rows}": len(x) % rows == 0,
+        f"D in multiples of {depth}": D % depth == 0,
+        f"V in multiples of {ALIGNED}": V % ALIGNED == 0,
     }
-    got = f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}"
+    got = f"{x.dtype} and {head.dtype}, M={len(x)}, D={D}, V={V}"
     fused = takes_mosaic("loss", implementation, needs, got)
     # A target that does not count, or is no word of this shard, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
-    statistics = fused_statistics if fused else reference_statistics
-    lse, target_logit = statistics(*match_vma(x, head, columns))
+    lse, target_logit = statistics(fused, *match_vma(x, head, columns))
     if axes:
         axes = tuple(sorted(axes))
         highest = lax.pmax(lax.stop_gradient(lse), axes)
@@ -74,45 +85,95 @@ def linear_cross_entropy(
     return loss + z_loss * jnp.sum(weights * jnp.square(lse)), loss
 
 
+def _check(x: jax.Array, head: jax.Array, targets: jax.Array, axes: Collection[str]) -> None:
+    """Refuse arrays of which the loss would be nonsense."""
+    if x.ndim == 0 or head.ndim != 2 or x.shape[-1] != head.shape[0]:
+        raise ValueError(
+            f"x={x.shape} and head={head.shape}: must be hidden states [..., D] and a head [D, V]"
+        )
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"targets={targets.shape}: must have the shape {x.shape[:-1]} of x")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets={targets.dtype}: must be integers, the numbers of words")
+    if isinstance(axes, str):
+        raise ValueError(f"axes={axes!r}: must be a collection of mesh axes: [{axes!r}]")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def statistics(
+    fused: bool, x: jax.Array, head: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return each token's log-sum-exp, and its target's logit (0 if that is no column), `[M]` float32 both.
+
+    `fused` takes the kernels, the others are XLA's.
+    """
+    return _forward(fused, x, head, columns)[0]
+
+
+def _forward(fused, x, head, columns):
+    if fused:
+        from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
+
+        results = mosaic.statistics(x, head, columns)
+    else:
+        results = reference_statistics(x, head, columns)
+    return results, (x, head, columns, results[0])
+
+
 def reference_statistics(
     x: jax.Array, head: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each token's log-sum-exp, and its target's logit (0 if that is no column), `[M]` float32 both."""
-    logits = jnp.einsum("MD,DV->MV", x, head, preferred_element_type=jnp.float32)
-    hits = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == columns[:, None]
-    return jax.nn.logsumexp(logits, axis=1), jnp.sum(jnp.where(hits, logits, 0.0), axis=1)
+    """Compute `statistics` by XLA, a chunk of tokens at a time."""
+
+    def chunk(x, columns):
+        logits, hits = _logits(x, head, columns)
+        return jax.nn.logsumexp(logits, axis=-1), jnp.sum(jnp.where(hits, logits, 0.0), axis=-1)
+
+    tokens = max(1, CHUNK_BYTES // (4 * head.shape[1]))
+    if len(x) <= tokens:
+        return chunk(x, columns)
+    return lax.map(lambda token: chunk(*token), (x, columns), batch_size=tokens)
 
 
-@jax.custom_vjp
-def fused_statistics(
-    x: jax.Array, head: jax.Array, columns: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Compute `reference_statistics` by the kernels."""
-    return mosaic.statistics(x, head, columns)
+def _logits(x: jax.Array, head: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return logits in float32, `[..., V]`, and which of them are the targets'."""
+    accumulated = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.einsum("...D,DV->...V", x, head, preferred_element_type=accumulated)
+    return logits, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == columns[
+        ..., None
+    ]
 
 
-def _forward(x, head, columns):
-    lse, target_logit = mosaic.statistics(x, head, columns)
-    return (lse, target_logit), (x, head, columns, lse)
+def reference_gradient(x, head, columns, lse, d_lse, d_target, start, width) -> jax.Array:
+    """Return the gradient of the logits of `width` words from `start`, `[M, width]` in x's type, by XLA."""
+    logits, hits = _logits(x, lax.dynamic_slice_in_dim(head, start, width, axis=1), columns - start)
+    softmax = jnp.exp(logits - lse[:, None])
+    return (d_lse[:, None] * softmax + jnp.where(hits, d_target[:, None], 0.0)).astype(x.dtype)
 
 
-def _backward(residuals, cotangents):
+def _backward(fused, residuals, cotangents):
     """Return the gradients of x and head, a chunk of the vocabulary at a time."""
     x, head, columns, lse = residuals
     d_lse, d_target = cotangents
     (M, D), V = x.shape, head.shape[1]
     chunks = math.ceil(M * V * x.dtype.itemsize / CHUNK_BYTES)
-    width = mosaic.WIDTH * math.ceil(V / (chunks * mosaic.WIDTH))
+    _, tile, _ = TILE
+    width = min(V, tile * math.ceil(V / (chunks * tile)))
+    gradient = reference_gradient
+    if fused:
+        from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
+
+        gradient = mosaic.gradient
 
     def visit(start, width, gradients):
         dx, dhead = gradients
-        dlogits = mosaic.gradient(x, head, columns, lse, d_lse, d_target, start, width)
+        dlogits = gradient(x, head, columns, lse, d_lse, d_target, start, width)
         head_part = lax.dynamic_slice_in_dim(head, start, width, axis=1)
-        dx += jnp.einsum("MV,DV->MD", dlogits, head_part, preferred_element_type=jnp.float32)
+        dx += jnp.einsum("MV,DV->MD", dlogits, head_part, preferred_element_type=dx.dtype)
         dhead_part = jnp.einsum("MD,MV->DV", x, dlogits)
         return dx, lax.dynamic_update_slice_in_dim(dhead, dhead_part, start, axis=1)
 
-    zeros = jnp.zeros((M, D), jnp.float32), jnp.zeros_like(head)
+    zeros = jnp.zeros((M, D), jnp.promote_types(x.dtype, jnp.float32)), jnp.zeros_like(head)
     gradients = tuple(match_vma(*zeros, x)[:2])
     whole_chunks, last_width = divmod(V, width)
     if whole_chunks:
@@ -125,4 +186,4 @@ def _backward(residuals, cotangents):
     return dx.astype(x.dtype), dhead, None
 
 
-fused_statistics.defvjp(_forward, _backward)
+statistics.defvjp(_forward, _backward)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ultrascale_jax.kernels.linear_cross_entropy import ALIGNED, TILE
 from ultrascale_jax.kernels.pipeline_mosaic import (
     STAGES,
     STRIP,
@@ -31,19 +32,11 @@ from ultrascale_jax.kernels.pipeline_mosaic import (
     with_accumulator,
 )
 
-ROWS = 128
-"""Tokens of a tile."""
+ROWS, WIDTH, DEPTH = TILE
+"""A step's part of d_model, DEPTH, is 128 bytes of bfloat16, the width of the swizzle."""
 
-HALF = 128
+HALF = WIDTH // WARPGROUPS
 """Words of a warpgroup's part of a tile."""
-
-WIDTH = WARPGROUPS * HALF
-
-DEPTH = 64
-"""Elements of the contracted dim in one step: 128 bytes of bfloat16, the width of the swizzle."""
-
-ALIGNED = 32
-"""The vocabulary is a multiple of it: TMA swizzles parts of rows of 64 or, if they divide the row, 128 bytes."""
 
 LOWEST = -1e30
 """Logit of a column that is no word."""

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from ultrascale_jax.huggingface.checkpoint import load as load_hf
     from ultrascale_jax.huggingface.checkpoint import save as save_hf
     from ultrascale_jax.huggingface.config import read_config as read_hf_config
+    from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
     from ultrascale_jax.models.attention import Attention, attend
     from ultrascale_jax.models.block import Layers
-    from ultrascale_jax.models.fp8 import linear
+    from ultrascale_jax.models.fp8 import fp8_dot, linear
     from ultrascale_jax.models.generate import generate
     from ultrascale_jax.models.inputs import LayerInputs
     from ultrascale_jax.models.layers import MLP, gather_sequence, param, rms_norm, scatter_sequence
@@ -107,9 +108,10 @@ _HOME = {
     "huggingface.arrays": "read_hf",
     "huggingface.checkpoint": "load_hf save_hf",
     "huggingface.config": "read_hf_config",
+    "kernels.linear_cross_entropy": "linear_cross_entropy",
     "models.attention": "Attention attend",
     "models.block": "Layers",
-    "models.fp8": "linear",
+    "models.fp8": "fp8_dot linear",
     "models.generate": "generate",
     "models.inputs": "LayerInputs",
     "models.layers": "MLP gather_sequence param rms_norm scatter_sequence",

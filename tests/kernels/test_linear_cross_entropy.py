@@ -77,6 +77,33 @@ def test_the_reference_equals_float64(cotangents):
         assert relative(got, want) < 1e-6
 
 
+@pytest.mark.parametrize("chunk_bytes", [4 * 600 * 7, 1], ids=["a few", "one"])
+def test_chunks_of_tokens_and_words_change_nothing(chunk_bytes, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    x, head, targets = inputs(20, 12, 600)
+    given = x.reshape(4, 5, 12), head, targets.reshape(4, 5)
+    values, (dx, dhead) = with_gradients(loss)(*given)
+    expected, expected_gradients = exact(x, head, targets)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert relative(dx.reshape(20, 12), expected_gradients[0]) < 1e-6
+    assert relative(dhead, expected_gradients[1]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": np.zeros(20, np.float32)}, r"targets=.*float32.*: must be integers"),
+        ({"targets": np.zeros(19, np.int32)}, r"targets=\(19,\): must have the shape \(20,\)"),
+        ({"head": np.zeros((600, 12), np.float32)}, r"must be hidden states \[..., D\]"),
+    ],
+    ids=["float targets", "targets of another shape", "a transposed head"],
+)
+def test_arrays_that_make_no_loss_are_refused(change, message):
+    given = dict(zip(("x", "head", "targets"), inputs(20, 12, 600), strict=True)) | change
+    with pytest.raises(ValueError, match=message):
+        loss(**given)
+
+
 @pytest.mark.parametrize("target", [600, 10**6, -2])
 def test_a_target_that_is_no_word_makes_the_loss_nan(target):
     x, head, targets = inputs(20, 12, 600)
@@ -147,8 +174,8 @@ def test_the_backward_pass_in_the_interpreter_visits_every_chunk_of_the_vocabula
     d_lse, d_target = np.random.default_rng(1).uniform(size=(2, M)).astype(np.float32)
 
     def run(x, head, *cotangents):
-        fused = functools.partial(module.fused_statistics, columns=targets)
-        return jax.vjp(fused, x, head)[1](cotangents)
+        fused = functools.partial(module.statistics, True)
+        return jax.vjp(lambda x, head: fused(x, head, targets), x, head)[1](cotangents)
 
     logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
     softmax = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)

@@ -6,9 +6,13 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import ultrascale_jax as us
 from tests.states import some_state
 from ultrascale_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.kernels.quantize_fp8 import dequantize, quantize_fp8
@@ -154,3 +158,43 @@ def test_the_largest_magnitude_of_each_layers_matrices_is_found(mesh):
         np.testing.assert_array_equal(
             found[path], np.abs(np.asarray(weight[...])).reshape(3, -1).max(1)
         )
+
+
+@pytest.mark.parametrize("scaling", ["row", "block"])
+def test_a_product_of_split_rows_is_that_of_one_device(scaling):
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 256, 256), (256, 128)))
+    x[0] *= 2.0 ** rng.integers(-3, 4, size=(256, 1))
+
+    def loss(x, w):
+        y = us.fp8_dot(x, w, scaling=scaling, gradients="e5m2", wgrad="bf16")
+        return jnp.sum(jnp.tanh(y / 16)), y
+
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, w)
+    rows = P(None, "rows")
+
+    def region(x, w):
+        value, y = loss(x, w)
+        return jax.lax.psum(value, "rows"), y
+
+    mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.shard_map(region, mesh=mesh, in_specs=(rows, P()), out_specs=(P(), rows))
+    found = jax.jit(jax.value_and_grad(split, (0, 1), has_aux=True))(x, w)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scaling": "rows"}, "scaling='rows': must be one of tensor, row, block"),
+        ({"wgrad": "fp32"}, "wgrad='fp32': must be one of fp8, bf16"),
+        ({"w": np.zeros((3, 4), np.float32)}, r"must be \[..., K\] and \[K, N\]"),
+        ({"x": np.zeros((2, 8), np.int32)}, "x=.*int32.*: must be a float array"),
+    ],
+    ids=["scaling", "wgrad", "shapes", "integers"],
+)
+def test_a_product_that_cannot_be_is_refused(change, message):
+    given = {"x": np.zeros((2, 8), np.float32), "w": np.zeros((8, 4), np.float32)} | change
+    with pytest.raises(us.UserError, match=message):
+        us.fp8_dot(**given)

@@ -19,7 +19,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
+from ultrascale_jax.config import require
 from ultrascale_jax.kernels.device import device, match_vma, on_gpu, on_hopper
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
@@ -36,6 +37,8 @@ from ultrascale_jax.sharding.primitives import einsum
 from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, varying
 
 Scaling = Literal["tensor", "row", "block"]
+Gradient = Literal["e4m3", "e5m2"]
+Wgrad = Literal["fp8", "bf16"]
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -45,9 +48,9 @@ class Recipe:
     """Settings of the products with parameters in fp8; `train_step/precision.py` makes them of a run's."""
 
     scaling: Scaling
-    gradients: Literal["e4m3", "e5m2"]
+    gradients: Gradient
     """Type of the gradient of a product's result."""
-    wgrad: Literal["fp8", "bf16"]
+    wgrad: Wgrad
     """Type in which the weight's gradient is multiplied."""
     implementation: str
     """Implementation of products with scales for each block."""
@@ -168,6 +171,48 @@ def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **
         return leave_partial(y.reshape(*before, *after), out_sharding.unreduced)
 
     return smap(run, in_specs=specs((x, w)), out_specs=out_sharding)(x, w)
+
+
+def fp8_dot(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    scaling: Scaling = "row",
+    gradients: Gradient = "e5m2",
+    wgrad: Wgrad = "fp8",
+    implementation: Literal["auto", "xla", "mosaic"] = "auto",
+) -> jax.Array:
+    """Multiply `[..., K]` by `[K, N]` in fp8, forward and backward; the table of `models/fp8.py` has the scales.
+
+    Where a mesh splits x or w, call it in `jax.shard_map`: scales are those of this device's shards.
+
+    Args:
+      x: float array; its leading dims are rows, or tokens.
+      w: float matrix.
+      scaling: `tensor`, `row` or `block`, with one scale for a tensor, a row or 128 elements of a row.
+      gradients: type of the gradient of the result.
+      wgrad: type in which the gradient of w is multiplied.
+      implementation: of products with `block`: Mosaic's kernel wants a Hopper GPU and sizes in multiples of 128.
+
+    Returns:
+      `[..., N]` in x's type. Gradients have the types of x and w. On GPUs with fp8 the products are cuBLASLt's.
+
+    Raises:
+      UserError: shapes or types do not fit, or a setting is unknown.
+    """
+    fits = x.ndim > 0 and w.ndim == 2 and x.shape[-1] == w.shape[0]
+    require(fits, "x and w", f"{x.shape} and {w.shape}", "must be [..., K] and [K, N]")
+    for name, array in (("x", x), ("w", w)):
+        require(
+            jnp.issubdtype(array.dtype, jnp.floating), name, array.dtype, "must be a float array"
+        )
+    recipe = Recipe(scaling, gradients, wgrad, implementation)
+    for name, words in (("scaling", Scaling), ("gradients", Gradient), ("wgrad", Wgrad)):
+        given, known = getattr(recipe, name), get_args(words)
+        require(given in known, name, given, f"must be one of {', '.join(known)}")
+    rows, w = match_vma(x.reshape(-1, x.shape[-1]), w)
+    y = _multiply(recipe, rows, w.astype(x.dtype))
+    return y.reshape(*x.shape[:-1], w.shape[1])
 
 
 def batched(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
