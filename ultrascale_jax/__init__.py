@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.huggingface.checkpoint import load as load_hf
     from ultrascale_jax.huggingface.checkpoint import save as save_hf
     from ultrascale_jax.huggingface.config import read_config as read_hf_config
+    from ultrascale_jax.huggingface.tensors import hf_names
     from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
     from ultrascale_jax.models.attention import Attention, attend
     from ultrascale_jax.models.block import Layers
@@ -63,15 +64,19 @@ if TYPE_CHECKING:
     from ultrascale_jax.parallel.prefetch import prefetch_scan
     from ultrascale_jax.plan.auto import choose_auto
     from ultrascale_jax.plan.compiled.compile import (
+        CompiledProgram,
         compile_program,
         compile_step,
         simulate_step,
         target_devices,
     )
+    from ultrascale_jax.plan.compiled.timeline import Timeline
+    from ultrascale_jax.plan.formulas.memory import MemoryBreakdown
     from ultrascale_jax.plan.formulas.memory import breakdown as memory_breakdown
     from ultrascale_jax.plan.formulas.step_time import estimate as estimate_step
-    from ultrascale_jax.plan.hardware import find_cluster
+    from ultrascale_jax.plan.hardware import Cluster, Gpu, find_cluster
     from ultrascale_jax.plan.model_shape import ModelShape as Shape
+    from ultrascale_jax.plan.prediction import StepPrediction
     from ultrascale_jax.plan.search.ranking import Candidate, search
     from ultrascale_jax.plan.workload import Run
     from ultrascale_jax.sharding.manual import smap
@@ -108,6 +113,7 @@ _HOME = {
     "huggingface.arrays": "read_hf",
     "huggingface.checkpoint": "load_hf save_hf",
     "huggingface.config": "read_hf_config",
+    "huggingface.tensors": "hf_names",
     "kernels.linear_cross_entropy": "linear_cross_entropy",
     "models.attention": "Attention attend",
     "models.block": "Layers",
@@ -129,10 +135,12 @@ _HOME = {
     "parallel.pipeline.table_csv": "read_schedule",
     "parallel.prefetch": "prefetch_scan",
     "plan.auto": "choose_auto",
-    "plan.compiled.compile": "compile_program compile_step simulate_step target_devices",
-    "plan.formulas.memory": "memory_breakdown",
+    "plan.compiled.compile": "CompiledProgram compile_program compile_step simulate_step target_devices",
+    "plan.compiled.timeline": "Timeline",
+    "plan.formulas.memory": "MemoryBreakdown memory_breakdown",
     "plan.formulas.step_time": "estimate_step",
-    "plan.hardware": "find_cluster",
+    "plan.hardware": "Cluster Gpu find_cluster",
+    "plan.prediction": "StepPrediction",
     "plan.search.ranking": "Candidate search",
     "plan.workload": "Run",
     "sharding.manual": "smap",

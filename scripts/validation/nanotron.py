@@ -16,7 +16,7 @@ from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.framework import Overheads
 from ultrascale_jax.plan.formulas.layer_time import LayerTime
-from ultrascale_jax.plan.formulas.memory import Breakdown
+from ultrascale_jax.plan.formulas.memory import MemoryBreakdown
 from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.model_shape import ModelShape
@@ -126,7 +126,7 @@ FITTED = Allocator(fixed=0.135, activations=1.161, logit=9.10, hidden=6.52, queu
 
 def nanotron_breakdown(
     run: Run, *, stage: int | None = None, allocator: Allocator = FITTED
-) -> Breakdown:
+) -> MemoryBreakdown:
     """Predict the memory that PyTorch reserves on one GPU of a pipeline stage; None: the stage that needs most.
 
     A recorded figure is stage 0's.
@@ -148,7 +148,7 @@ def least_bytes(run: Run) -> int:
     return nanotron_breakdown(run, allocator=Allocator(0, 1, 8, 0, 0)).peak_bytes
 
 
-def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) -> Breakdown:
+def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) -> MemoryBreakdown:
     """Count weights in bfloat16, gradients in bfloat16 and float32, master weights and moments sharded by ZeRO-1.
 
     A layer keeps inputs and results of both norms, queries, keys, values and attention's result, and of the gated
@@ -176,7 +176,7 @@ def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) ->
     hidden = tokens * shape.d_model if mesh.tensor > 1 else 0
     ahead = hidden if mesh.pp == 1 and run.microbatches > 1 else 0
     logits = tokens * shape.vocab_size / mesh.tensor if stage.head or stage.loss else 0
-    return Breakdown(
+    return MemoryBreakdown(
         {
             "parameters": 2 * n,
             "master copy": 4 * owned,

@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.huggingface.arrays import read_hf
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.tensors import copies, hf_names
 
 FOLDER = Path(__file__).parent.parent / "data/hf/llama3"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -45,3 +47,15 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match="is not a whole safetensors file"):
         read_hf(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDER.parent.iterdir()), ids=lambda folder: folder.name)
+def test_the_names_of_a_model_are_those_of_its_folder(folder):
+    cfg = read_config(folder)
+    names = hf_names(cfg)
+    assert {name for each in names.values() for name in each} | copies(cfg).keys() == set(
+        read_hf(folder)
+    )
+    for path, each in names.items():
+        layers = len(cfg.stacks[int(path.split(".")[1])]) if path.startswith("stacks.") else 1
+        assert len(each) in (layers, layers * (cfg.experts.num if cfg.experts else 1))

@@ -145,6 +145,23 @@ MODULE: Rows = [
 """Parameters of a module of `mtp_layers` that are no part of its layer."""
 
 
+def hf_names(cfg: ModelConfig) -> dict[str, list[str]]:
+    """Return the names in a Hugging Face folder of the tensors that make each parameter of a `Transformer`.
+
+    A parameter of a stack of layers, as `stacks.0.attn.w_q`, has a tensor for each of its layers, in their order, and
+    for each expert of a layer. `save_hf` writes them, and `read_hf` reads them.
+
+    Raises:
+      UserError: no family computes this model.
+    """
+    return {path: _names(tensor, cfg) for path, tensor in tensors(cfg).items()}
+
+
+def _names(tensor: Tensor, cfg: ModelConfig) -> list[str]:
+    layers = [None] if tensor.stack is None else cfg.stacks[tensor.stack]
+    return [name for layer in layers for name in tensor.names(layer)]
+
+
 def copies(cfg: ModelConfig) -> dict[str, str]:
     """Return the tensors that repeat another, by name: embedding and head, which the modules of `mtp_layers` share."""
     embed = "model.embed_tokens.weight"

@@ -35,7 +35,7 @@ from ultrascale_jax.plan.workload import Run
 
 
 @dataclass(frozen=True)
-class Breakdown:
+class MemoryBreakdown:
     """Bytes on one GPU at the peak of a step, by part."""
 
     parts: dict[str, float]
@@ -47,7 +47,7 @@ class Breakdown:
         return int(sum(self.parts.values()))
 
 
-def breakdown(run: Run) -> Breakdown:
+def breakdown(run: Run) -> MemoryBreakdown:
     """Predict the bytes that `run` needs in this project's trainer, at the moment that needs most.
 
     That is in the backward pass of a layer, in the loss, where zero 2 scatters a micro-batch's gradients, or, with few
@@ -69,7 +69,7 @@ def breakdown(run: Run) -> Breakdown:
     if run.mesh.pp == 1 and scatters:
         moments.append(sums(run, weights) | _scatter(weights))
     largest = max(moments, key=lambda parts: sum(parts.values()))
-    return Breakdown({name: value for name, value in (resting | largest).items() if value})
+    return MemoryBreakdown({name: value for name, value in (resting | largest).items() if value})
 
 
 def host_bytes(run: Run) -> int:
