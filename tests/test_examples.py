@@ -34,6 +34,21 @@ def test_ring_attention_in_a_plain_nnx_model_has_the_gradients_of_dense_attentio
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
 
 
+def same(found, expected):
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("name", ["gather_ahead", "fp8_and_loss"])
+def test_a_part_computes_the_loss_and_gradients_of_one_device(name):
+    same(*load(name).main())
+
+
+def test_a_tree_comes_back_as_it_was_on_another_mesh():
+    loaded, tree = load("own_trees").main()
+    jax.tree.map(np.testing.assert_array_equal, loaded, tree)
+
+
 @pytest.mark.slow
 def test_own_layers_train_on_a_pipeline_and_over_cp_as_on_one_device():
     example = load("own_layer")
