@@ -54,7 +54,8 @@ def linear_cross_entropy(
         one fails loudly), or `auto`, as `choices.py` has it.
 
     Returns:
-      The objective (with z-loss) and the bare cross-entropy, float32 scalars; sums over the tokens that are here.
+      The objective (with z-loss) and the bare cross-entropy, scalars in float32, or of float64 in float64; sums over
+      the tokens that are here.
 
     Raises:
       ValueError: shapes or types do not fit, the implementation is unknown, or the kernels cannot run here.

@@ -153,3 +153,26 @@ def test_arrays_with_other_numbers_of_layers_are_refused():
     params = {"w": jnp.ones((3, D, D)), "b": jnp.ones((2, D))}
     with pytest.raises(ValueError, match=r"params\['w'\]=\(3, 8, 8\): must have a leading dim"):
         prefetch_scan(lambda p, x: x, params, jnp.ones((B, D)), gather=lambda p: p)
+
+
+def test_it_takes_float64_vmap_and_checkpoint():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params, x = rng.normal(size=(3, D, D)), rng.normal(size=(2, B, D))
+
+        def layer(p, x):
+            return x + jnp.tanh(x @ p)
+
+        def ahead(params, x):
+            return jnp.sum(prefetch_scan(layer, params, x, gather=lambda p: p)[0] ** 2)
+
+        def plain(params, x):
+            return jnp.sum(jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0] ** 2)
+
+        found, expected = (
+            jax.vmap(jax.grad(jax.checkpoint(f), (0, 1)), (None, 0))(params, x)
+            for f in (ahead, plain)
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == jnp.float64
+            np.testing.assert_allclose(one, other, rtol=1e-12)

@@ -96,40 +96,36 @@ def prefetch_scan(
 
     Args:
       layer: `(gathered, x[, context][, constants]) -> y` or `-> (y, aux[, statistics])`, with those of the two that are
-        given. y has x's type; aux is a float array, and is differentiated; statistics, any tree, are not.
+        given, and no closure over a value that is differentiated. y has x's type; aux is a float array, and is
+        differentiated; statistics, any tree, are not.
       params: a tree of float arrays with a leading dim of layers, sharded as they rest.
       x: the first layer's input, one array.
-      gather: `(params[, constants]) -> gathered` of one layer: the all-gathers. Its transpose is the reduce-scatters.
-        On an Explicit mesh `jax.reshard(p, P(None, None))` does for every layer; `P(None, None, reduced={axis})` leaves
-        the gradients partial sums until they are scattered, for layers whose only use of p is a product. In
-        `jax.shard_map` it is `jax.lax.all_gather(p, axis, tiled=True)`.
+      gather: `(params[, constants]) -> gathered` of one layer: its all-gathers, whose transpose is the reduce-scatters.
+        On an Explicit mesh `jax.reshard(p, P(None, None))`, or `P(None, None, reduced={axis})` if p is in products
+        only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`.
       constants: a tree with a leading dim of layers, of any types, which is not differentiated.
       context: a tree that every layer gets, which is not differentiated.
       leave_sums: `params -> params` of one layer, typed so that the transpose of `gather` leaves sums over replicas to
         the transpose of this. Without it the transpose of `gather` sums over them too.
       lowering: how XLA runs the scan.
-      offload: names (`jax.ad_checkpoint.checkpoint_name`) of residuals that wait for the backward pass in the host's
-        memory. They go there while the next layer computes, and return one layer ahead; the last layer's stay on the
-        device.
+      offload: names (`jax.ad_checkpoint.checkpoint_name`) of residuals that wait for the backward pass in host memory.
+        They go there while the next layer computes, and return one layer ahead; the last layer's stay on the device.
 
     Returns:
-      The last layer's y, and `(aux[, statistics])` of every layer, stacked; () if the layer returns y alone.
+      The last layer's y, and `(aux[, statistics])` of every layer, stacked; aux is 0 if the layer returns y alone.
 
     Raises:
       UserError: `params` has no arrays, or arrays with other numbers of layers.
     """
     num = _num_layers(params, constants)
-    alone = False
 
     def gathered(row, constant):
         return gather(row) if constants is None else gather(row, constant)
 
     def run(row, x, around, constant):
-        nonlocal alone
         given = [a for a, tree in ((around, context), (constant, constants)) if tree is not None]
         result = layer(row, x, *given)
-        alone = not isinstance(result, tuple)
-        return (result, jnp.float32(0)) if alone else result
+        return result if isinstance(result, tuple) else (result, jnp.float32(0))
 
     scan = _Scan(_Layer(gathered, run, leave_sums), num, lowering, offload)
 
@@ -141,8 +137,7 @@ def prefetch_scan(
         return scan.forward(params, constants, x, context, keep=True)
 
     scanned.defvjp(forward, scan.backward)
-    y, outputs = scanned(params, constants, x, context)
-    return y, () if alone else outputs
+    return scanned(params, constants, x, context)
 
 
 def _num_layers(params: Any, constants: Any) -> int:
