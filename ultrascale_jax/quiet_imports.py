@@ -1,6 +1,7 @@
-"""Import Grain and Orbax without the handler that they put on the root logger.
+"""Import Grain and Orbax on first use, without the handler that they put on the root logger.
 
-They log at import, by absl, which calls `logging.basicConfig`; a program's own call would then do nothing.
+`quiet_imports.grain` and `quiet_imports.ocp` are the libraries; their import takes half a second. They log at import,
+by absl, which calls `logging.basicConfig`; a program's own call would then do nothing.
 """
 
 import importlib
@@ -20,7 +21,10 @@ def __getattr__(name: str) -> Any:
     handlers = logging.root.handlers[:]
     try:
         if name == "grain":
-            return importlib.import_module("grain")
-        return importlib.import_module("orbax.checkpoint").v1
+            library = importlib.import_module("grain")
+        else:
+            library = importlib.import_module("orbax.checkpoint").v1
     finally:
         logging.root.handlers[:] = handlers
+    globals()[name] = library
+    return library

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from ultrascale_jax import quiet_imports
 from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
 from ultrascale_jax.checkpoint.copies import Copies, Uploads, announce_fetch, complete
@@ -39,7 +40,6 @@ from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, folder_of
 from ultrascale_jax.launch.run_lock import LASTING, refusal
-from ultrascale_jax.quiet_imports import ocp
 from ultrascale_jax.train_step.state import (
     TrainState,
     checkpoint_layout_shapes,
@@ -199,7 +199,9 @@ class Checkpoints:
         place = self.folder / str(step)
         try:
             with _context():
-                response = ocp.save_checkpointables_async(str(place), groups, custom_metadata=meta)
+                response = quiet_imports.ocp.save_checkpointables_async(
+                    str(place), groups, custom_metadata=meta
+                )
             wait = response.result
         except Exception as error:  # Orbax raises whatever the file system does.
             wait = _raising(error)
@@ -439,8 +441,8 @@ def checkpoint_folder(cfg: Config) -> Path:
 
 def _context() -> Any:
     # Made in the background, a folder that cannot be made leaves Orbax's threads waiting for it for minutes.
-    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    return ocp.Context(async_options=options)
+    options = quiet_imports.ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    return quiet_imports.ocp.Context(async_options=options)
 
 
 def _raising(error: Exception) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ultrascale_jax import quiet_imports
 from ultrascale_jax.checkpoint.fingerprint import fingerprints
 from ultrascale_jax.checkpoint.layout import Groups, name, named
 from ultrascale_jax.checkpoint.step_dirs import (
@@ -39,7 +40,6 @@ from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.failures import denied
 from ultrascale_jax.launch.multihost import agree
-from ultrascale_jax.quiet_imports import ocp
 from ultrascale_jax.storage.remote import RemoteError
 
 LOOK_S = 60.0
@@ -136,7 +136,7 @@ def load(place: Path, meta: dict, shapes: Groups) -> Groups:
     for group, inner in shapes.items():
         problem = None
         try:
-            loaded |= ocp.load_checkpointables(str(place), {group: inner})
+            loaded |= quiet_imports.ocp.load_checkpointables(str(place), {group: inner})
         except Exception as error:  # TensorStore raises one type for all that goes wrong.
             root = _root(error)
             problem = f"{group} cannot be read ({type(root).__name__}: {first_line(root)})"

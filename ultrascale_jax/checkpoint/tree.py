@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from ultrascale_jax import quiet_imports
 from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.fingerprint import is_supported
 from ultrascale_jax.checkpoint.run_metadata import versions
@@ -18,7 +19,6 @@ from ultrascale_jax.checkpoint.step_dirs import (
     with_digest,
 )
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.quiet_imports import ocp
 
 GROUP = "tree"
 """Name of the group of arrays; they are numbered, and the metadata lists their paths."""
@@ -60,7 +60,7 @@ def save_tree(
         "meta": user_meta,
     }
     place = folder / str(step)
-    ocp.save_checkpointables(str(place), groups, custom_metadata=with_digest(saved))
+    quiet_imports.ocp.save_checkpointables(str(place), groups, custom_metadata=with_digest(saved))
     return place
 
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ultrascale_jax import quiet_imports
 from ultrascale_jax.config import (
     AXES,
     LARGEST,
@@ -45,7 +46,6 @@ from ultrascale_jax.data.samples import (
 )
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.data.stages import begins, parse_stages
-from ultrascale_jax.quiet_imports import grain
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
 
@@ -337,8 +337,8 @@ class Loader:
         def start_hash(digests: jax.Array) -> Callable[[], str]:
             return functools.partial(_hash_text, add_rows(digests))
 
-        steps = grain.MapDataset.range(start_step, ENDLESS).map(load)
-        options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
+        steps = quiet_imports.grain.MapDataset.range(start_step, ENDLESS).map(load)
+        options = quiet_imports.grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
         reader = iter(steps.to_iter_dataset(options))
         try:
             for step, batch, digests in reader:

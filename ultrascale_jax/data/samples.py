@@ -12,12 +12,12 @@ from typing import cast
 
 import numpy as np
 
+from ultrascale_jax import quiet_imports
 from ultrascale_jax.config import DataConfig, require
 from ultrascale_jax.config.dpo import most_pairs
 from ultrascale_jax.data.corpus import Corpus, block_bounds
 from ultrascale_jax.data.held_out import Split
 from ultrascale_jax.data.sources import Synthetic
-from ultrascale_jax.quiet_imports import grain
 
 Batch = dict[str, np.ndarray]
 
@@ -293,15 +293,15 @@ class Shuffled:
         order = np.array([shuffled[place] for place in places] if blocks > 1 else [0])
         return order, np.cumsum(self._counts[order]) - self._counts[order]
 
-    def _rows_of(self, block: int) -> grain.MapDataset:
+    def _rows_of(self, block: int) -> "quiet_imports.grain.MapDataset":
         key = self._key if self._counts.size == 1 else (*self._key, block)
         return _permutations(int(self._counts[block]), key)
 
 
-def _permutations(size: int, key: tuple) -> grain.MapDataset:
+def _permutations(size: int, key: tuple) -> "quiet_imports.grain.MapDataset":
     """Return the numbers below `size` in one order after the other, without end."""
     seed = int(random_bits(key, 1)[0] % 2**32)
-    return grain.MapDataset.range(size).seed(seed).shuffle().repeat()
+    return quiet_imports.grain.MapDataset.range(size).seed(seed).shuffle().repeat()
 
 
 def _row(
