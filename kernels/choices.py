@@ -84,8 +84,8 @@ def choose(
     if implementation == "auto":
         return next(name for name in auto_order(field, kind) if all(needs[name].values()))
     if implementation not in needs:
-        known = ", ".join(("auto", *needs))
-        raise ValueError(f"kernels.{field}={implementation!r}: must be one of {known}")
+        names = ", ".join(("auto", *needs))
+        raise ValueError(f"kernels.{field}={implementation!r}: must be one of {names}")
     if lacking := [need for need, met in needs[implementation].items() if not met]:
         raise ValueError(
             f"kernels.{field}={implementation!r}: needs {', '.join(lacking)}; got {kind}, {got}; "

@@ -27,8 +27,8 @@ def class_lengths(seq_len: int) -> tuple[int, ...]:
 
 def class_segments(seq_len: int) -> tuple[int, ...]:
     """Return the segments in L tokens for which the call of each class has room (M)."""
-    first, *others = class_lengths(seq_len)
-    return (max(RATIO, first // SHORTEST_MEAN), *[RATIO] * len(others))
+    lengths = class_lengths(seq_len)
+    return (max(RATIO, lengths[0] // SHORTEST_MEAN), *[RATIO] * (len(lengths) - 1))
 
 
 def max_documents(seq_len: int) -> int:

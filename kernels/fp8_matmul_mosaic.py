@@ -136,14 +136,14 @@ def _step(*refs: Any, tile_scale: Any, waves: int) -> tuple:
             sums.append(part + scaled)
         return tuple(sums)
 
-    after = []
+    new_sums = []
     for n, total in enumerate(sums):
         plgpu.barrier_wait(barriers[n])
         accumulator = plgpu.ACC((ROWS, BLOCK), jnp.float32)
-        after.append(pl.run_scoped(functools.partial(add, n, total), accumulator))
+        new_sums.append(pl.run_scoped(functools.partial(add, n, total), accumulator))
     # The scales have been read before TMA writes there again.
     plgpu.commit_smem()
-    return tuple(after)
+    return tuple(new_sums)
 
 
 def _store(total: tuple, out_s: Any, rows_g: Any, column: Any) -> None:

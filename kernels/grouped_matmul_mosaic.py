@@ -94,8 +94,8 @@ def products(
 
             steps = jnp.where(expert < E, D // DEPTH, 0)
             operands = x_g, w_g.at[:, jnp.minimum(expert, E - 1)]
-            around = _stored((ROWS, half), out_s, copy)
-            return Tile(operands, specs(start, column), steps, multiply, around)
+            wrapper = _stored((ROWS, half), out_s, copy)
+            return Tile(operands, specs(start, column), steps, multiply, wrapper)
 
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), y_g.dtype, transforms=ROW_BY_ROW)
         operands = x_g, w_g.at[:, 0]
@@ -147,8 +147,8 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
 
             steps = lax.div(length + DEPTH - 1, DEPTH)
             step = functools.partial(multiply, first, length)
-            around = _stored((half, width), out_s, copy)
-            return Tile((x_g, dy_g), specs(start, row, column), steps, step, around)
+            wrapper = _stored((half, width), out_s, copy)
+            return Tile((x_g, dy_g), specs(start, row, column), steps, step, wrapper)
 
         out_s = plgpu.SMEM((WARPGROUPS, half, 64), dw_g.dtype, transforms=SWIZZLED)
         for_each_tile((E, tiles[0] * tiles[1]), tile_at, (x_g, dy_g), specs(0, 0, 0), out_s)
@@ -199,7 +199,7 @@ def _groups(sizes: jax.Array) -> jax.Array:
 
 
 def _stored(shape: tuple[int, int], out_s: Any, copy: Callable) -> Callable:
-    """Return the `around` of a tile that stores its sums, 64 columns at a time, by `copy(buffer, first column)`."""
+    """Return the `wrapper` of a tile that stores its sums, 64 columns at a time, by `copy(buffer, first column)`."""
     part_s = out_s.at[lax.axis_index("wg")]
 
     def finish(sums):

@@ -146,8 +146,8 @@ def _for_each_half_tile(
                 word = first_tile * WIDTH + part * HALF
                 finish(logits, tokens, part, word, refs[len(starts) :], out_s.at[wg])
 
-            around = with_accumulator((ROWS, HALF), finish_part)
-            return Tile((x_g, head_g), specs(row, first_tile + column), steps, _multiply, around)
+            wrapper = with_accumulator((ROWS, HALF), finish_part)
+            return Tile((x_g, head_g), specs(row, first_tile + column), steps, _multiply, wrapper)
 
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, 64), x.dtype, transforms=swizzled)
         grid, chained = (tiles[0] * tiles[1],), steps % STAGES == 0

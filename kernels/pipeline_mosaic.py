@@ -68,8 +68,8 @@ class Tile(NamedTuple):
     """Blocks of the contracted dim."""
     step: Callable
     """`step(index, *blocks, state)` returns the next state; with `waits` a barrier for each block comes before it."""
-    around: Callable
-    """`around(run)` makes the first state, calls `run(state)`, and uses the last state."""
+    wrapper: Callable
+    """`wrapper(run)` makes the first state, calls `run(state)`, and uses the last state."""
 
 
 def for_each_tile(
@@ -108,7 +108,7 @@ def for_each_tile(
             tile.step,
             grid=(tile.steps,),
             in_specs=tile.specs,
-            compute_context=tile.around,
+            compute_context=tile.wrapper,
             pipeline_state=state,
         )(*tile.operands, allocations=buffers)
 
@@ -136,16 +136,16 @@ def _quiesce(buffers: Any, tiles: int) -> None:
 
 
 def with_accumulator(shape: tuple[int, int], finish: Callable[[jax.Array], None]) -> Callable:
-    """Return the `around` of a tile whose state is an accumulator, of which `finish` gets the sum."""
+    """Return the `wrapper` of a tile whose state is an accumulator, of which `finish` gets the sum."""
 
-    def around(run):
+    def wrapper(run):
         def accumulate(acc):
             run(acc)
             finish(acc[...])
 
         pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
 
-    return around
+    return wrapper
 
 
 def store(columns: int, values_at: Callable[[int], jax.Array], out_s: Any, copy: Callable) -> None:

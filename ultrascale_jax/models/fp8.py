@@ -123,22 +123,22 @@ def weight_amaxes(
 
     def run(values):
         ends = np.cumsum([len(value) for value in values])
-        found = [jnp.max(jnp.abs(value), tuple(range(1, value.ndim))) for value in values]
-        found = jnp.concatenate(match_vma(*found)).astype(jnp.float32)
-        axes = tuple(sorted(varying(found) - {"pp"}))
-        found = jax.lax.pmax(found, axes) if axes else found
-        found = jax.lax.all_gather(found, "pp") if mesh_size("pp") > 1 else found[None]
-        return [part.reshape(-1) for part in jnp.split(found, ends[:-1], axis=1)]
+        amaxes = [jnp.max(jnp.abs(value), tuple(range(1, value.ndim))) for value in values]
+        amaxes = jnp.concatenate(match_vma(*amaxes)).astype(jnp.float32)
+        axes = tuple(sorted(varying(amaxes) - {"pp"}))
+        amaxes = jax.lax.pmax(amaxes, axes) if axes else amaxes
+        amaxes = jax.lax.all_gather(amaxes, "pp") if mesh_size("pp") > 1 else amaxes[None]
+        return [part.reshape(-1) for part in jnp.split(amaxes, ends[:-1], axis=1)]
 
     values = [jax.lax.stop_gradient(value) for _, _, value in matrices]
     everywhere = [P()] * len(values)
-    found = smap(run, in_specs=(specs(values),), out_specs=everywhere)(values)
+    of_stacks = smap(run, in_specs=(specs(values),), out_specs=everywhere)(values)
     amaxes: dict[str, jax.Array] = {}
-    for (order, path, _), by_row in zip(matrices, found, strict=True):
+    for (order, path, _), by_row in zip(matrices, of_stacks, strict=True):
         layers = sorted(layer for layer in order if layer is not None)
         rows = np.array([order.index(layer) for layer in layers])
-        others = amaxes.get(path, jnp.zeros(num_layers))
-        amaxes[path] = others.at[np.array(layers)].set(by_row[rows])
+        by_layer = amaxes.get(path, jnp.zeros(num_layers))
+        amaxes[path] = by_layer.at[np.array(layers)].set(by_row[rows])
     return amaxes
 
 
@@ -162,13 +162,13 @@ def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **
     contracted = len(set(inputs.split(",")[1]) - set(out))
 
     def run(x, w: Fp8Weight):
-        before, after = x.shape[:-contracted], w.value.shape[contracted:]
+        tokens, features = x.shape[:-contracted], w.value.shape[contracted:]
         K = math.prod(w.value.shape[:contracted])
         w = w.map(lambda a: a.reshape(K, -1))
         x, value, *quantised = match_vma(x.reshape(-1, K), *jax.tree.leaves(w))
         # JAX would make cotangents of the wrong type for float8 values.
         y = _multiply(w.recipe, x, value, *jax.lax.stop_gradient(quantised))
-        return leave_partial(y.reshape(*before, *after), out_sharding.unreduced)
+        return leave_partial(y.reshape(*tokens, *features), out_sharding.unreduced)
 
     return smap(run, in_specs=specs((x, w)), out_specs=out_sharding)(x, w)
 
@@ -208,8 +208,8 @@ def fp8_dot(
         )
     recipe = Recipe(scaling, gradients, wgrad, implementation)
     for name, words in (("scaling", Scaling), ("gradients", Gradient), ("wgrad", Wgrad)):
-        given, known = getattr(recipe, name), get_args(words)
-        require(given in known, name, given, f"must be one of {', '.join(known)}")
+        value, values = getattr(recipe, name), get_args(words)
+        require(value in values, name, value, f"must be one of {', '.join(values)}")
     rows, w = match_vma(x.reshape(-1, x.shape[-1]), w)
     y = _multiply(recipe, rows, w.astype(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[1])

@@ -95,12 +95,12 @@ def _given(prompt_BP: np.ndarray, lengths_B: np.ndarray, num_tokens: int) -> np.
     to the next multiple of `PROMPT_STEP`.
     """
     shortest, longest = lengths_B.min(), lengths_B.max()
-    more = -(-(longest - shortest) // PROMPT_STEP) * PROMPT_STEP
-    given = np.full((more + num_tokens, len(lengths_B)), -1)
-    rest = prompt_BP[:, shortest:longest].T
-    known = np.arange(shortest, longest)[:, None] < lengths_B
-    given[: len(rest)] = np.where(known, rest, -1)
-    return given
+    prompt_steps = -(-(longest - shortest) // PROMPT_STEP) * PROMPT_STEP
+    given_SB = np.full((prompt_steps + num_tokens, len(lengths_B)), -1)
+    tails_SB = prompt_BP[:, shortest:longest].T
+    in_prompt_SB = np.arange(shortest, longest)[:, None] < lengths_B
+    given_SB[: len(tails_SB)] = np.where(in_prompt_SB, tails_SB, -1)
+    return given_SB
 
 
 def _check_arguments(
@@ -146,11 +146,11 @@ def _generate(
         start = cache[2]
         places = start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         positions_BT = jax.reshard(jnp.broadcast_to(places, tokens_BT.shape), act("BT"))
-        x_BRD, after = _hidden(model, tokens_BT, positions_BT, dtype, cache)
-        assert after is not None
+        x_BRD, new_cache = _hidden(model, tokens_BT, positions_BT, dtype, cache)
+        assert new_cache is not None
         x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(x_BRD, count - 1, 1, 1), "V")
         logits = model.unembed(x_BTD, head)
-        return jax.reshard(logits[:, 0], act("B_")), (*after[:2], start + count)
+        return jax.reshard(logits[:, 0], act("B_")), (*new_cache[:2], start + count)
 
     def choose(logits, key, given_B):
         sampled_B = _sample(logits, key, temperature, top_k)
@@ -166,8 +166,8 @@ def _generate(
     keys = jax.random.split(key, steps)
     logits, cache = advance(prompt_BP, (empty, empty, jnp.int32(0)), prompt_length)
     first_B = choose(logits, keys[0], given_SB[0])
-    _, rest = jax.lax.scan(step, (first_B, cache), (keys[1:], given_SB[1:]))
-    tokens_BS = jnp.concatenate([first_B[:, None], jnp.moveaxis(rest, 0, 1)], axis=1)
+    _, later_SB = jax.lax.scan(step, (first_B, cache), (keys[1:], given_SB[1:]))
+    tokens_BS = jnp.concatenate([first_B[:, None], jnp.moveaxis(later_SB, 0, 1)], axis=1)
     take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=num_tokens)
     return jax.vmap(take)(tokens_BS, skipped_B)
 
@@ -184,7 +184,7 @@ def _sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int) -
 
 
 def _stacked(dims: str) -> P:
-    """Return the sharding of what is stacked as the layers are."""
+    """Return the sharding of arrays that are stacked as the layers are."""
     return P("pp" if mesh_size("pp") > 1 else None, *act(dims).partitions)
 
 
@@ -219,8 +219,8 @@ def _visit_all(cfg, dtype, visits, stacks, kv, x_BRD, positions_BT, start):
 
         def layer(x_BRD, part, window=visit.window):
             block, kv, full = part
-            alike = dataclasses.replace(inputs, window=window, cache=(*kv, start))
-            layer_inputs = alike.of_layer((kv, None, full))
+            visit_inputs = dataclasses.replace(inputs, window=window, cache=(*kv, start))
+            layer_inputs = visit_inputs.of_layer((kv, None, full))
             x_BRD, _, kv = block.gather_params(layer_inputs)(x_BRD, layer_inputs)
             return x_BRD, list(kv[:2])
 
@@ -239,7 +239,7 @@ def _visit_all(cfg, dtype, visits, stacks, kv, x_BRD, positions_BT, start):
 
 
 class Visit(NamedTuple):
-    """Consecutive layers with the same window that rest in consecutive rows of a rank's stack."""
+    """Consecutive layers with the same window, in consecutive rows of a rank's stack."""
 
     rank: int
     layers: range
@@ -255,14 +255,15 @@ def _visits(model: Transformer) -> list[Visit]:
     places, ranks = model.rows, mesh_size("pp")
 
     def run_of(layer: int) -> tuple:
-        """Return what layers of one run share; their rows are as far from each other as they are."""
+        """Return the values that layers of one run share; their rows follow each other as the layers do."""
         stack, row = places[layer]
         rank, row = divmod(row, len(model.orders[stack]) // ranks)
         return rank, stack, row - layer, model.cfg.loop_window(layer)
 
     visits = []
     for (rank, stack, shift, window), group in itertools.groupby(range(len(places)), run_of):
-        first, *others = group
-        layers = range(first, first + 1 + len(others))
+        members = list(group)
+        first = members[0]
+        layers = range(first, first + len(members))
         visits.append(Visit(rank, layers, stack, first + shift, window))
     return visits

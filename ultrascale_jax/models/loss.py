@@ -99,7 +99,7 @@ def _token_losses_backward(kept, g_BT):
 
 
 def _is_trained(head: Any) -> tuple[()] | None:
-    """Return, as a tree without leaves, whether the head's gradient is asked for: it is not if the head is frozen."""
+    """Return, as a tree without leaves, whether the head is differentiated: a frozen one is not."""
     return () if head.perturbed else None
 
 
@@ -117,24 +117,24 @@ def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
 
 
 def _backward(z_loss, kept, g):
-    """Scale the objective's gradients, made on the way; make those of the bare loss here, if it has a cotangent."""
+    """Scale the gradients that the forward pass computed, and compute the bare loss's if it has a cotangent."""
     gradients, (x_BTD, head_DV, targets_BT, weight) = kept
-    found = []
+    scaled = []
     if not isinstance(g[0], SymbolicZero):
-        found.append(jax.tree.map(lambda x: _scale(x, g[0]), gradients))
+        scaled.append(jax.tree.map(lambda x: _scale(x, g[0]), gradients))
     if not isinstance(g[1], SymbolicZero):
         if z_loss:
             trained = gradients[1] is not None
             gradients, _ = _scan(
                 x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=True, trained=trained
             )
-        found.append(jax.tree.map(lambda x: _scale(x, g[1]), gradients))
-    dx, dhead = functools.reduce(lambda *parts: jax.tree.map(jnp.add, *parts), found)
+        scaled.append(jax.tree.map(lambda x: _scale(x, g[1]), gradients))
+    dx, dhead = functools.reduce(lambda *parts: jax.tree.map(jnp.add, *parts), scaled)
     return dx, dhead, None, None
 
 
 def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Multiply a partial sum by a scalar: the type system wants to see that the scalar is the same on every device."""
+    """Multiply a partial sum by a scalar, whose type says that it is the same on every device."""
     unreduced = jax.typeof(x).sharding.spec.unreduced
     return x * jax.reshard(factor.astype(x.dtype), P(reduced=unreduced))
 
@@ -163,35 +163,38 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained
             x_MD, targets_M, weights_M = chunk
             if not with_gradients:
                 return None, _losses(x_MD, targets_M, head_DV, z_loss)
-            more, found = _gradients(x_MD, targets_M, weights_M, head_DV, z_loss)
+            dhead_chunk, by_token = _gradients(x_MD, targets_M, weights_M, head_DV, z_loss)
             if not trained:
-                return None, found
-            return more if dhead is None else dhead + more, found
+                return None, by_token
+            return dhead_chunk if dhead is None else dhead + dhead_chunk, by_token
 
-        # The first apart: so its head's gradient need not be added to zeros.
-        dhead, found = visit(None, tuple(value[0] for value in tokens))
-        parts = [tuple(value[None] for value in found)]
+        # The scan starts from the first chunk's gradient of the head, and not from zeros.
+        dhead, first = visit(None, tuple(value[0] for value in tokens))
+        chunks = [tuple(value[None] for value in first)]
         if n > 1:
-            # One after the other: XLA would make the exponentials of two chunks at once.
-            rest = tuple(value[1:] for value in tokens)
-            rest, dhead, parts = jax.lax.optimization_barrier((rest, dhead, parts))
-            dhead, others = jax.lax.scan(visit, dhead, rest)
-            parts.append(others)
-        found = (jnp.concatenate(values) for values in zip(*parts, strict=True))
-        found = (value.reshape(-1, *value.shape[2:])[: B * T] for value in found)
-        found, *losses = (value.reshape(B, T, *value.shape[1:]) for value in found)
+            # The barrier keeps XLA from computing the exponentials of two chunks at once.
+            later_tokens = tuple(value[1:] for value in tokens)
+            later_tokens, dhead, chunks = jax.lax.optimization_barrier(
+                (later_tokens, dhead, chunks)
+            )
+            dhead, later = jax.lax.scan(visit, dhead, later_tokens)
+            chunks.append(later)
+        by_token = (jnp.concatenate(values) for values in zip(*chunks, strict=True))
+        by_token = (value.reshape(-1, *value.shape[2:])[: B * T] for value in by_token)
+        dx_or_best, *losses = (value.reshape(B, T, *value.shape[1:]) for value in by_token)
         if not with_gradients:
-            return found, tuple(losses)
+            return dx_or_best, tuple(losses)
+        dx = dx_or_best
         if dhead is not None:
-            # Both at once: XLA would leave the head's for the end of the backward pass, and the exponentials with it.
-            found, dhead = jax.lax.optimization_barrier((found, dhead.astype(head_DV.dtype)))
+            # XLA would leave the head's gradient for the end of the backward pass, and keep the exponentials for it.
+            dx, dhead = jax.lax.optimization_barrier((dx, dhead.astype(head_DV.dtype)))
             dhead = leave_partial(dhead, partial[1].unreduced)
-        return (leave_partial(found, partial[0].unreduced), dhead), tuple(losses)
+        return (leave_partial(dx, partial[0].unreduced), dhead), tuple(losses)
 
-    given = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
+    inputs = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
     results = (partial[0], partial[1] if trained else None) if with_gradients else act("BT")
     results = results, (act("BT"), act("BT"))
-    return smap(local, in_specs=specs(given), out_specs=results)(*given)
+    return smap(local, in_specs=specs(inputs), out_specs=results)(*inputs)
 
 
 def _cut(value_BT: jax.Array, chunks: int, fill: float = 0) -> jax.Array:
@@ -300,11 +303,11 @@ def _logits(x_MD, head_DV):
 def _log_sum_exp(logits_MV, gold_MV):
     """Return, over the full vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
     lowest = jnp.finfo(jnp.float32).min
-    own, total = jax.lax.reduce(
+    highest_of_shard, total = jax.lax.reduce(
         (logits_MV, jnp.ones_like(logits_MV)), (lowest, jnp.float32(0)), _join_sums, (1,)
     )
-    highest = all_reduce(own, "V", "max")
-    total *= jnp.exp(own - highest)
+    highest = all_reduce(highest_of_shard, "V", "max")
+    total *= jnp.exp(highest_of_shard - highest)
     picked = jnp.sum(jnp.where(gold_MV, logits_MV, 0.0), axis=-1)
     total, picked = all_reduce((total, picked), "V")
     return highest + jnp.log(total), picked, highest
@@ -343,6 +346,6 @@ def cross_entropy_of_pieces(
         )
         return tuple(leave_partial(value, partial.unreduced) for value in values)
 
-    given = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
-    losses = smap(local, in_specs=specs(given), out_specs=(partial, partial))(*given)
+    inputs = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
+    losses = smap(local, in_specs=specs(inputs), out_specs=(partial, partial))(*inputs)
     return jax.reshard(losses, P())

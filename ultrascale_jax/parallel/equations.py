@@ -33,14 +33,14 @@ class Equations:
                 reached.update(eqn.outvars)
         return reached
 
-    def needed(self, outputs: Iterable, known: Collection[core.Var] = ()) -> list:
-        """Return the equations that compute `outputs` from the inputs and the variables in `known`."""
-        wanted = {v for v in outputs if is_var(v)} - set(known)
+    def needed(self, outputs: Iterable, inputs: Collection[core.Var] = ()) -> list:
+        """Return the equations that compute `outputs` from the function's inputs and the variables `inputs`."""
+        required = {v for v in outputs if is_var(v)} - set(inputs)
         equations = []
         for eqn in reversed(self.eqns):
-            if any(v in wanted for v in eqn.outvars):
+            if any(v in required for v in eqn.outvars):
                 equations.append(eqn)
-                wanted.update(v for v in eqn.invars if is_var(v) and v not in known)
+                required.update(v for v in eqn.invars if is_var(v) and v not in inputs)
         return equations[::-1]
 
     def function(self, inputs: Sequence, outputs: Sequence) -> Callable[..., list[jax.Array]]:
@@ -48,7 +48,7 @@ class Equations:
         jaxpr = self._closed.jaxpr.replace(
             invars=list(inputs),
             outvars=list(outputs),
-            eqns=self.needed(outputs, known=set(inputs)),
+            eqns=self.needed(outputs, inputs=set(inputs)),
             debug_info=self._closed.jaxpr.debug_info.with_unknown_names(),
         )
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, self._closed.consts))
@@ -85,7 +85,7 @@ def primitives(eqns: Iterable) -> Iterator[str]:
 
 
 def run_equation(eqn, arguments: Sequence) -> list:
-    """Run an equation as part of what is traced now, under its own named scopes."""
+    """Run an equation in the current trace, under its own named scopes."""
     with _scopes(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]

@@ -35,16 +35,16 @@ class LayerVJP:
     ):
         self._layer, self._in_place = layer, in_place
         leaves, self._params_tree = jax.tree.flatten(params)
-        around, self._context_tree = jax.tree.flatten(context)
-        residuals = self._run(leaves, x, around)[3]
-        self._classify(leaves, x, around)
+        context_leaves, self._context_tree = jax.tree.flatten(context)
+        residuals = self._run(leaves, x, context_leaves)[3]
+        self._classify(leaves, x, context_leaves)
         self.kept = [residuals[i] for i in self._keep]
-        """Examples of what `forward` keeps, for their types."""
+        """Examples of the residuals that `forward` keeps, for their types."""
 
     def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
         """Return y, the auxiliary loss, a list of the statistics (empty if the layer has none), and the residuals."""
-        leaves, around = jax.tree.leaves(params), jax.tree.leaves(context)
-        y, aux, statistics, residuals = self._run(leaves, x, around)
+        leaves, context_leaves = jax.tree.leaves(params), jax.tree.leaves(context)
+        y, aux, statistics, residuals = self._run(leaves, x, context_leaves)
         return y, aux, statistics, [residuals[i] for i in self._keep]
 
     def backward(self, params, context, kept, cotangents) -> tuple[list, jax.Array]:
@@ -54,8 +54,8 @@ class LayerVJP:
         dparams, dx = jax.tree.unflatten(self._pull_back_tree, residuals)(tuple(cotangents))
         return dparams, dx
 
-    def _run(self, leaves, x, around) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
-        context = jax.tree.unflatten(self._context_tree, around)
+    def _run(self, leaves, x, context_leaves) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
+        context = jax.tree.unflatten(self._context_tree, context_leaves)
 
         def call(leaves, x):
             params = jax.tree.unflatten(self._params_tree, leaves)
@@ -67,14 +67,14 @@ class LayerVJP:
         residuals, self._pull_back_tree = jax.tree.flatten(pull_back)
         return y, aux, statistics, residuals
 
-    def _classify(self, leaves, x, around) -> None:
+    def _classify(self, leaves, x, context_leaves) -> None:
         """Find the residuals that depend on x and must be kept; parameters and context give the others again."""
         count = len(leaves)
 
         def residuals(*inputs):
             return self._run(list(inputs[:count]), inputs[count], inputs[count + 1 :])[3]
 
-        traced = Equations(residuals, *leaves, x, *around)
+        traced = Equations(residuals, *leaves, x, *context_leaves)
         depending = traced.descendants(traced.inputs[count : count + 1])
         kept = dict.fromkeys(v for v in traced.outputs if is_var(v) and v in depending)
         number = {variable: n for n, variable in enumerate(kept)}
@@ -91,7 +91,7 @@ class LayerVJP:
 
 
 def _names(eqns: Iterable) -> dict:
-    """Return the names of variables: given to them, to what they round, or inside a call that returns them."""
+    """Return the names of variables, also of rounded values and of values inside a call that returns them."""
     names = {}
     for eqn in eqns:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))

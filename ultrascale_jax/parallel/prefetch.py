@@ -36,7 +36,7 @@ PLAIN = Lowering.plain()
 
 
 class _Layer(NamedTuple):
-    """One layer, as a function of parameters that are gathered before it runs; `prefetch_scan` says what each does."""
+    """One layer, as a function of parameters that are gathered before it runs; as `prefetch_scan` says."""
 
     gather: Callable[[Any, Any], Any]
     """`(params, constants) -> gathered`"""
@@ -91,7 +91,7 @@ def prefetch_scan(
 ) -> tuple[jax.Array, Any]:
     """Run a layer for each row of `params`, in order, with the next row gathered while this one computes.
 
-    Without `lowering` it is slower on GPUs than `jax.lax.scan`: XLA has to be told to overlap collectives. Take
+    Without `lowering` it is slower on GPUs than `jax.lax.scan`: XLA overlaps collectives by options alone. Take
     `lowering = Lowering.gather_ahead(shards)` and `jax.jit(..., compiler_options=lowering.xla_options)`.
 
     Args:
@@ -122,9 +122,9 @@ def prefetch_scan(
     def gathered(row, constant):
         return gather(row) if constants is None else gather(row, constant)
 
-    def run(row, x, around, constant):
-        given = [a for a, tree in ((around, context), (constant, constants)) if tree is not None]
-        result = layer(row, x, *given)
+    def run(row, x, context, constant):
+        extra = [a for a in (context, constant) if a is not None]
+        result = layer(row, x, *extra)
         return result if isinstance(result, tuple) else (result, jnp.float32(0))
 
     scan = _Scan(_Layer(gathered, run, leave_sums), num, lowering, offload)
@@ -325,7 +325,7 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _split(tree: Any) -> tuple[list, list]:
-    """Return the leaves of floats, and the rest, which have no gradient."""
+    """Return the float leaves, and the others, which have no gradient."""
     leaves = jax.tree.leaves(tree)
     return [a for a in leaves if _is_float(a)], [a for a in leaves if not _is_float(a)]
 

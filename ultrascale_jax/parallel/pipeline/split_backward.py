@@ -79,7 +79,7 @@ def _crossing(traced: Equations, once: Sequence, first: Sequence, second: Sequen
     depending = traced.descendants(once)
     computed = {v for eqn in traced.needed(first) for v in eqn.outvars}
     available = (computed | set(once)) & depending
-    equations = traced.needed(second, known=available)
+    equations = traced.needed(second, inputs=available)
     read = [v for v in (*(v for eqn in equations for v in eqn.invars), *second) if is_var(v)]
     waiting = dict.fromkeys(v for v in read if v in available)
     makers = {v: eqn for eqn in traced.eqns for v in eqn.outvars}
