@@ -28,7 +28,8 @@ test: .venv/.installed-dev
 test-fast: .venv/.installed-dev
 	$(PYTEST) -m "not slow and not faults and not wide and not browser" $(ARGS) tests
 
-# With rows of tables that other rows imply, and all faults.
+# With rows of tables that other rows imply, all faults, and a random search in place of hypothesis's fixed examples.
+test-all: export HYPOTHESIS_PROFILE ?= random
 test-all: .venv/.installed-dev
 	$(PYTEST) -m "not browser" $(ARGS) tests
 

@@ -1,10 +1,11 @@
-"""Eight fake CPU devices for every test, no silent broadcast, one compilation cache of all workers.
+"""Eight fake CPU devices for every test, no silent broadcast, one compilation cache of all workers, nothing by chance.
 
 The variables are set before anything imports JAX. Processes that tests start inherit them.
 """
 
 import gc
 import os
+import random
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -25,6 +26,12 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import jax
 import pytest
+from hypothesis import settings
+
+# The same examples in each run; `make test-all` searches at random, and hypothesis prints how to repeat a failure.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +50,20 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[name.upper()] = str(value)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "run the files, and the tests of each file, in the random order of this seed"
+    parser.addoption("--shuffle", type=int, metavar="SEED", help=help)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("shuffle")
+    if seed is not None:
+        rng = random.Random(seed)
+        paths = sorted({item.path for item in items})
+        places = dict(zip(paths, rng.sample(range(len(paths)), len(paths)), strict=True))
+        rng.shuffle(items)
+        items.sort(key=lambda item: places[item.path])
+        return
     # Files whose tests are all fast come last, so that the workers end at about the same time.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

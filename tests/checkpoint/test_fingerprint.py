@@ -61,7 +61,7 @@ def test_it_is_two_sums_of_bits_by_position():
     assert fingerprints({"x": x}) == {"x": f"{first % 2**32:08x}{second % 2**32:08x}"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(place=st.integers(0, 8 * 16 * 32 * 4 - 1), bit=st.integers(0, 7))
 def test_one_flipped_bit_is_seen(place, bit):
     x = random()

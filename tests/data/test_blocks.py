@@ -45,7 +45,7 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=8, max_size=40)
 BORDERS = st.lists(st.integers(1, 39), min_size=3, max_size=12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lengths=LENGTHS, borders=BORDERS, seq_len=st.integers(2, 20), seed=st.integers(0, 5))
 def test_an_epoch_of_a_large_corpus_has_every_token_once(lengths, borders, seq_len, seed):
     corpus = large_corpus(lengths, [border % len(lengths) for border in borders])
@@ -77,7 +77,7 @@ def test_an_epoch_of_a_large_corpus_has_every_token_once(lengths, borders, seq_l
     assert [again.row(2 * rows + i) for i in (rows - 1, 0)] == [epochs[2][-1], epochs[2][0]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=LENGTHS, borders=BORDERS, fraction=st.sampled_from(LEVELS), data=st.data())
 def test_both_sides_of_a_large_corpus_hold_every_document_once(lengths, borders, fraction, data):
     # Some hashes are at the border, or equal: copies of a text.

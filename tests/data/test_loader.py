@@ -61,7 +61,7 @@ def make_corpus(lengths, array_borders=()):
     return corpus_of(tokens, lengths, np.arange(len(lengths)), borders)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
     array_borders=st.lists(st.integers(0, 19), max_size=3),
@@ -273,7 +273,7 @@ def test_device_batches_are_the_global_batches_on_every_mesh_from_any_step(texts
     batches.close()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     work=st.lists(st.integers(1, 10**6), min_size=48, max_size=48),
     shape=st.sampled_from([(8, 1), (4, 3), (2, 6), (48, 1), (1, 4)]),

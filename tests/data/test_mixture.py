@@ -14,7 +14,7 @@ from ultrascale_jax.sharding.mesh import make_mesh
 WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(weights=WEIGHTS, numbers=st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
 def test_one_stage_has_the_order_of_grains_mixture(weights, numbers):
     weights = [weight / sum(weights) for weight in weights]
@@ -27,7 +27,7 @@ def test_one_stage_has_the_order_of_grains_mixture(weights, numbers):
         assert staged.place(number) == expected[number]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     stages=st.lists(
         st.tuples(

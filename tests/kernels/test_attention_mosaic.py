@@ -41,7 +41,7 @@ says = jax.jit(
     st.permutations(range(4)),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 def test_ranges_say_what_the_mask_says_between_pieces_of_a_sequence(ids, order, restart):
     ids = np.sort(ids).astype(np.int32)
     index = np.arange(ids.size, dtype=np.int32)
@@ -70,7 +70,7 @@ plan = jax.jit(
 
 
 @given(st.lists(st.tuples(st.integers(0, S), st.integers(0, 150)), min_size=8, max_size=8))
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 def test_programs_visit_the_tiles_that_meet_their_ranges_and_no_others(pieces):
     start, length = np.repeat(np.array(pieces, np.int32), T // 8, axis=0).T[:, None]
     ranges = Ranges(start, np.minimum(start + length, S))

@@ -249,7 +249,7 @@ def test_documents_at_the_extremes(context):
 def test_random_documents(context):
     T = 4 * PIECE[4]
 
-    @settings(max_examples=25, deadline=None, database=None)
+    @settings(max_examples=25)
     @given(
         borders=st.lists(st.sets(st.integers(1, T - 1)), min_size=B, max_size=B),
         windowed=st.booleans(),

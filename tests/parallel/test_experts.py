@@ -334,7 +334,7 @@ def skewed(seed: int, hot: int, share: float) -> np.ndarray:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60)
 @given(
     case=st.sampled_from([(DISPATCHES[name], ep) for name, ep in sorted(STAY) if name in DROPLESS]),
     seed=st.integers(0, 2**32 - 1),
@@ -370,7 +370,7 @@ def test_capacity_drops_and_counts_what_has_no_room_and_nothing_else(moe, layout
     assert_equal(found, ids, experts, kept)
 
 
-@settings(max_examples=30, deadline=None, database=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), hot=st.integers(2, EXPERTS.num), share=st.floats(0, 1))
 @pytest.mark.slow
 def test_what_capacity_drops_follows_the_rule_whatever_is_chosen(seed, hot, share):

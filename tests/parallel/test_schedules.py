@@ -287,7 +287,7 @@ def test_lock_step_schedules_have_few_runs_of_equal_ticks(name, phases, p, m):
     rounds=st.integers(2, 4),
     cost=st.tuples(*[st.floats(0.1, 10)] * 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_more_a_runtime_waits_the_larger_the_bubble(name, p, rounds, cost):
     schedule = build(name, p, p * rounds)
     least, most = (bubble(schedule, *cost, runtime) for runtime in ("dependencies", "lockstep"))
@@ -390,7 +390,7 @@ def test_a_weight_gradient_waits_for_its_backward_but_may_share_its_tick():
     m=st.integers(1, 40),
     place=st.sampled_from(("loop", "v")),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_forwards_alone_are_legal_for_any_number_of_microbatches(p, v, m, place):
     schedule = forward_only(p, v, place, m)
     assert {kind for _, _, kind, _, _ in schedule.ops()} == {"F"}

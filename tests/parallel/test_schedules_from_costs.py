@@ -46,7 +46,7 @@ def capped_1f1b(p, m, cap):
     spare=st.integers(0, 12),
     cost=st.tuples(*[st.floats(0.05, 20)] * 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tables_for_any_costs_are_legal_and_keep_to_the_memory(p, v, m, spare, cost):
     cap = v + spare
     schedule = from_costs(p, m, *cost, cap, virtual=v)
