@@ -1,4 +1,4 @@
-"""Causal attention over local arrays: cuDNN on a GPU, the XLA reference elsewhere, our kernel where it is asked for.
+"""Attention over local arrays: cuDNN on a GPU, the XLA reference elsewhere, our kernel where a call names it.
 
 Every implementation takes the same arguments and none knows a mesh: call it under `smap`, since XLA gathers the inputs
 of a custom call that it finds under a plain `jit`.
@@ -12,21 +12,20 @@ of a custom call that it finds under a plain `jit`.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.kernels import attention_cudnn, attention_mosaic, attention_xla
-from ultrascale_jax.kernels.attention_mask import EVERY_KEY, BlockMask
+from ultrascale_jax.kernels import attention_cudnn, attention_xla
+from ultrascale_jax.kernels.attention_mask import EVERY_KEY, PLAIN_SCORES, BlockMask, Scores
 from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.choices import AttentionCall
 from ultrascale_jax.kernels.device import device, match_vma, on_gpu
 from ultrascale_jax.kernels.residuals import name_attention
 
-MODULES = {"cudnn": attention_cudnn, "mosaic": attention_mosaic, "xla": attention_xla}
+MODULES = {"cudnn": attention_cudnn, "xla": attention_xla}
 
 NO_WINDOW = 2**30
 """A window that no sequence fills."""
@@ -91,6 +90,7 @@ def attention_forward(
     v: jax.Array,
     mask: BlockMask = EVERY_KEY,
     *,
+    scores: Scores = PLAIN_SCORES,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention to one block of the keys, and its log-sum-exp, by which blocks are joined.
@@ -100,6 +100,7 @@ def attention_forward(
       k: keys `[B, S, K, H]`; K divides N (grouped-query attention).
       v: values `[B, S, K, H]`.
       mask: the keys that each query sees.
+      scores: how scores follow from q and k.
       implementation: as `attention` takes it.
 
     Returns:
@@ -107,7 +108,12 @@ def attention_forward(
       none of the keys has a finite result and a log-sum-exp far below any other: joined with a block of visible keys,
       it counts for nothing.
     """
-    return _module(implementation, q, k, mask).forward(q, k, v, mask)
+    chosen = choose(implementation, q, k, mask, scores=scores)
+    if chosen == "mosaic":
+        from ultrascale_jax.kernels import attention_mosaic
+
+        return attention_mosaic.forward(q, k, v, mask)
+    return MODULES[chosen].forward(q, k, v, mask, scores)
 
 
 def attention_backward(
@@ -119,21 +125,33 @@ def attention_backward(
     dout: jax.Array,
     mask: BlockMask = EVERY_KEY,
     *,
+    scores: Scores = PLAIN_SCORES,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v from one block of the keys, in their types.
 
     Args:
-      q, k, v, mask, implementation: as given to `attention_forward`.
+      q, k, v, mask, scores, implementation: as given to `attention_forward`.
       out: result `[B, T, N, H]` of all blocks together.
       lse: log-sum-exp `[B, N, T]` float32 of all blocks together.
       dout: cotangent of `out`, `[B, T, N, H]`.
     """
-    return _module(implementation, q, k, mask).backward(q, k, v, out, lse, dout, mask)
+    chosen = choose(implementation, q, k, mask, scores=scores)
+    if chosen == "mosaic":
+        from ultrascale_jax.kernels import attention_mosaic
+
+        return attention_mosaic.backward(q, k, v, out, lse, dout, mask)
+    return MODULES[chosen].backward(q, k, v, out, lse, dout, mask, scores)
 
 
 def choose(
-    implementation: str, q: jax.Array, k: jax.Array, mask: BlockMask, *, joined: bool = True
+    implementation: str,
+    q: jax.Array,
+    k: jax.Array,
+    mask: BlockMask,
+    *,
+    joined: bool = True,
+    scores: Scores = PLAIN_SCORES,
 ) -> str:
     """Return `cudnn`, `cudnn_packed`, `mosaic` or `xla`; `joined` as of `AttentionCall`, which decides."""
     packable = mask.is_array and not joined and on_gpu()
@@ -145,16 +163,14 @@ def choose(
         keys=k.shape[1],
         head_dim=q.shape[3],
         causal=mask.causal,
+        plain_scale=scores.scale is None,
+        softcap=scores.softcap is not None,
         masked=mask.is_array,
         joined=joined,
         window=mask.window is not None,
         ragged=packable and attention_cudnn.takes_segments(q, k),
     )
     return call.choose(implementation)
-
-
-def _module(implementation: str, q: jax.Array, k: jax.Array, mask: BlockMask) -> ModuleType:
-    return MODULES[choose(implementation, q, k, mask)]
 
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None):

@@ -11,23 +11,25 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as private
 
-from ultrascale_jax.kernels.attention_mask import BlockMask
+from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, BlockMask, Scores
 
 MASKED = -1e9
 """Added to masked scores: finite, so that a query without any key has a log-sum-exp."""
 
 
-def forward(q, k, v, mask: BlockMask) -> tuple[jax.Array, jax.Array]:
+def forward(q, k, v, mask: BlockMask, scores: Scores) -> tuple[jax.Array, jax.Array]:
     """Compute `attention_forward`."""
-    optional, params = _masked(q, mask)
+    optional, params = _masked(q, mask, scores)
     return private._dot_product_attention_fwd_p_wrapper.bind(
         q, k, v, *optional, **params, is_training=True
     )
 
 
-def backward(q, k, v, out, lse, dout, mask: BlockMask) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(
+    q, k, v, out, lse, dout, mask: BlockMask, scores: Scores
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `attention_backward`."""
-    optional, params = _masked(q, mask)
+    optional, params = _masked(q, mask, scores)
     return tuple(
         private._dot_product_attention_bwd_p_wrapper.bind(
             q, k, v, *optional, lse, out, dout, **params
@@ -71,11 +73,11 @@ def takes_segments(q, k) -> bool:
     )
 
 
-def _masked(q, mask: BlockMask) -> tuple[list[jax.Array], dict]:
+def _masked(q, mask: BlockMask, scores: Scores) -> tuple[list[jax.Array], dict]:
     """Return the optional arrays and the parameters of a call with a mask."""
     optional = _optional(q, mask.by_arrays())
     kind = private.MaskType.CAUSAL if mask.causal else private.MaskType.NO_MASK
-    return optional, _params(q, optional, kind, mask.causal_window)
+    return optional, _params(q, optional, kind, mask.causal_window, scores)
 
 
 def _packed(q, k, lengths, starts) -> tuple[list[jax.Array], dict]:
@@ -102,10 +104,10 @@ def _optional(q, visible) -> list[jax.Array]:
     return [bias] + [unused] * 6
 
 
-def _params(q, optional, mask, window) -> dict:
+def _params(q, optional, mask, window, scores: Scores = PLAIN_SCORES) -> dict:
     newer = {"score_mod": None} if jax.__version_info__ >= (0, 12) else {}
     return {
-        "scale": q.shape[3] ** -0.5,
+        "scale": q.shape[3] ** -0.5 if scores.scale is None else scores.scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (optional[0].ndim > 1, False),

@@ -1,11 +1,32 @@
-"""Which keys each query of attention sees: the definition, and the mask of a block."""
+"""Scores of attention: how they follow from queries and keys, and which keys each query sees.
 
+`visible_keys` is the definition, `BlockMask` the mask of a block of the keys.
+"""
+
+import math
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
 STATIC = {"static": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores of queries with H elements: `softcap * tanh(q k^T scale / softcap)`; q k^T / sqrt(H) by default."""
+
+    scale: float | None = None
+    """Factor of q k^T; None is 1 / sqrt(H)."""
+    softcap: float | None = None
+    """Bound of the scores (Gemma 2, arXiv 2408.00118); None is no bound."""
+
+    def divisor(self, head_dim: int) -> float:
+        """Return the number by which q k^T is divided."""
+        return math.sqrt(head_dim) if self.scale is None else 1 / self.scale
+
+
+PLAIN_SCORES = Scores()
 
 
 @jax.tree_util.register_dataclass

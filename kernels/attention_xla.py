@@ -1,11 +1,14 @@
 """Attention by its definition, with scores and softmax in float32: the reference of every implementation."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.kernels.attention_mask import BlockMask, visible_keys
+from ultrascale_jax.kernels.attention_mask import (
+    PLAIN_SCORES,
+    BlockMask,
+    Scores,
+    visible_keys,
+)
 
 UNSEEN = -1e30
 """Score of a masked key: finite, so that a query without any key has a log-sum-exp."""
@@ -14,7 +17,8 @@ UNSEEN = -1e30
 def attention_reference(q, k, v, q_index, segment_ids=None, window=None, sinks=None) -> jax.Array:
     """Compute `attention` of these arguments; `window` may be an array."""
     k_index = jnp.arange(k.shape[1], dtype=jnp.int32)
-    scores_BKGTS = _scores(q, k, visible_keys(q_index, k_index, segment_ids, window))
+    visible = visible_keys(q_index, k_index, segment_ids, window)
+    scores_BKGTS = _masked(_scores(q, k, PLAIN_SCORES), visible)
     if sinks is None:
         probabilities = jax.nn.softmax(scores_BKGTS, axis=-1)
     else:
@@ -25,21 +29,25 @@ def attention_reference(q, k, v, q_index, segment_ids=None, window=None, sinks=N
     return _ungroup(_weighted(probabilities, v)).astype(q.dtype)
 
 
-def forward(q, k, v, mask: BlockMask) -> tuple[jax.Array, jax.Array]:
+def forward(q, k, v, mask: BlockMask, scores: Scores) -> tuple[jax.Array, jax.Array]:
     """Compute `attention_forward`."""
     B, T, N = q.shape[:3]
-    scores_BKGTS = _scores(q, k, mask.dense(T, k.shape[1]))
+    visible = mask.dense(T, k.shape[1])
+    scores_BKGTS = _masked(_scores(q, k, scores), visible)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
     probabilities = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
     return _ungroup(_weighted(probabilities, v)).astype(q.dtype), lse_BKGT.reshape(B, N, T)
 
 
-def backward(q, k, v, out, lse, dout, mask: BlockMask) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(
+    q, k, v, out, lse, dout, mask: BlockMask, scores: Scores
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `attention_backward`."""
     K, f32 = k.shape[2], jnp.float32
-    scores_BKGTS = _scores(q, k, mask.dense(q.shape[1], k.shape[1]))
+    visible = mask.dense(q.shape[1], k.shape[1])
+    scores_BKGTS = _scores(q, k, scores)
     rows = scores_BKGTS.shape[:4]
-    probabilities = jnp.exp(scores_BKGTS - lse.reshape(rows)[..., None])
+    probabilities = jnp.exp(_masked(scores_BKGTS, visible) - lse.reshape(rows)[..., None])
     dout_BKGTH = _group(dout, K)
     delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=f32)
     dv = jnp.einsum(
@@ -47,21 +55,32 @@ def backward(q, k, v, out, lse, dout, mask: BlockMask) -> tuple[jax.Array, jax.A
     )
     dprobabilities = jnp.einsum("BKGTH,BSKH->BKGTS", dout_BKGTH, v, preferred_element_type=f32)
     dscores = probabilities * (dprobabilities - delta_BNT.reshape(rows)[..., None])
-    dscores = (dscores / math.sqrt(q.shape[3])).astype(q.dtype)
+    if scores.softcap is not None:
+        dscores *= 1 - jnp.square(scores_BKGTS / scores.softcap)
+    dscores = (dscores / scores.divisor(q.shape[3])).astype(q.dtype)
     dq = jnp.einsum("BKGTS,BSKH->BKGTH", dscores, k, preferred_element_type=f32)
     dk = jnp.einsum("BKGTS,BKGTH->BSKH", dscores, _group(q, K), preferred_element_type=f32)
     return _ungroup(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _scores(q, k, visible):
-    """Return scaled scores `[B, K, G, T, S]` float32, a large negative number for masked keys."""
+def _scores(q, k, scores: Scores):
+    """Return scores `[B, K, G, T, S]` float32."""
     q_BKGTH = _group(q, k.shape[2])
     B, K, G, T, H = q_BKGTH.shape
     # G and T become one dim, and heads come first, so only these arrays are transposed and never the scores.
     q_BKQH, k_BKSH = q_BKGTH.reshape(B, K, G * T, H), jnp.moveaxis(k, 1, 2)
-    scores = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKSH, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, K, G, T, k.shape[1]) / math.sqrt(H)
-    return scores if visible is None else jnp.where(visible[:, None, None], scores, UNSEEN)
+    products = jnp.einsum("BKQH,BKSH->BKQS", q_BKQH, k_BKSH, preferred_element_type=jnp.float32)
+    scores_BKGTS = products.reshape(B, K, G, T, k.shape[1]) / scores.divisor(H)
+    if scores.softcap is None:
+        return scores_BKGTS
+    return scores.softcap * jnp.tanh(scores_BKGTS / scores.softcap)
+
+
+def _masked(scores_BKGTS, visible):
+    """Return the scores, a large negative number for masked keys."""
+    if visible is None:
+        return scores_BKGTS
+    return jnp.where(visible[:, None, None], scores_BKGTS, UNSEEN)
 
 
 def _weighted(probabilities_BKGTS, v):

@@ -109,6 +109,9 @@ class AttentionCall:
     """Keys of a row."""
     head_dim: int
     causal: bool = True
+    plain_scale: bool = True
+    """Scores are q k^T / sqrt(head_dim)."""
+    softcap: bool = False
     masked: bool = False
     """Documents or positions say which keys a query sees."""
     joined: bool = False
@@ -128,11 +131,14 @@ class AttentionCall:
             "bf16 or fp16": self.dtype in ("bfloat16", "float16"),
             "a head dim that 8 divides, up to 256": H % 8 == 0 and H <= 256,
             "as many keys as queries": T == S or not self.causal,
+            "no soft cap": not self.softcap,
             "an even length for a mask": not self.masked or T % 2 == S % 2 == 0,
         }
         packed = {
             "an H100 or later": any(name in self.kind for name in HOPPER + BLACKWELL),
             "whole rows: no ring, no sinks": not self.joined,
+            "a causal mask": self.causal,
+            "a scale of 1 / sqrt(head_dim)": self.plain_scale,
             "no window": not self.window,
             f"rows of {LEAST_TOKENS} tokens or more that 4 divides down to {SHORTEST}": divides(T),
             "cuDNN 9.6 and fewer than 2^31 elements": self.ragged,
@@ -143,6 +149,7 @@ class AttentionCall:
             "lengths that 128 divides": T % 128 == S % 128 == 0,
             "as many keys as queries": T == S or not self.causal,
             "a head dim of 64 or 128": H in (64, 128),
+            "a scale of 1 / sqrt(head_dim) and no soft cap": self.plain_scale and not self.softcap,
         }
         # Without documents packed attention is cuDNN's.
         packed = cudnn | packed if self.masked else cudnn

@@ -30,8 +30,6 @@ from ultrascale_jax.kernels.pipeline_mosaic import (
 BLOCK = 128
 """Elements of the contracted dim with one scale: 128 bytes, the width of the swizzle. All dims are multiples."""
 
-TYPES = jnp.float8_e4m3fn, jnp.float8_e5m2
-
 ROWS = 64
 """Rows that a warpgroup multiplies at a time."""
 

@@ -10,8 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
 from ultrascale_jax.kernels.device import match_vma, takes_mosaic
+
+ALIGNED = 8
+"""The kernel takes rows in multiples of it, since a copy from global memory starts there."""
+
+MULTIPLE = 128
+"""The kernel takes matrices both of whose dims are multiples of it."""
 
 
 def grouped_matmul(
@@ -42,8 +47,8 @@ def grouped_matmul(
     R, (D, _, F) = x.shape[0], w.shape
     needs = {
         "bfloat16": x.dtype == w.dtype == jnp.bfloat16,
-        f"rows in multiples of {mosaic.ALIGNED}": R % mosaic.ALIGNED == 0,
-        f"D and F that {mosaic.MULTIPLE} divides": D % mosaic.MULTIPLE == F % mosaic.MULTIPLE == 0,
+        f"rows in multiples of {ALIGNED}": R % ALIGNED == 0,
+        f"D and F that {MULTIPLE} divides": D % MULTIPLE == F % MULTIPLE == 0,
     }
     got = f"{x.dtype} and {w.dtype}, R={R}, D={D}, F={F}"
     fused = takes_mosaic("grouped_matmul", implementation, needs, got)
@@ -58,6 +63,8 @@ def reference(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _fused(x, w, sizes, transposed: bool):
+    from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
+
     return mosaic.products(x, w, sizes, transposed=transposed)
 
 
@@ -66,6 +73,8 @@ def _forward(x, w, sizes, transposed):
 
 
 def _backward(transposed: bool, inputs, dy):
+    from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
+
     x, w, sizes = inputs
     dx = mosaic.products(dy, w, sizes, transposed=not transposed)
     rows = (dy, x) if transposed else (x, dy)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ultrascale_jax.kernels.grouped_matmul import ALIGNED, MULTIPLE
 from ultrascale_jax.kernels.pipeline_mosaic import (
     STRIP,
     WARPGROUPS,
@@ -34,17 +35,11 @@ from ultrascale_jax.kernels.pipeline_mosaic import (
     with_accumulator,
 )
 
-ALIGNED = 8
-"""A copy from global memory starts at multiples of so many rows."""
-
 ROWS = 128
 """Rows of a forward tile."""
 
 DEPTH = 64
 """Elements of the contracted dim in one step: 128 bytes of bfloat16, the width of the swizzle."""
-
-MULTIPLE = 128
-"""Both dims of a matrix are multiples of it."""
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 ROW_BY_ROW = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.kernels import quantize_fp8_mosaic as mosaic
 from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 
 BLOCK = 128
@@ -133,6 +132,8 @@ def _amax(x: jax.Array) -> jax.Array:
 
 def kernel(x, scaling: Scaling, dtype, *, both: bool) -> tuple[Quantized, ...]:
     """Quantise x by the kernel, and its transpose if `both`."""
+    from ultrascale_jax.kernels import quantize_fp8_mosaic as mosaic
+
     scale = functools.partial(scale_of, dtype=dtype)
     results = mosaic.quantize(x, scale, dtype, both=both, tiles=scaling == "tile")
     return tuple(Quantized(*result) for result in results)

@@ -10,8 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
 from ultrascale_jax.kernels.device import match_vma, takes_mosaic
+
+MULTIPLE = 128
+"""The kernel takes D in multiples of it: TMA reads a row as `[D / 128, 128]`, at most 256 elements of a dim."""
+
+WIDEST = 8192
+"""Largest D of the kernel: a warpgroup carries the weight's gradient, D float32, in its registers."""
 
 
 def rms_norm(
@@ -35,8 +40,8 @@ def rms_norm(
     D = x.shape[-1]
     needs = {
         "bfloat16 with a float32 weight": x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32,
-        f"D in multiples of {mosaic.MULTIPLE}": D % mosaic.MULTIPLE == 0,
-        f"D up to {mosaic.WIDEST}": D <= mosaic.WIDEST,
+        f"D in multiples of {MULTIPLE}": D % MULTIPLE == 0,
+        f"D up to {WIDEST}": D <= WIDEST,
     }
     fused = takes_mosaic("norm", implementation, needs, f"{x.dtype} with {weight.dtype}, D={D}")
     x, weight = match_vma(x, weight)
@@ -61,6 +66,8 @@ def _forward(x, weight, eps: float):
 
 
 def _backward(eps: float, residuals, dy):
+    from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
+
     x, weight = residuals
     D = x.shape[-1]
     dx, dw = mosaic.backward(x.reshape(-1, D), weight, dy.reshape(-1, D), eps)

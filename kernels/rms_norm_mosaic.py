@@ -21,12 +21,6 @@ from ultrascale_jax.kernels.device import cores
 from ultrascale_jax.kernels.pipeline_mosaic import launch
 from ultrascale_jax.kernels.rows_mosaic import LANES, for_each_part
 
-MULTIPLE = LANES
-"""D is a multiple of it: a row is `[D / LANES, LANES]` in memory, since TMA takes at most 256 elements of a dim."""
-
-WIDEST = 8192
-"""Largest D: a warpgroup carries the weight's gradient, D float32, in its registers."""
-
 MEMORY = 224 * 1024
 """Bytes of shared memory for rows and weight; a Hopper SM has 227 KiB for a program."""
 

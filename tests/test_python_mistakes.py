@@ -268,12 +268,23 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "kv heads": (attention(Q, (2, 16, 3, 8), (2, 16, 3, 8)), "K a divisor of N"),
     "lengths": (attention(Q, (2, 8, 2, 8), (2, 8, 2, 8)), r"^q \(1, 4, 4, 8\), k \(1, 2, 2, 8\)"),
     "types": (attention(Q, (KV, jnp.bfloat16), KV), "^q float32, k bfloat16, v float32: want one"),
+    "float documents": (
+        attention(
+            Q,
+            KV,
+            KV,
+            function=lambda q, k, v, axis: us.ring_attention(
+                q, k, v, axis=axis, segment_ids=jnp.ones(q.shape[:2])
+            ),
+        ),
+        r"^segment_ids float32\[1, 4\]: want integers",
+    ),
     "integers": (
         attention(*[(dims, jnp.int32) for dims in (Q, KV, KV)]),
         "want one type of floats",
     ),
     "a strategy's name": (
-        attention(Q, KV, KV, function=lambda *qkv, axis: us.context_attention("ring", *qkv)),
+        attention(Q, KV, KV, function=functools.partial(us.context_attention, "ring")),
         "^context: must be of type ContextConfig, not str",
     ),
     "an unknown implementation": (
@@ -397,8 +408,8 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         "^axes={'ex'}: must be axes of the mesh: pp, dp",
     ),
     "a strategy's name as order": (
-        lambda: us.sequence_order(32, 2, "zigzag"),
-        "^context: must be of type ContextConfig, not str",
+        lambda: us.sequence_order(32, 2, "zigzags"),
+        "^cp.strategy='zigzags': must be one of ring, zigzag",
     ),
     "a policy to plan": (
         lambda: us.Run(shape=us.Shape(), mesh=CFG.mesh, seq_len=8, sequences=1, remat="some"),
@@ -430,11 +441,11 @@ def test_a_region_on_a_mesh_of_ones_own_is_manual_over_all_its_axes():
 
 
 def choices() -> list[tuple[str, str]]:
-    """Parameters of the public functions and dataclasses that take one of a few values."""
+    """Parameters of the public functions and dataclasses that take one of a few values, but for results."""
     found = []
     for name in us.__all__:
         of = getattr(us, name)
-        if inspect.isfunction(of) or dataclasses.is_dataclass(of):
+        if inspect.isfunction(of) or (dataclasses.is_dataclass(of) and of is not us.StepPrediction):
             hints = typing.get_type_hints(of)
             hints = {p: getattr(hint, "__value__", hint) for p, hint in hints.items()}
             found += [(name, p) for p, hint in hints.items() if typing.get_origin(hint) is Literal]

@@ -329,7 +329,9 @@ def test_on_h100s_a_ring_over_documents_makes_no_mask(h100s):
     tokens, context = 2048, ContextConfig(strategy="zigzag")
 
     def run(q, k, v, ids):
-        return context_attention(context, q, k, v, None, ids, implementation="mosaic")[0]
+        return context_attention(
+            context, q, k, v, axis="cp", segment_ids=ids, implementation="mosaic"
+        )[0]
 
     two = jax.sharding.Mesh(h100s.devices[:2], h100s.axis_names, axis_types=h100s.axis_types)
     program = compiled(two, run, P(None, "cp"), SHAPES["llama3_8b"], 2 * tokens, 1)

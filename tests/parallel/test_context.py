@@ -83,11 +83,10 @@ def program(context: ContextConfig, layout: Layout, window: int | None = None):
     lse_spec = P(batch, heads, tokens)
 
     def local(qkv, *documents):
-        options = {"axis": layout.axis, "window": window, "with_lse": True}
-        both = {
-            name: uj.context_attention(context, *x, *documents, **options)
-            for name, x in qkv.items()
-        }
+        positions, segment_ids = documents
+        options = {"positions": positions, "segment_ids": segment_ids, "window": window}
+        options |= {"axis": layout.axis, "with_lse": True}
+        both = {name: uj.context_attention(context, *x, **options) for name, x in qkv.items()}
         return tuple({name: pair[i] for name, pair in both.items()} for i in range(2))
 
     def with_gradients(function, qkv, d_out, *documents):
@@ -358,6 +357,54 @@ def test_bfloat16_has_less_than_twice_the_error_of_one_device(context):
             assert error < 2 * np.linalg.norm(np.float64(other) - want), name
 
 
+KEY_WIDTH, VALUE_WIDTH, LENGTH = 6, 10, 24
+OF_ONES_OWN = {
+    "not causal": {"causal": False},
+    "not causal, documents, scores": {
+        "causal": False, "segment_ids": True, "scale": 0.7, "softcap": 1.5,
+    },
+    "cross": {"causal": False, "keys": 16},
+    "causal, documents, window, scores": {
+        "segment_ids": True, "window": 7, "scale": 0.7, "softcap": 1.5,
+    },
+    "scale": {"scale": 0.7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_ONES_OWN)
+@pytest.mark.parametrize("context", [*PLAIN, ContextConfig(ulysses=2)], ids=name_of)
+def test_attention_of_any_kind_and_width_on_a_mesh_of_ones_own(context, kind):
+    options = dict(OF_ONES_OWN[kind])
+    keys, documents = options.pop("keys", LENGTH), options.pop("segment_ids", False)
+    rng = np.random.default_rng(0)
+    shapes = (
+        (LENGTH, 4, KEY_WIDTH),
+        (keys, 2, KEY_WIDTH),
+        (keys, 2, VALUE_WIDTH),
+        (LENGTH, 4, VALUE_WIDTH),
+    )
+    q, k, v, d_out = (rng.normal(size=(B, *shape)).astype(np.float32) for shape in shapes)
+    segments = random_documents(0, LENGTH)[1] if documents else None
+    expected = dense_attention(q, k, v, d_out, segment_ids=segments, **options)
+    order = (
+        uj.sequence_order(LENGTH, 4, context) if options.get("causal", True) else np.arange(LENGTH)
+    )
+    arrays = jax.tree.map(lambda x: x[:, order] if x.shape[1] == LENGTH else x, (q, k, v, segments))
+
+    def local(q, k, v, segments):
+        return attend(context, q, k, v, axis="tokens", segment_ids=segments, **options)
+
+    mesh, spec = build_mesh((2, 4), ("rows", "tokens"), AUTO), P("rows", "tokens")
+    region = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    run = jax.jit(lambda *given: jax.vjp(lambda *qkv: region(*qkv, given[3]), *given[:3]))
+    out, pull_back = run(*arrays)
+    gradients = pull_back(d_out[:, order])
+    natural = np.argsort(order)
+    for got, want in zip((out, *gradients), expected[:1] + expected[2:], strict=True):
+        got = got[:, natural] if got.shape[1] == LENGTH else got
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+
+
 @given(
     ranks=st.integers(2, 8),
     half=st.integers(0, 5),
@@ -393,6 +440,13 @@ def test_a_window_leaves_out_no_rank_that_it_reaches(ranks, half, odd, window, s
         (ContextConfig(strategy="zigzag"), (4, 4, 4), {"implementation": "cudnn"}, "needs a GPU"),
         (ContextConfig(strategy="ulysses"), (4, 4, 4), {"implementation": "cudnn"}, "needs a GPU"),
         (ContextConfig(strategy="ring"), (4, 4, 4), {"window": 0}, "window=0"),
+        (ContextConfig(strategy="ring"), (4, 4, 4), {"softcap": 0.0}, "softcap=0.0: must be pos"),
+        (
+            ContextConfig(strategy="zigzag"),
+            (4, 4, 4),
+            {"window": 2, "causal": False},
+            "window: has a meaning for causal attention only",
+        ),
         (
             ContextConfig(strategy="ring"),
             (4, 4, 4),
@@ -403,7 +457,7 @@ def test_a_window_leaves_out_no_rank_that_it_reaches(ranks, half, odd, window, s
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(context, heads, options, message):
-    local = functools.partial(attend, context, **options)
+    local = functools.partial(attend, context, axis="cp", **options)
     arrays = [jax.ShapeDtypeStruct((B, 8, count, H), jnp.float32) for count in heads]
     with jax.set_mesh(build_mesh((4,), kind=AUTO)):
         region = jax.shard_map(local, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
@@ -415,4 +469,4 @@ def test_what_cannot_be_is_refused_in_one_line(context, heads, options, message)
 def test_a_call_outside_of_a_region_says_where_it_belongs():
     q = jnp.zeros((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"axis='cp': is not manual here; .*shard_map"):
-        uj.ring_attention(q, q, q)
+        uj.ring_attention(q, q, q, axis="cp")

@@ -148,8 +148,8 @@ def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs, s
 
     def core(q, k, v, segments, full, sinks):
         return context_attention(
-            inputs.context, q, k, v, None, segments, window=inputs.window, full=full, sinks=sinks,
-            implementation=implementation,
+            inputs.context, q, k, v, axis="cp", segment_ids=segments, window=inputs.window, full=full,
+            sinks=sinks, implementation=implementation,
         )[0]  # fmt: skip
 
     dims = ("BTNH", "BTKH", "BTKH", "BT", "")

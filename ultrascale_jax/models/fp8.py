@@ -19,7 +19,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from ultrascale_jax.config import require
+from ultrascale_jax.config import require, require_choice
 from ultrascale_jax.kernels.device import device, match_vma, on_gpu, on_hopper
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
@@ -39,6 +39,7 @@ from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, varying
 Scaling = Literal["tensor", "row", "block"]
 Gradient = Literal["e4m3", "e5m2"]
 Wgrad = Literal["fp8", "bf16"]
+Implementation = Literal["auto", "xla", "mosaic"]
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -180,7 +181,7 @@ def fp8_dot(
     scaling: Scaling = "row",
     gradients: Gradient = "e5m2",
     wgrad: Wgrad = "fp8",
-    implementation: Literal["auto", "xla", "mosaic"] = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """Multiply `[..., K]` by `[K, N]` in fp8, forward and backward; the table of `models/fp8.py` has the scales.
 
@@ -200,16 +201,16 @@ def fp8_dot(
     Raises:
       UserError: shapes or types do not fit, or a setting is unknown.
     """
+    require_choice("scaling", scaling, Scaling)
+    require_choice("gradients", gradients, Gradient)
+    require_choice("wgrad", wgrad, Wgrad)
+    require_choice("implementation", implementation, Implementation)
     fits = x.ndim > 0 and w.ndim == 2 and x.shape[-1] == w.shape[0]
     require(fits, "x and w", f"{x.shape} and {w.shape}", "must be [..., K] and [K, N]")
     for name, array in (("x", x), ("w", w)):
-        require(
-            jnp.issubdtype(array.dtype, jnp.floating), name, array.dtype, "must be a float array"
-        )
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        require(is_float, name, array.dtype, "must be a float array")
     recipe = Recipe(scaling, gradients, wgrad, implementation)
-    for name, words in (("scaling", Scaling), ("gradients", Gradient), ("wgrad", Wgrad)):
-        value, values = getattr(recipe, name), get_args(words)
-        require(value in values, name, value, f"must be one of {', '.join(values)}")
     rows, w = match_vma(x.reshape(-1, x.shape[-1]), w)
     y = _multiply(recipe, rows, w.astype(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[1])

@@ -11,10 +11,10 @@ The loader hands out the data in this order, once a batch, and the model runs in
 
 import numpy as np
 
-from ultrascale_jax.config import ContextConfig, require, require_type
+from ultrascale_jax.config import ContextConfig, Strategy, require, require_type
 
 
-def sequence_order(seq_len: int, cp: int, context: ContextConfig) -> np.ndarray:
+def sequence_order(seq_len: int, cp: int, context: ContextConfig | Strategy) -> np.ndarray:
     """Return int64 [T], the token at each place: an array in the strategy's order is `x[:, order]`.
 
     Rank c of `cp` holds the c-th of `cp` equal shards of that. The ranks of one place of the ring (`cp.ulysses`) divide
@@ -24,11 +24,13 @@ def sequence_order(seq_len: int, cp: int, context: ContextConfig) -> np.ndarray:
     Args:
         seq_len: tokens of a sequence (T), divisible by `cp`.
         cp: size of the mesh axis.
-        context: strategy, and ranks that share a place.
+        context: strategy, and ranks that share a place; or the strategy's name.
 
     Raises:
         UserError: `seq_len` or `context.ulysses` does not divide so.
     """
+    if isinstance(context, str):
+        context = ContextConfig(strategy=context)
     require_type("context", context, ContextConfig, 'as ContextConfig(strategy="zigzag")')
     require(seq_len % cp == 0, "seq_len", seq_len, f"must be divisible by mesh.cp={cp}")
     places, _ = context.ranks(cp)

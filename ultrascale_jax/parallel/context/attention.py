@@ -1,4 +1,4 @@
-"""Compute exact causal attention over a sequence that a mesh axis splits (context parallelism).
+"""Compute exact attention over a sequence that a mesh axis splits (context parallelism).
 
 Every function here is called where `axis` is manual (inside `jax.shard_map` or `smap`), on this rank's shard of the
 sequence, in the strategy's order (`sharding/sequence_order.py`), and returns this rank's shard of the result:
@@ -13,9 +13,11 @@ sequence, in the strategy's order (`sharding/sequence_order.py`), and returns th
 
 With `ulysses=u` groups of u neighbouring ranks exchange heads for sequence and then act as one position of a ring of
 n/u (arXiv 2405.07719). Blocks are joined by their log-sum-exp in float32; the backward pass is a ring of its own that
-sends keys, values and the float32 sums of their gradients round once.
+sends keys, values and the float32 sums of their gradients round once. Attention that is not causal has the same work
+for every block: it takes any order, and a ring of whole blocks under every name.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 from ultrascale_jax.config import ContextConfig, Strategy, require_choice, require_type
 from ultrascale_jax.config.kernels import AttentionImplementation
 from ultrascale_jax.kernels.attention import choose
-from ultrascale_jax.kernels.attention_mask import BlockMask
+from ultrascale_jax.kernels.attention_mask import BlockMask, Scores
 from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.parallel.context.ring import RingSpec, ring
@@ -36,68 +38,81 @@ def context_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    *,
+    axis: str,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
-    axis: str = "cp",
-    *,
-    window: int | None = None,
     full: jax.Array | None = None,
     sinks: jax.Array | None = None,
     implementation: AttentionImplementation = "auto",
     with_lse: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute causal attention by the strategy of `context`; `axis` (of size n) is manual.
+    """Compute attention by the strategy of `context`; `axis` (of size n) is manual.
+
+    Natural order given to a causal `zigzag` or `allgather` is a wrong result that nothing can see: they take arrays
+    `x[:, sequence_order(...)]`.
 
     Args:
       context: the strategy, and how many ranks share a position of its ring.
       q: this rank's queries `[B, T, N, H]`, in the strategy's order.
-      k: this rank's keys `[B, T, K, H]`; K divides N (grouped-query attention).
-      v: this rank's values `[B, T, K, H]`.
+      k: this rank's keys `[B, S, K, H]`; K divides N (grouped-query attention), and S is T but for attention that is
+        not causal and without documents.
+      v: this rank's values `[B, S, K, W]`, W of any size.
+      axis: mesh axis that the sequence is split over.
+      causal: a query sees no later keys. Without it `positions` and `window` have no meaning, and are refused.
+      scale: factor of q k^T; 1 / sqrt(H) by default.
+      softcap: scores s become `softcap * tanh(s / softcap)`.
+      window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
+        sent nor computed, unless `positions` are given.
       positions: `[B, T]` int32, only where they are not the places in the strategy's order: they increase along each
         document, and a query sees keys up to its own. Every block then takes a mask.
       segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Every block of a ring takes a
         mask.
-      axis: mesh axis that the sequence is split over.
-      window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
-        sent nor computed, unless `positions` are given.
       full: bool scalar, the same on all ranks: there is no window after all.
       sinks: `[N]` float32, the same on all ranks: a logit more in the softmax of each head, whose value is zero.
       implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.
       with_lse: return the log-sum-exp too.
 
     Returns:
-      The result `[B, T, N, H]` in q's type, computed in float32 also where that is float64; and with `with_lse` the
-      log-sum-exp `[B, N, T]` float32 of the scores, which has no gradient, else None.
+      The result `[B, T, N, W]` in q's type, computed in float32; and with `with_lse` the log-sum-exp `[B, N, T]`
+      float32 of the scores, which has no gradient, else None.
 
     Raises:
-      ValueError: the shapes do not fit each other or the axis.
+      ValueError: shapes, types or settings do not fit each other or the axis.
     """
     require_choice("implementation", implementation, AttentionImplementation)
-    require_type("context", context, ContextConfig)
-    _check_call(context, axis, window)
+    require_type("context", context, ContextConfig, 'as ContextConfig(strategy="zigzag")')
+    _check_call(context, axis, window, softcap)
     ranks, ulysses = context.ranks(jax.lax.axis_size(axis))
-    _check_shapes(q, k, v, positions, segment_ids, ulysses)
-    has_documents, chunks = (
-        (positions, segment_ids) != (None, None),
-        context.chunks if ranks > 1 else 1,
-    )
+    _check_shapes(q, k, v, ulysses)
+    _check_documents(q, k, positions, segment_ids, window, causal)
+    width = v.shape[3]
+    (q, k, v), scale = _same_width(q, k, v, scale)
+    has_documents = (positions, segment_ids) != (None, None)
+    chunks = context.chunks if ranks > 1 and causal else 1
     spec = RingSpec(
         axis=axis, ranks=ranks, ulysses=ulysses, chunks=chunks, gathered=context.strategy == "allgather",
         window=window, local_mask=has_documents or (window is not None and chunks > 1),
-        implementation=implementation, placed=positions is None,
+        implementation=implementation, placed=positions is None, causal=causal,
+        scores=Scores(scale=scale, softcap=softcap),
     )  # fmt: skip
     axes = frozenset({axis}).union(
         *map(varying, jax.tree.leaves((q, k, v, positions, segment_ids)))
     )
     q, k, v, sinks = jax.tree.map(lambda x: vary(x, axes), (q, k, v, sinks))
     documents = jax.tree.map(lambda x: vary(x, {axis}), (positions, segment_ids))
-    if ulysses == 1:
-        return _attend(spec, q, k, v, documents, full, sinks, with_lse)
-    q, k, v, sinks = _exchange_heads(spec, q, k, v, sinks)
-    documents = jax.tree.map(spec.gather, documents)
+    if ulysses > 1:
+        q, k, v, sinks = _exchange_heads(spec, q, k, v, sinks)
+        documents = jax.tree.map(spec.gather, documents)
     out, lse = _attend(spec, q, k, v, documents, full, sinks, with_lse)
-    out = spec.exchange(out, split_axis=1, concat_axis=2)
-    return out, None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
+    if ulysses > 1:
+        out = spec.exchange(out, split_axis=1, concat_axis=2)
+        lse = None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
+    return out[..., :width], lse
 
 
 def _strategy(strategy: Strategy) -> Callable[..., jax.Array]:
@@ -107,25 +122,28 @@ def _strategy(strategy: Strategy) -> Callable[..., jax.Array]:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        axis: str = "cp",
         *,
-        ulysses: int = 1,
+        axis: str,
+        causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
         window: int | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        ulysses: int = 1,
         full: jax.Array | None = None,
         sinks: jax.Array | None = None,
         implementation: AttentionImplementation = "auto",
     ) -> jax.Array:
-        """Compute causal attention by one strategy; arguments and errors are those of `context_attention`.
+        """Compute attention by one strategy; arguments and errors are those of `context_attention`.
 
-        `q` is `[B, T, N, H]`, `k` and `v` are `[B, T, K, H]`: this rank's shards. `ulysses` ranks share a position of
-        the ring, and exchange heads for sequence. Return `[B, T, N, H]` in q's type.
+        `q` is `[B, T, N, H]`, `k` `[B, S, K, H]` and `v` `[B, S, K, W]`: this rank's shards. `ulysses` ranks share a
+        position of the ring, and exchange heads for sequence. Return `[B, T, N, W]` in q's type.
         """
-        context = ContextConfig(strategy=strategy, ulysses=ulysses)
         return context_attention(
-            context, q, k, v, positions, segment_ids, axis, window=window, full=full, sinks=sinks,
-            implementation=implementation,
+            ContextConfig(strategy=strategy, ulysses=ulysses), q, k, v, axis=axis, causal=causal, scale=scale,
+            softcap=softcap, window=window, segment_ids=segment_ids, positions=positions, full=full,
+            sinks=sinks, implementation=implementation,
         )[0]  # fmt: skip
 
     attend.__name__ = attend.__qualname__ = f"{strategy}_attention"
@@ -136,6 +154,16 @@ ring_attention = _strategy("ring")
 zigzag_attention = _strategy("zigzag")
 allgather_attention = _strategy("allgather")
 ulysses_attention = _strategy("ulysses")
+
+
+def _same_width(q, k, v, scale: float | None) -> tuple[tuple, float | None]:
+    """Return q, k and v padded to one width of heads, and the scale of the unpadded; zeros add nothing to scores."""
+    H, W = q.shape[3], v.shape[3]
+    if H == W:
+        return (q, k, v), scale
+    pads = [[(0, 0)] * 3 + [(0, max(H, W) - x.shape[3])] for x in (q, k, v)]
+    padded = tuple(jnp.pad(x, pad) for x, pad in zip((q, k, v), pads, strict=True))
+    return padded, 1 / math.sqrt(H) if scale is None and W > H else scale
 
 
 def _exchange_heads(spec: RingSpec, q, k, v, sinks):
@@ -157,20 +185,23 @@ def _attend(
     """
     positions, segment_ids = documents
     pair = None if segment_ids is None else (segment_ids, segment_ids)
-    mask = BlockMask(segment_ids=pair, causal=True, window=spec.window)
+    mask = BlockMask(segment_ids=pair, causal=spec.causal, window=spec.window)
     joined = spec.ranks > 1 or positions is not None or sinks is not None or with_lse
-    if choose(spec.implementation, q, k, mask, joined=joined) == "cudnn_packed":
+    chosen = choose(spec.implementation, q, k, mask, joined=joined, scores=spec.scores)
+    if chosen == "cudnn_packed":
         return packed_attention(*match_vma(q, k, v, segment_ids)), None
     T, has_documents = q.shape[1], segment_ids is not None or positions is not None
     masked = has_documents or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
-    if masked and positions is None:
+    if masked and spec.causal and positions is None:
         positions = vary(spec.index(T), {spec.axis})
     out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids, full, sinks)
     return out, jax.lax.stop_gradient(lse) if with_lse else None
 
 
-def _check_call(context: ContextConfig, axis: str, window: int | None) -> None:
-    """Raise an error for an axis, a number of ranks or a window that cannot be."""
+def _check_call(
+    context: ContextConfig, axis: str, window: int | None, softcap: float | None
+) -> None:
+    """Raise an error for an axis, a number of ranks, a window or a cap that cannot be."""
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"
@@ -181,23 +212,49 @@ def _check_call(context: ContextConfig, axis: str, window: int | None) -> None:
         )
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(
+            f"softcap={softcap}: must be positive; leave it out for scores without a bound"
+        )
 
 
-def _check_shapes(q, k, v, positions, segment_ids, ulysses: int) -> None:
+def _check_shapes(q, k, v, ulysses: int) -> None:
     """Raise an error for arrays that do not fit each other or the ranks that exchange heads."""
-    shapes, want = f"q {q.shape}, k {k.shape}, v {v.shape}", "[B, T, N, H] and twice [B, T, K, H]"
+    shapes, want = (
+        f"q {q.shape}, k {k.shape}, v {v.shape}",
+        "[B, T, N, H], [B, S, K, H] and [B, S, K, W]",
+    )
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"{shapes}: want four dims, {want}")
-    if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
+    types = {x.dtype for x in (q, k, v)}
+    if len(types) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: want one type of floats")
-    (B, T, N, H), K = q.shape, k.shape[2]
-    if not k.shape == v.shape == (B, T, K, H) or N % K:
+    if q.dtype == jnp.float64:
+        raise ValueError("q, k and v float64: attention computes in float32; cast them to float32")
+    (B, _, N, H), (_, S, K, _) = q.shape, k.shape
+    if k.shape != (B, S, K, H) or v.shape[:3] != (B, S, K) or N % K:
         raise ValueError(f"{shapes}: want {want}, K a divisor of N")
-    for name, x in (("positions", positions), ("segment_ids", segment_ids)):
-        if x is not None and x.shape != (B, T):
-            raise ValueError(f"{name} {x.shape}: want [B, T] = {(B, T)}, this rank's shard")
     if N % ulysses or (K % ulysses and ulysses % K):
         raise ValueError(
             f"ulysses={ulysses}: {N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
             "use fewer ranks for ulysses and a ring for the rest"
         )
+
+
+def _check_documents(q, k, positions, segment_ids, window: int | None, causal: bool) -> None:
+    """Raise an error for lengths, positions, documents or a window that do not fit the kind of attention."""
+    lengths = q.shape[:2]
+    for name, x in (("positions", positions), ("segment_ids", segment_ids)):
+        if x is not None and (x.shape != lengths or not jnp.issubdtype(x.dtype, jnp.integer)):
+            raise ValueError(
+                f"{name} {x.dtype}{list(x.shape)}: want integers [B, T] = {list(lengths)}, this rank's shard"
+            )
+    if q.shape[1] != k.shape[1] and (causal or segment_ids is not None):
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}: want as many keys as queries, unless causal=False and without segment_ids"
+        )
+    for name, value in (("positions", positions), ("window", window)):
+        if value is not None and not causal:
+            raise ValueError(
+                f"{name}: has a meaning for causal attention only; leave it out, or use segment_ids"
+            )

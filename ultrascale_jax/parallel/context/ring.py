@@ -24,7 +24,7 @@ from ultrascale_jax.kernels.attention import (
     branch_by_window,
     sinks_gradient,
 )
-from ultrascale_jax.kernels.attention_mask import BlockMask
+from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, BlockMask, Scores
 from ultrascale_jax.kernels.attention_xla import UNSEEN
 from ultrascale_jax.kernels.residuals import name_attention
 from ultrascale_jax.parallel.context.window import distances_in_reach
@@ -52,6 +52,9 @@ class RingSpec:
     implementation: str
     placed: bool = True
     """Positions are the places in the sequence: only then can a rank be known to be outside the window."""
+    causal: bool = True
+    """Queries see no later keys. Without it every rank sees all others, in natural order."""
+    scores: Scores = PLAIN_SCORES
 
     def rank(self) -> jax.Array:
         """Return this rank's position on the ring."""
@@ -135,14 +138,14 @@ def _by_window(run, spec: RingSpec, positions, segment_ids, full, T: int):
 def ring(
     spec: RingSpec, q, k, v, positions, segment_ids, full=None, sinks=None
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute causal attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
+    """Compute attention over the ring `[B, T, N, H]`, in q's type, and its log-sum-exp `[B, N, T]` float32.
 
     Args:
       spec: the ring.
       q: queries `[B, T, N, H]` of this rank's position on it, in the ring's order.
-      k: keys `[B, T, K, H]`.
-      v: values `[B, T, K, H]`.
-      positions: `[B or 1, T]` int32, or none where no block needs a mask.
+      k: keys `[B, S, K, H]`; S is T if the ring is causal.
+      v: values `[B, S, K, H]`.
+      positions: `[B or 1, T]` int32, or none where no block needs a mask of them.
       segment_ids: `[B, T]` int32 documents, or none.
       full: bool scalar, there is no window after all; or none.
       sinks: `[N]` float32, a logit more of each head, which counts as one block more of value zero; or none.
@@ -162,7 +165,8 @@ def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids, full, sinks):
 def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
     """Return the result and its log-sum-exp."""
     mask = _local_mask(spec, positions, segment_ids)
-    out, lse = attention_forward(q, k, v, mask, implementation=spec.implementation)
+    how = {"scores": spec.scores, "implementation": spec.implementation}
+    out, lse = attention_forward(q, k, v, mask, **how)
     if distances := spec.distances(q.shape[1]):
         # So the masks are this layer's: else JAX makes those of all distances at once, before the loop over layers.
         documents = jax.lax.optimization_barrier((q, positions, segment_ids))[1:]
@@ -175,7 +179,8 @@ def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
             later = rank < distance
             if spec.chunks == 1:
                 out, lse = _block(spec, last, _at(keys, 0))
-                return (_merge(done[0], (out, jnp.where(later, UNSEEN, lse))),)
+                lse = jnp.where(later, UNSEEN, lse) if spec.causal else lse
+                return (_merge(done[0], (out, lse)),)
             cross = _block(spec, last, _at(keys, 0))
             out, lse = _block(spec, _at(queries, later), _at(keys, later))
             first = _merge(done[0], (out, jnp.where(later, UNSEEN, lse)))
@@ -203,7 +208,8 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
     distances = spec.distances(T)
 
     def attend_back(q):
-        return attention_backward(q, k, v, out, lse, dout, mask, implementation=spec.implementation)
+        how = {"scores": spec.scores, "implementation": spec.implementation}
+        return attention_backward(q, k, v, out, lse, dout, mask, **how)
 
     if not distances:
         return attend_back(q)
@@ -216,6 +222,8 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
         later = rank < distance
         if spec.chunks == 1:
             dq, dkv = _pull_back(spec, last, _at(keys, 0))
+            if not spec.causal:
+                return (dqs[0] + dq,), dkv[None]
             return (dqs[0] + jnp.where(later, 0, dq),), jnp.where(later, 0, dkv)[None]
         cross, dkv_cross = _pull_back(spec, last, _at(keys, 0))
         dq, dkv = _pull_back(spec, _at(queries, later), _at(keys, later))
@@ -228,7 +236,7 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
     dqs, sums, return_grads = back(spec, distances, keys, start, add)
     # Not before the ring is through: then sending the sums home is overlapped with the local block.
     q, sums = jax.lax.optimization_barrier((q, sums))
-    dkv_ring = spec.join(return_grads(sums), T, 2)
+    dkv_ring = spec.join(return_grads(sums), k.shape[1], 2)
     dq, dk, dv = attend_back(q)
     dq = (spec.join(dqs, T) + dq.astype(jnp.float32)).astype(q.dtype)
     dk, dv = (
@@ -242,9 +250,11 @@ ring.defvjp(_ring_fwd, _ring_bwd)
 
 def _local_mask(spec: RingSpec, positions, segment_ids) -> BlockMask:
     """Return the mask of the rank's local block. Its shard is in increasing order, so it is causal by index."""
+    segments = None if segment_ids is None else (segment_ids, segment_ids)
+    if not spec.causal:
+        return BlockMask(segment_ids=segments)
     if not spec.local_mask:
         return BlockMask(causal=True, window=spec.window)
-    segments = None if segment_ids is None else (segment_ids, segment_ids)
     return BlockMask(
         positions=(positions, positions), segment_ids=segments, causal=True, window=spec.window
     )
@@ -267,9 +277,9 @@ def _at(parts: dict[str, Any], chunk: jax.Array | int) -> dict[str, Any]:
 
 def _mask(spec: RingSpec, queries: dict, keys: dict) -> BlockMask:
     """Return the mask of a block of another rank's keys; every key if all queries come later."""
-    if queries["positions"] is None:
-        return BlockMask()
     segments = None if queries["segments"] is None else (queries["segments"], keys["segments"])
+    if queries["positions"] is None:
+        return BlockMask(segment_ids=segments)
     positions = queries["positions"], keys["positions"]
     return BlockMask(positions=positions, segment_ids=segments, window=spec.window)
 
@@ -277,7 +287,9 @@ def _mask(spec: RingSpec, queries: dict, keys: dict) -> BlockMask:
 def _block(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     k, v = keys["kv"]
     mask = _mask(spec, queries, keys)
-    return attention_forward(queries["q"], k, v, mask, implementation=spec.implementation)
+    return attention_forward(
+        queries["q"], k, v, mask, scores=spec.scores, implementation=spec.implementation
+    )
 
 
 def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
@@ -285,7 +297,7 @@ def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, ja
     q, out, lse, dout = (queries[name] for name in ("q", "out", "lse", "dout"))
     (k, v), mask = keys["kv"], _mask(spec, queries, keys)
     dq, dk, dv = attention_backward(
-        q, k, v, out, lse, dout, mask, implementation=spec.implementation
+        q, k, v, out, lse, dout, mask, scores=spec.scores, implementation=spec.implementation
     )
     return dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32)
 
