@@ -105,7 +105,7 @@ def experts(*, x=X, ids=(CHOICES, jnp.int32), **settings) -> Callable:
 
 def pipeline(*, schedule=None, axis="rows", layer=None, microbatches=4) -> Callable:
     stages = us.Stages(
-        layer=layer or (lambda w, x, _: (x @ w, jnp.float32(0))),
+        layer=layer or (lambda w, x: x @ w),
         embed=lambda shared, x: x,
         head=lambda shared, y, x: (jax.lax.pmean(jnp.sum(y), "rows"), {}),
     )
@@ -320,8 +320,12 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "micro-batches": (pipeline(microbatches=6), r"^schedule of 4 micro-batches on arrays of \[6\]"),
     "the stages' axis": (pipeline(axis="pp"), "^axis='pp': is not manual here"),
     "a layer's result": (
-        pipeline(layer=lambda w, x, _: x @ w),
+        pipeline(layer=lambda w, x: (x @ w)[0]),
         "^the layer must return y like its x",
+    ),
+    "a layer's arguments": (
+        pipeline(layer=lambda w, x, c: x @ w),
+        r"^layer\(w, x, c\): is called as layer\(params, x\); give the pipeline a context",
     ),
     "layers without their order": (
         pipeline(schedule=us.build_schedule("interleaved", 4, 4)),

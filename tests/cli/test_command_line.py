@@ -228,7 +228,10 @@ def test_run_dir_fake_devices_and_profile_are_options_of_the_run():
             "error: mesh='tp=3': the sizes",
         ),
         (["--pp.schedule", "gpipe"], "error: pp.schedule='gpipe': must be one of afab, 1f1b, "),
-        (["--pp.virtual", "2"], "error: pp.virtual=2: 1f1b has 1; or 0\n"),
+        (
+            ["--pp.virtual", "2"],
+            "error: pp.virtual=2: 1f1b has one stage a rank; leave it out, or take interleaved\n",
+        ),
         (["--model.experts.num", "0"], "error: model.experts.num=0: must be from 1 to 10000\n"),
         (["--model.latent.kv-rank", "8"], "error: model.head_dim=32: must be more than model.lat"),
         (["--moe.capacity_factor", "0.9"], "error: moe.capacity_factor=0.9: must be at least 1\n"),

@@ -375,7 +375,11 @@ def test_64_bit_types_change_nothing(name, options):
             ({"order": None, "schedule": build(name, 4, 8)}, rf"^order=None: .*{placed}'")
             for name, placed in (("interleaved", r"layer_order\(4, 2, 'loop"), ("zb_v", "'v"))
         ),
-        ({"layer": lambda p, x, context: layer(p, x, context)[0]}, "must return y like its x"),
+        ({"layer": lambda p, x, context: layer(p, x, context)[0][0]}, "must return y like its x"),
+        ({"layer": lambda p, x, context: [x]}, "must return y like its x, or"),
+        ({"layer": lambda p, x: x}, r"^layer\(p, x\): is called as layer\(params, x, context\)"),
+        ({"embed": lambda shared, batch: batch["tokens"]}, "^embed.*: every leaf of x must be of floats"),
+        ({"head": lambda shared, y, batch: jnp.mean(y @ shared["head"])}, "must be summed"),
         ({"embed": lambda shared, batch: lax.psum(embed(shared, batch), "pp")},
          "^embed_parts=True: the embedding is the same on all ranks of 'pp'"),
         ({"embed_parts": None}, "^embed_parts=None: .* differs between the ranks of 'pp'; give True"),

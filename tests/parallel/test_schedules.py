@@ -301,7 +301,7 @@ def test_the_more_a_runtime_waits_the_larger_the_bubble(name, p, rounds, cost):
         (("mine.csv", 4, 8), "pp.schedule='mine.csv': must be one of afab"),
         (("1f1b", 0, 8), "mesh.pp=0: must be at least 1"),
         (("1f1b", 4, 0), "train.microbatches=0: must be at least 1"),
-        (("1f1b", 4, 8, 2), "pp.virtual=2: 1f1b has 1"),
+        (("1f1b", 4, 8, 2), "pp.virtual=2: 1f1b has one stage a rank; leave it out, or take"),
         (("1f1b", 4, 8, 0, 4), "group=4: only interleaved"),
         (("zb_uniform", 4, 8, 1, 8), "group=8: only interleaved"),
         (("zb_v", 4, 8, 1), "pp.virtual=1: zb_v has 2"),

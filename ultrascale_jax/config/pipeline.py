@@ -46,8 +46,10 @@ class PipelineConfig(Section, name="pp"):
         if self.virtual and self.from_file:
             self.refuse("virtual", f"the table {self.schedule} says it itself; use 0")
         if self.virtual and not least <= self.virtual <= most:
-            number = f"{least}{'' if least == most else ' or more'}"
-            self.refuse("virtual", f"{self.schedule} has {number}; or 0")
+            instead = ", or take interleaved" if most == 1 else ""
+            count = "one stage" if most == 1 else f"{least} stages"
+            number = f"{count} a rank{'' if least == most else ', or more'}"
+            self.refuse("virtual", f"{self.schedule} has {number}; leave it out{instead}")
 
     @property
     def from_file(self) -> bool:

@@ -19,7 +19,7 @@ class LayerVJP:
     """The two passes of `layer(params, x, context) -> (y, auxiliary loss[, statistics][, sums])`.
 
     Made from example arguments inside the region where the layer runs; only their types matter. `params` and `context`
-    are pytrees, x and y alike, the auxiliary loss a float32 scalar. `context` and statistics, any tree, are not
+    are pytrees, x and y pytrees alike, the auxiliary loss a float32 scalar. `context` and statistics, any tree, are not
     differentiated. For the leaves `in_place` of `params`, by number, the layer returns a list of `sums`
     (`Stages.in_place`): the cotangents have one more for each.
     """
@@ -28,7 +28,7 @@ class LayerVJP:
         self,
         layer: Callable,
         params: Any,
-        x: jax.Array,
+        x: Any,
         context: Any,
         *,
         in_place: Sequence[int] = (),
@@ -41,20 +41,20 @@ class LayerVJP:
         self.kept = [residuals[i] for i in self._keep]
         """Examples of the residuals that `forward` keeps, for their types."""
 
-    def forward(self, params, x, context) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
+    def forward(self, params, x, context) -> tuple[Any, jax.Array, list, list[jax.Array]]:
         """Return y, the auxiliary loss, a list of the statistics (empty if the layer has none), and the residuals."""
         leaves, context_leaves = jax.tree.leaves(params), jax.tree.leaves(context)
         y, aux, statistics, residuals = self._run(leaves, x, context_leaves)
         return y, aux, statistics, [residuals[i] for i in self._keep]
 
-    def backward(self, params, context, kept, cotangents) -> tuple[list, jax.Array]:
+    def backward(self, params, context, kept, cotangents) -> tuple[list, Any]:
         """Return gradients of the leaves of `params` and of x, from those of y and of the auxiliary loss."""
         derived = iter(self._derive(*jax.tree.leaves(params), *jax.tree.leaves(context)))
         residuals = [next(derived) if place is None else kept[place] for place in self._places]
         dparams, dx = jax.tree.unflatten(self._pull_back_tree, residuals)(tuple(cotangents))
         return dparams, dx
 
-    def _run(self, leaves, x, context_leaves) -> tuple[jax.Array, jax.Array, list, list[jax.Array]]:
+    def _run(self, leaves, x, context_leaves) -> tuple[Any, jax.Array, list, list[jax.Array]]:
         context = jax.tree.unflatten(self._context_tree, context_leaves)
 
         def call(leaves, x):
@@ -69,22 +69,22 @@ class LayerVJP:
 
     def _classify(self, leaves, x, context_leaves) -> None:
         """Find the residuals that depend on x and must be kept; parameters and context give the others again."""
-        count = len(leaves)
+        x_leaves, x_tree = jax.tree.flatten(x)
+        first, after = len(leaves), len(leaves) + len(x_leaves)
 
         def residuals(*inputs):
-            return self._run(list(inputs[:count]), inputs[count], inputs[count + 1 :])[3]
+            x = x_tree.unflatten(inputs[first:after])
+            return self._run(list(inputs[:first]), x, inputs[after:])[3]
 
-        traced = Equations(residuals, *leaves, x, *context_leaves)
-        depending = traced.descendants(traced.inputs[count : count + 1])
+        traced = Equations(residuals, *leaves, *x_leaves, *context_leaves)
+        depending = traced.descendants(traced.inputs[first:after])
         kept = dict.fromkeys(v for v in traced.outputs if is_var(v) and v in depending)
         number = {variable: n for n, variable in enumerate(kept)}
         self._places = [number[v] if is_var(v) and v in number else None for v in traced.outputs]
         """For each residual its number among those that are kept; None if it is derived again."""
         self._keep = [self._places.index(n) for n in range(len(kept))]
         derived = [v for v, n in zip(traced.outputs, self._places, strict=True) if n is None]
-        self._derive = traced.function(
-            [*traced.inputs[:count], *traced.inputs[count + 1 :]], derived
-        )
+        self._derive = traced.function([*traced.inputs[:first], *traced.inputs[after:]], derived)
         names = _names(traced.eqns)
         self.names = [names.get(variable) for variable in kept]
         """Names that `checkpoint_name` gave to each of `kept`; None without one."""

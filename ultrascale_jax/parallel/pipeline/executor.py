@@ -30,31 +30,47 @@ from jax import lax
 from ultrascale_jax.config import require, require_type
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
 from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, assemble
-from ultrascale_jax.parallel.pipeline.rows import at, buffer, empty, put
+from ultrascale_jax.parallel.pipeline.rows import (
+    add,
+    at,
+    buffer,
+    empty,
+    put,
+    vary_all,
+    varying_axes,
+    where,
+)
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.parallel.pipeline.segments import Segment
-from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree
+from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.rules import vary, varying
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """Results of a pipeline: each device's own sums over micro-batches, reduced over no axis by the executor."""
+    """Results of a pipeline: each device's own sums over micro-batches, reduced over no axis by the executor.
+
+    Attributes:
+      objective: sum of the head's objectives, equal on all ranks of the pipeline, without the auxiliary losses.
+      auxiliary: sum of the auxiliary losses of this rank's layers.
+      metrics: sums of the head's metrics.
+      statistics: sums of each layer's statistics, stacked as `blocks`; None if it has none, or there is no backward
+        pass.
+      blocks: gradients of this rank's `blocks`; None where the schedule has forward operations alone.
+      shared: gradients of `shared`, or None: of a parameter that is unsharded over the pipeline a partial sum, to be
+        added over its ranks.
+      microbatches: gradients of the micro-batches with `Stages.gives_microbatch_gradients`, partial sums as those of
+        `shared`, None for each leaf that is not of floats; otherwise None.
+    """
 
     objective: jax.Array
-    """Sum of the head's objectives, equal on all ranks of the pipeline; the auxiliary losses are in `auxiliary`."""
     auxiliary: jax.Array
-    """Sum of the auxiliary losses of this rank's layers."""
     metrics: Tree
-    """Sums of the head's metrics."""
     statistics: Tree
-    """Sums of each layer's statistics, stacked as `blocks`; None if it has none, or there is no backward pass."""
     blocks: Tree
-    """Gradients of this rank's `blocks`; None where the schedule has forward operations alone."""
     shared: Tree
-    """Gradients of `shared`, or None: of a parameter that is unsharded over the pipeline a partial sum, to be
-    added over them."""
+    microbatches: Tree
 
 
 def pipeline(
@@ -94,19 +110,23 @@ def pipeline(
         functions do not return what `Stages` asks for.
     """
     _check_axis(schedule, axis)
+    stages.check_arguments()
     embed = _with_first_input(stages, shared, microbatches, axis)
     # Not typed so, each use of a parameter would sum its gradient over these axes, and the caller once more.
-    axes = {axis}.union(*map(varying, jax.tree.leaves(microbatches)))
+    axes = {axis} | varying_axes(microbatches)
+    if stages.gives_microbatch_gradients:
+        microbatches = vary_all(microbatches, axes)
     call = PipelineCall(
         schedule=schedule,
-        stages=dataclasses.replace(stages, embed=embed),
-        blocks=jax.tree.map(lambda a: vary(a, axes), blocks),
-        shared=jax.tree.map(lambda a: vary(a, axes), shared),
+        stages=dataclasses.replace(stages, embed=embed, head=stages.head_with_metrics),
+        blocks=vary_all(blocks, axes),
+        shared=vary_all(shared, axes),
         microbatches=microbatches, stash=stash,
         lengths=_lengths(schedule, order), rows=rows, axis=axis,
     )  # fmt: skip
     _check(call, order)
-    state = _Executor(call).run()
+    executor = _Executor(call)
+    state = executor.run()
     trains, tree = "blocks" in state, jax.tree.structure(blocks)
     return Pipelined(
         objective=state["objective"],
@@ -115,6 +135,7 @@ def pipeline(
         statistics=next(iter(state.get("statistics", [])), None),
         blocks=jax.tree.unflatten(tree, state["blocks"]) if trains else None,
         shared=state["shared"] if trains else None,
+        microbatches=executor.microbatch_gradients(state),
     )
 
 
@@ -132,10 +153,15 @@ def _check_axis(schedule: Schedule, axis: str) -> None:
 
 def _with_first_input(
     stages: Stages, shared: Tree, microbatches: Tree, axis: str
-) -> Callable[[Tree, Tree], jax.Array]:
+) -> Callable[[Tree, Tree], Tree]:
     """Return the embedding of `stages` as a part of the first stage's input, to be added up over the ranks."""
     parts = stages.embed_parts
-    differs = axis in varying(stages.embed(shared, at(microbatches, 0)))
+    x = stages.embed(shared, at(microbatches, 0))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        fix = "every leaf of x must be of floats; a layer reads others in its context"
+        name = f"embed(...){jax.tree_util.keystr(path)}"
+        require(jnp.issubdtype(jnp.result_type(leaf), jnp.floating), name, jax.typeof(leaf), fix)
+    differs = axis in varying_axes(x)
     fix = f"the embedding is the same on all ranks of {axis!r}, and would be added up; leave it out"
     require(differs or not parts, "embed_parts", parts, fix)
     fix = (
@@ -145,7 +171,7 @@ def _with_first_input(
     require(not differs or parts is not None, "embed_parts", parts, fix)
 
     def first(shared, batch):
-        return jnp.where(lax.axis_index(axis) == 0, stages.embed(shared, batch), 0)
+        return where(lax.axis_index(axis) == 0, stages.embed(shared, batch))
 
     return stages.embed if parts else first
 
@@ -211,6 +237,12 @@ class _Executor:
         self.shared, self.microbatches = call.shared, call.microbatches
         self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
         self.stashes = call.stash == "residuals" and self.trains
+        self.batch_tree = jax.tree.structure(call.microbatches)
+        gives = self.trains and call.stages.gives_microbatch_gradients
+        self.float_places = [
+            place for place, leaf in enumerate(jax.tree.leaves(call.microbatches))
+            if gives and jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]  # fmt: skip
         self.loop = LayerLoop(call, trains=self.trains, send=self._send)
 
     def run(self) -> dict:
@@ -227,6 +259,24 @@ class _Executor:
             part = jax.tree.map(lambda column, s=segment: column[s.start : s.stop], ticks)
             state, _ = lax.scan(partial(self._tick, segment), state, part)
         return state
+
+    def microbatch_gradients(self, state: dict) -> Tree:
+        """Return the sums of the micro-batches' gradients, None for each leaf without; None if there are none."""
+        if "microbatches" not in state:
+            return None
+        sums = dict(zip(self.float_places, state["microbatches"], strict=True))
+        return self.batch_tree.unflatten(map(sums.get, range(self.batch_tree.num_leaves)))
+
+    def _floats(self, micro_batch: Tree) -> list[jax.Array]:
+        """Return the leaves of a micro-batch that are differentiated."""
+        leaves = jax.tree.leaves(micro_batch)
+        return [leaves[place] for place in self.float_places]
+
+    def _with_floats(self, micro_batch: Tree, floats: list[jax.Array]) -> Tree:
+        """Return a micro-batch with `floats` in place of the leaves that are differentiated."""
+        leaves = dict(enumerate(jax.tree.leaves(micro_batch)))
+        leaves |= dict(zip(self.float_places, floats, strict=True))
+        return self.batch_tree.unflatten(leaves.values())
 
     def _start(self) -> dict:
         """Make the initial scan carry; the stage functions are traced only for their types."""
@@ -249,7 +299,10 @@ class _Executor:
         }
         if self.trains:
             y = lax.psum(x, self.axis)
-            grads = self._head_gradient(y, first)[1]
+            grads, _ = self._head_gradient(y, first)[1]
+            if self.float_places:
+                floats = float32(self._floats(self.microbatches))
+                state["microbatches"] = empty(floats)
             state |= {
                 "gradients": buffer(x, slots.gradients + 1, self.axis),
                 "g": empty(x),
@@ -259,8 +312,8 @@ class _Executor:
                 state["x_backward"] = empty(x)
         return state
 
-    def _vary(self, x: jax.Array) -> jax.Array:
-        return vary(x, self.loop.axes)
+    def _vary(self, x: Tree) -> Tree:
+        return vary_all(x, self.loop.axes)
 
     def _tick(self, segment: Segment, state: dict, tick: Tick) -> tuple[dict, None]:
         forward, backward = "F" in segment.kinds, "B" in segment.kinds
@@ -280,7 +333,8 @@ class _Executor:
         if backward:
             state = self._embed_gradient(segment, state, tick, dx)
         # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
-        together = (dy, x, {name: state[name] for name in ("shared",) if name in state})
+        sums = {name: state[name] for name in ("shared", "microbatches") if name in state}
+        together = (dy, x, sums)
         arrived, (dy, x, sums) = lax.optimization_barrier((arrived, together))
         state |= sums
         for kind, values in arrived.items():
@@ -291,19 +345,19 @@ class _Executor:
             state["gradients"] = put(state["gradients"], dy, tick["head_gradient"])
         return self._read_next(state, x, tick), None
 
-    def _read_next(self, state: dict, x: jax.Array, tick: Tick) -> dict:
+    def _read_next(self, state: dict, x: Tree, tick: Tick) -> dict:
         """Read the inputs of the next tick; x is the first stage's."""
         takes = tick["next_forward_first"] > 0
         if self.trains and not self.stashes:
             slot = jnp.where(takes, tick["next_forward_input"], self.program.slots.inputs)
             state["inputs"] = put(state["inputs"], x, slot)
             state["x_backward"] = at(state["inputs"], tick["next_backward_input"])
-        state["x_forward"] = jnp.where(takes, x, at(state["inputs"], tick["next_forward_input"]))
+        state["x_forward"] = where(takes, x, at(state["inputs"], tick["next_forward_input"]))
         if self.trains:
             state["g"] = at(state["gradients"], tick["next_backward_gradient"])
         return state
 
-    def _embed(self, tick: Tick) -> jax.Array:
+    def _embed(self, tick: Tick) -> Tree:
         """Compute the first stage's input of the next tick."""
         x = self.stages.embed(self.shared, at(self.microbatches, tick["next_embed_mb"]))
         return self._vary(lax.psum(self._vary(x), self.axis))
@@ -320,7 +374,7 @@ class _Executor:
     def _ports(self, kind: str) -> list[str]:
         return [port for port in self.program.ports if port.startswith(kind)]
 
-    def _send(self, kind: str, value: jax.Array) -> list[jax.Array]:
+    def _send(self, kind: str, value: Tree) -> list[Tree]:
         """Send the result of a tick's pass, forward or backward; return what arrives here by each of `_ports`."""
         return [
             value
@@ -329,51 +383,72 @@ class _Executor:
             for port in self._ports(kind)
         ]
 
-    def _head(self, segment: Segment, state: dict, tick: Tick, y: jax.Array):
+    def _head(self, segment: Segment, state: dict, tick: Tick, y: Tree):
         """Compute the loss of the micro-batch that left the last stage, and the gradient of its output."""
         names = ("objective", "metrics") + (("shared",) if self.trains else ())
+        batch_sums = state.get("microbatches", [])
 
         def run(operand):
             last = (tick["forward_on"] * tick["forward_last"]) > 0
-            y_last = lax.psum(jnp.where(last, y, 0), self.axis)
-            micro_batch, dy = at(self.microbatches, tick["head_mb"]), y
+            y_last = lax.psum(where(last, y), self.axis)
+            micro_batch, dy, batch_grads = at(self.microbatches, tick["head_mb"]), y, []
             if self.trains:
-                (objective, metrics), grads, dy = self._head_gradient(y_last, micro_batch)
+                (objective, metrics), (grads, batch_grads), dy = self._head_gradient(
+                    y_last, micro_batch
+                )
                 more = (objective, metrics, self.stages.accumulate_shared(grads))
             else:
                 more = self.stages.head(self.shared, self._vary(y_last), micro_batch)
             # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
             on = tick["head"] > 0
-            return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], more), dy
+            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], more)
+            return sums, _add_to_row(operand[1], batch_grads, on, tick["head_mb"]), dy
 
-        operand = (tuple(state[name] for name in names), y)
-        sums, dy = self._if(segment, "head", tick, run, lambda operand: operand, operand)
+        operand = (tuple(state[name] for name in names), batch_sums, y)
+        sums, batch_sums, dy = self._if(
+            segment, "head", tick, run, lambda operand: operand, operand
+        )
+        state |= {"microbatches": batch_sums} if batch_sums else {}
         return state | dict(zip(names, sums, strict=True)), dy
 
     def _head_gradient(self, y, micro_batch):
-        """Return (objective, metrics), and the objective's gradients for `shared` and for y, the latter summed over the
-        pipeline's ranks, on which y is the same."""
+        """Return (objective, metrics), and the objective's gradients: a pair of those for `shared` and for the floats
+        of the micro-batch, and those for y, summed over the pipeline's ranks, on which y is the same."""
 
-        def head(shared, y):
-            return self.stages.head(shared, vary(y, {self.axis}), micro_batch)
+        def head(shared, floats, y):
+            batch = self._with_floats(micro_batch, floats)
+            return self.stages.head(shared, vary_all(y, {self.axis}), batch)
 
-        objective, pull_back, metrics = jax.vjp(head, self.shared, y, has_aux=True)
-        grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
+        arguments = self.shared, self._floats(micro_batch), y
+        objective, pull_back, metrics = jax.vjp(head, *arguments, has_aux=True)
+        *grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
         return (objective, metrics), grads, self._vary(dy)
 
-    def _embed_gradient(self, segment: Segment, state: dict, tick: Tick, dx: jax.Array) -> dict:
-        def run(sums):
-            first = (tick["backward_on"] * tick["backward_first"]) > 0
-            d = self._vary(lax.psum(jnp.where(first, dx, 0), self.axis))
-            micro_batch = at(self.microbatches, tick["embed_gradient_mb"])
-            _, pull_back = jax.vjp(
-                lambda shared: self._vary(self.stages.embed(shared, micro_batch)), self.shared
-            )
-            more = self.stages.accumulate_shared(pull_back(d)[0])
-            return jax.tree.map(jnp.add, sums, more)
+    def _embed_gradient(self, segment: Segment, state: dict, tick: Tick, dx: Tree) -> dict:
+        row = tick["embed_gradient_mb"]
 
-        return state | {
-            "shared": self._if(
-                segment, "embed_gradient", tick, run, lambda sums: sums, state["shared"]
-            )
-        }
+        def run(operand):
+            first = (tick["backward_on"] * tick["backward_first"]) > 0
+            d = self._vary(lax.psum(where(first, dx), self.axis))
+            micro_batch = at(self.microbatches, row)
+
+            def embed(shared, floats):
+                return self._vary(self.stages.embed(shared, self._with_floats(micro_batch, floats)))
+
+            _, pull_back = jax.vjp(embed, self.shared, self._floats(micro_batch))
+            grads, batch_grads = pull_back(d)
+            more = self.stages.accumulate_shared(grads)
+            on = tick["embed_gradient"] > 0
+            sums = jax.tree.map(jnp.add, operand[0], more)
+            return sums, _add_to_row(operand[1], batch_grads, on, row)
+
+        operand = state["shared"], state.get("microbatches", [])
+        shared, batch_sums = self._if(
+            segment, "embed_gradient", tick, run, lambda operand: operand, operand
+        )
+        return state | {"shared": shared} | ({"microbatches": batch_sums} if batch_sums else {})
+
+
+def _add_to_row(sums: list, grads: list, on: jax.Array, row: jax.Array) -> list[jax.Array]:
+    """Add the gradients of a micro-batch to its row of the sums, where `on`."""
+    return [add(total, g, on, row) for total, g in zip(sums, float32(grads), strict=True)]

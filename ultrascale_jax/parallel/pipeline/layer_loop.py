@@ -10,10 +10,26 @@ from ultrascale_jax.config.lowering import H100, orders_whole_stage
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Slots
-from ultrascale_jax.parallel.pipeline.rows import Rows, add, at, buffer, empty, put
+from ultrascale_jax.parallel.pipeline.rows import (
+    Rows,
+    add,
+    at,
+    buffer,
+    empty,
+    put,
+    vary_all,
+    varying_axes,
+    where,
+)
 from ultrascale_jax.parallel.pipeline.segments import Segment
 from ultrascale_jax.parallel.pipeline.split_backward import SplitBackward
-from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
+from ultrascale_jax.parallel.pipeline.stages import (
+    PipelineCall,
+    Stages,
+    Tree,
+    float32,
+    with_auxiliary,
+)
 from ultrascale_jax.sharding.rules import vary, varying
 
 type Tick = dict[str, jax.Array]
@@ -28,12 +44,13 @@ class LayerLoop:
     """
 
     def __init__(
-        self, call: PipelineCall, *, trains: bool, send: Callable[[str, jax.Array], list[jax.Array]]
+        self, call: PipelineCall, *, trains: bool, send: Callable[[str, Tree], list[Tree]]
     ):
         """`send(pass, value)` sends what a pass, forward or backward, gives to the ranks that need it."""
         self.send = send
         schedule, stages, lengths = call.schedule, call.stages, call.lengths
-        self.schedule, self.context, self.axis = schedule, stages.context, call.axis
+        self.schedule, self.axis = schedule, call.axis
+        self.context = stages.context or (lambda micro_batch: ())
         self.blocks, self.microbatches = call.blocks, call.microbatches
         self.hides_exchanges = stages.hides_exchanges and trains
         self.trains, self.stashes = trains, trains and call.stash == "residuals"
@@ -62,7 +79,7 @@ class LayerLoop:
         ]
         return jnp.asarray(table)[lax.axis_index(self.axis)]
 
-    def start(self, x: jax.Array, slots: Slots) -> tuple[jax.Array, dict]:
+    def start(self, x: Tree, slots: Slots) -> tuple[Tree, dict]:
         """Return x with the type of the layers' output, and empty state; the layers are traced only for their types."""
         # An index that differs between ranks, as those of a tick do.
         here = 0 * lax.axis_index(self.axis)
@@ -71,16 +88,11 @@ class LayerLoop:
         context = self._around(tick, "forward", here, self.context(at(self.microbatches, here)))
         y, aux, *statistics = self.layer(params, x, *context)
         statistics = statistics[:-1] if self.in_place else statistics
-        kinds = [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves((y, aux))]
-        if kinds != [(x.shape, x.dtype), ((), jnp.float32)]:
-            raise ValueError(
-                f"the layer must return y like its x, {x.dtype}{[*x.shape]}, and a float32 scalar, not "
-                + ", ".join(f"{dtype}{[*shape]}" for shape, dtype in kinds)
-            )
-        self.axes = varying(x) | varying(y) | {self.axis}
+        _check_result(x, y, aux)
+        self.axes = varying_axes((x, y)) | {self.axis}
         self.aux_axes = varying(aux) | {self.axis}
-        self.statistics_axes = self.axes.union(*map(varying, jax.tree.leaves(statistics)))
-        x = vary(x, self.axes)
+        self.statistics_axes = self.axes | varying_axes(statistics)
+        x = vary_all(x, self.axes)
         state: dict = {"auxiliary": vary(jnp.float32(0.0), self.aux_axes)}
         if not self.trains:
             return x, state
@@ -104,18 +116,18 @@ class LayerLoop:
         return x, state
 
     def _buffers(self, tree: Tree, count: int) -> Tree:
-        return jax.tree.map(lambda a: buffer(a, count, self.axis), tree)
+        return buffer(tree, count, self.axis)
 
     def run(
         self, segment: Segment, state: dict, read: dict, tick: Tick
-    ) -> tuple[dict, jax.Array, jax.Array, dict[str, list[jax.Array]]]:
+    ) -> tuple[dict, Tree, Tree, dict[str, list[Tree]]]:
         """Run the layers of this tick: return new state, y and dx, and what has come from other ranks, by pass.
 
         `read` has `x_forward`, `g` and `x_backward`.
         """
         return self._layers(segment.kinds, state, read, tick)
 
-    def _send_both(self, kinds, y: jax.Array, dx: jax.Array) -> dict[str, list[jax.Array]]:
+    def _send_both(self, kinds, y: Tree, dx: Tree) -> dict[str, list[Tree]]:
         """Send what the passes of a tick gave, of those that it has."""
         results = {"F": y, "B": dx}
         return {PASSES[k]: self.send(PASSES[k], v) for k, v in results.items() if k in kinds}
@@ -128,8 +140,8 @@ class LayerLoop:
             for k, runs in (("forward", forward), ("backward", backward), ("weight", weights))
             if runs
         }
-        x = jnp.where(tick["forward_on"] > 0, read["x_forward"], 0)
-        g = jnp.where(tick["backward_on"] > 0, read["g"], 0) if self.trains else x
+        x = where(tick["forward_on"] > 0, read["x_forward"])
+        g = where(tick["backward_on"] > 0, read["g"]) if self.trains else x
         written = {"auxiliary", "statistics", "blocks"} & set(state)
         if forward and self.stashes:
             written.add("residuals")
@@ -217,11 +229,11 @@ class LayerLoop:
         if not self.trains:
             y, aux, *_ = self._layer(params, carry["x"], context)
             sums = {"auxiliary": total(carry["auxiliary"], aux)}
-            return sums | {"x": jnp.where(real, y, carry["x"])}, []
+            return sums | {"x": where(real, y, carry["x"])}, []
         y, aux, statistics, kept = self.vjp.forward(params, carry["x"], context)
         statistics = total(at(carry["statistics"], position), statistics)
         after = {
-            "x": jnp.where(real, y, carry["x"]),
+            "x": where(real, y, carry["x"]),
             "auxiliary": total(carry["auxiliary"], aux),
             "statistics": put(carry["statistics"], statistics, position),
         }
@@ -239,7 +251,7 @@ class LayerLoop:
         else:
             gradients, dx = self.vjp.backward(params, context, kept, cotangents)
             grads = dict(enumerate(gradients))
-        after["g"] = jnp.where(on, dx, g)
+        after["g"] = where(on, dx, g)
         self._add(after, grads, tick, "backward", back)
 
     def _kept(self, state: dict, tick: Tick, back) -> list[jax.Array]:
@@ -255,9 +267,9 @@ class LayerLoop:
             params = self._params(tick, "backward", index)
             around = self._around(tick, "backward", index, context)
             y, _, _, kept = self.vjp.forward(params, x, around)
-            return jnp.where(self._real(tick, "backward", index), y, x), kept
+            return where(self._real(tick, "backward", index), y, x), kept
 
-        x = jnp.where(tick["backward_on"] > 0, x, 0)
+        x = where(tick["backward_on"] > 0, x)
         return lax.scan(layer, x, jnp.arange(self.depth))[1]
 
     def _layer(self, params, x, context) -> tuple:
@@ -265,7 +277,7 @@ class LayerLoop:
         y, aux, *rest = self.layer(params, x, *context)
         statistics, sums = (rest[:-1], rest[-1:]) if self.in_place else (rest, [])
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
-        return vary(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
+        return vary_all(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
 
     def _params(self, tick: Tick, k: str, index) -> Tree:
         """Return the parameters of a layer; of stacks that it is not in, another layer's.
@@ -321,10 +333,25 @@ class LayerLoop:
 
 
 def _with_all_arguments(stages: Stages) -> Callable[..., tuple]:
-    """Return the layer of `stages`, called with the arguments that it does not have, too."""
+    """Return the layer of `stages`, called also with arguments that it does not have, and with an auxiliary loss."""
 
     def layer(params, x, context, number, rows):
+        around = () if stages.context is None else (context,)
         more = (number,) if stages.numbered else ()
-        return stages.layer(params, x, context, *more, *(() if rows is None else (rows,)))
+        results = stages.layer(params, x, *around, *more, *(() if rows is None else (rows,)))
+        return with_auxiliary(results, x)
 
     return layer
+
+
+def _check_result(x: Tree, y: Tree, aux: jax.Array) -> None:
+    """Refuse a layer whose y is not like its x, or whose auxiliary loss is no float32 scalar."""
+
+    def types(*values: Tree) -> str:
+        return ", ".join(f"{jnp.result_type(a)}{[*jnp.shape(a)]}" for a in jax.tree.leaves(values))
+
+    alike = jax.tree.structure((x, 0)) == jax.tree.structure((y, aux))
+    if not alike or types(y, aux) != f"{types(x)}, float32[]":
+        raise ValueError(
+            f"the layer must return y like its x, {types(x)}, and a float32 scalar, not {types(y, aux)}"
+        )

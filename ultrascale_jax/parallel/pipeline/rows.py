@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,14 +42,35 @@ def _start(a: jax.Array, index: tuple) -> list[jax.Array]:
     return [jnp.int32(i) for i in (*index, *([0] * (a.ndim - len(index))))]
 
 
-def empty(a: jax.Array) -> jax.Array:
-    """Make zeros like `a`, typed like it."""
-    return vary(jnp.zeros(a.shape, a.dtype), varying(a))
+def empty[T](tree: T) -> T:
+    """Make zeros like each leaf, typed like it."""
+    return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), tree)
 
 
-def buffer(a: jax.Array, count: int, axis: str) -> jax.Array:
-    """Make zeros for `count` values like `a`, written by rank."""
-    return vary(jnp.zeros((count, *a.shape), a.dtype), varying(a) | {axis})
+def buffer[T](tree: T, count: int, axis: str) -> T:
+    """Make zeros for `count` values like each leaf, written by rank."""
+
+    def leaf(a):
+        return vary(jnp.zeros((count, *a.shape), a.dtype), varying(a) | {axis})
+
+    return jax.tree.map(leaf, tree)
+
+
+def where[T](on: jax.Array, tree: T, other: Tree = 0) -> T:
+    """Select each leaf where `on`, and elsewhere the leaf of `other`, a tree alike, or 0."""
+    if isinstance(other, int):
+        return jax.tree.map(lambda a: jnp.where(on, a, other), tree)
+    return jax.tree.map(lambda a, b: jnp.where(on, a, b), tree, other)
+
+
+def vary_all[T](tree: T, axes: Iterable[str]) -> T:
+    """Type each leaf as varying over these axes too."""
+    return jax.tree.map(lambda a: vary(a, axes), tree)
+
+
+def varying_axes(tree: Tree) -> frozenset[str]:
+    """Return the manual axes over which any leaf may differ."""
+    return frozenset().union(*map(varying, jax.tree.leaves(tree)))
 
 
 def add(sums: jax.Array, value: jax.Array, on: jax.Array, row: jax.Array) -> jax.Array:

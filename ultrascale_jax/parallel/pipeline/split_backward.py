@@ -47,14 +47,16 @@ class SplitBackward:
         def backward(*inputs):
             again = known_tree.unflatten(inputs[: len(known)])
             grads, dx = vjp.backward(*again, *once_tree.unflatten(inputs[len(known) :]))
-            return [dx, *grads]
+            return [*jax.tree.leaves(dx), *grads]
 
         traced = Equations(backward, *known, *once, barriers=False)
         leaves = enumerate(jax.tree.leaves(params))
         self._early = [i for i, leaf in leaves if leaf.ndim <= 1 or i in early]
-        self._late = [i for i in range(len(traced.outputs) - 1) if i not in self._early]
-        dx, *grads = traced.outputs
-        first, second = [dx, *(grads[i] for i in self._early)], [grads[i] for i in self._late]
+        self._x_tree = jax.tree.structure(cotangents[0])
+        size = self._x_tree.num_leaves
+        dx, grads = traced.outputs[:size], traced.outputs[size:]
+        self._late = [i for i in range(len(grads)) if i not in self._early]
+        first, second = [*dx, *(grads[i] for i in self._early)], [grads[i] for i in self._late]
         variables, given_once = traced.inputs[: len(known)], traced.inputs[len(known) :]
         waiting = _crossing(traced, given_once, first, second)
         self._first = traced.function(traced.inputs, [*first, *waiting])
@@ -62,10 +64,11 @@ class SplitBackward:
 
     def first(
         self, params, context, residuals, cotangents
-    ) -> tuple[jax.Array, dict[int, jax.Array], list[jax.Array]]:
+    ) -> tuple[Any, dict[int, jax.Array], list[jax.Array]]:
         """Return the gradient of the input, the early ones by leaf, and the values that the late ones wait for."""
-        dx, *values = self._first(*jax.tree.leaves((params, context, residuals, cotangents)))
-        count = len(self._early)
+        values = self._first(*jax.tree.leaves((params, context, residuals, cotangents)))
+        count, size = len(self._early), self._x_tree.num_leaves
+        dx, values = self._x_tree.unflatten(values[:size]), values[size:]
         return dx, dict(zip(self._early, values[:count], strict=True)), values[count:]
 
     def second(self, params, context, waiting) -> dict[int, jax.Array]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import UserError, require_choice
 
 KINDS = ("F", "B", "W")
 """Forward, backward (the input gradient alone where the schedule splits it), weight gradient."""
@@ -53,22 +53,30 @@ def _turned(index: int, chunk: int, ranks: int, placement: Placement) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A table tick x rank -> operations; `check` says whether it can run."""
+    """A table tick x rank -> operations; `check` says whether it can run.
+
+    Attributes:
+      name: of the schedule.
+      ranks: pipeline ranks (p).
+      virtual: stages of one rank (v).
+      microbatches: micro-batches of one step (m).
+      placement: which stages a rank holds, `loop` or `v`.
+      split: whether B is the input gradient alone and W follows; else B is the full backward pass.
+      ticks: `ticks[tick][rank]`, the operations of a rank in a tick.
+      forward: whether there is no backward pass at all (evaluation).
+    """
 
     name: str
     ranks: int
-    """Pipeline ranks (p)."""
     virtual: int = 1
-    """Stages of one rank (v)."""
     microbatches: int
-    """Microbatches of one step (m)."""
     placement: Placement = "loop"
     split: bool = False
-    """Whether B is the input gradient alone and W follows; else B is the full backward."""
     ticks: tuple[tuple[Cell, ...], ...] = field(default=(), repr=False)
-    """`ticks[tick][rank]`."""
     forward: bool = False
-    """Whether there is no backward at all (evaluation)."""
+
+    def __post_init__(self):
+        require_choice("placement", self.placement, Placement)
 
     @property
     def num_stages(self) -> int:
