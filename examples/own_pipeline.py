@@ -1,4 +1,4 @@
-"""Run layers of your own through any pipeline schedule, on four stages: `python own_pipeline.py [SCHEDULE]`."""
+"""Run layers of your own through any pipeline schedule: `python own_pipeline.py [SCHEDULE] [auto|explicit]`."""
 
 import os
 
@@ -12,78 +12,88 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax as us
 
-STAGES, VIRTUAL, MICROBATCHES = 4, 2, 8  # each rank holds two parts of the stack
-LAYERS, ROWS, WIDTH = 16, 8, 32  # the axis `data`, of size 2, splits the rows of a micro-batch
-SPECS = P("stage"), P(), P(None, "data")  # of blocks, shared parameters, micro-batches
+STAGES, DATA, MICROBATCHES = 4, 2, 8
+LAYERS, ROWS, TOKENS, WIDTH = 8, 4, 6, 16
 
 
-def layer(params, x, context):
-    """Run one layer, and return an auxiliary loss too: none. A stage runs its layers one after another."""
-    return x + jnp.tanh(x @ params["up"]) @ params["down"], jnp.float32(0)
+def layer(params, x, time):
+    """Mix tokens, then channels, both conditioned on the time: a learned embedding, which has its gradients too."""
+    scale, shift = jnp.split((time @ params["time"])[:, None], 2, axis=-1)
+    x = x + params["tokens"] @ (x * (1 + scale) + shift)
+    return x + jnp.tanh(x @ params["up"]) @ params["down"]
 
 
 def embed(shared, batch):
-    """Return the first stage's input: all ranks compute it, and the first one's counts."""
     return batch["x"] @ shared["in"]
 
 
-def head(shared, y, batch):
-    """Return the loss of a micro-batch, which all ranks compute alike: `pmean` tells JAX's types so."""
-    loss = jnp.mean(jnp.square(y @ shared["out"] - batch["y"]))
-    return lax.pmean(loss, "stage"), {}
+def head(shared, x, batch):
+    return jnp.mean(jnp.square(x @ shared["out"] - batch["y"]))
 
 
 def plain(blocks, shared, batches):
     """Return the mean loss of the micro-batches on one device."""
 
     def loss(batch):
-        x = batch["x"] @ shared["in"]
-        y, _ = lax.scan(lambda x, params: (layer(params, x, None)[0], None), x, blocks)
-        return jnp.mean(jnp.square(y @ shared["out"] - batch["y"]))
+        x, time = embed(shared, batch), batch["time"]
+        x, _ = lax.scan(lambda x, params: (layer(params, x, time), None), x, blocks)
+        return head(shared, x, batch)
 
     return jnp.mean(jax.vmap(loss)(batches))
 
 
-def pipelined(schedule, mesh, order, blocks, shared, batches):
-    """Return the mean loss and the gradients; `blocks` and their gradients are in the order of `plain`."""
-    stages = us.Stages(layer=layer, embed=embed, head=head)
-
-    @jax.shard_map(in_specs=SPECS, out_specs=(P(), SPECS[:2]))
-    def region(blocks, shared, batches):
-        out = us.pipeline(schedule, stages, blocks, shared, batches, order=order, axis="stage")
-        # Each device has the sums of its own micro-batches and, of what all stages share, of its own use.
-        scale = 1 / (MICROBATCHES * lax.axis_size("data"))
-        shared = jax.tree.map(lambda g: lax.psum(g, "stage"), out.shared)
-        sums = lax.psum((out.objective, (out.blocks, shared)), "data")
-        return jax.tree.map(lambda a: scale * a, sums)
-
-    placed = jax.tree.map(lambda a: a[order], blocks), shared, batches
-    with jax.set_mesh(mesh):
-        loss, (blocks, shared) = jax.jit(region)(*jax.device_put(placed, SPECS))
-    return loss, (jax.tree.map(lambda a: np.asarray(a)[np.argsort(order)], blocks), shared)
+def pipelined(schedule, mesh):
+    """Return `plain` through a pipeline: the same arguments, and the same gradients by `jax.grad`."""
+    return us.pipeline_loss(
+        layer,
+        embed,
+        head,
+        schedule=schedule,
+        mesh=mesh,
+        stage_axis="stage",
+        batch_axes="data",
+        context=lambda shared, batch: batch["time"],
+    )
 
 
-def main(name: str = "interleaved"):
+def surrounding(loss, times, data):
+    """Return a loss around `loss`: a small network outside the pipeline embeds the times."""
+
+    def total(params):
+        frequencies, blocks, shared = params
+        batches = data | {"time": jnp.sin(times[..., None] * frequencies)}
+        return loss(blocks, shared, batches) + 1e-3 * jnp.sum(frequencies**2)
+
+    return jax.jit(jax.value_and_grad(total))
+
+
+def main(name: str = "interleaved", axes: str = "explicit"):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return rng.normal(size=shape).astype(np.float32) / np.float32(shape[-2] ** 0.5)
+        return rng.normal(size=shape).astype(np.float32) / np.float32(2 * shape[-2] ** 0.5)
 
-    blocks = {"up": normal(LAYERS, WIDTH, 2 * WIDTH), "down": normal(LAYERS, 2 * WIDTH, WIDTH)}
+    blocks = {
+        "time": normal(LAYERS, WIDTH, 2 * WIDTH),
+        "tokens": normal(LAYERS, TOKENS, TOKENS),
+        "up": normal(LAYERS, WIDTH, 2 * WIDTH),
+        "down": normal(LAYERS, 2 * WIDTH, WIDTH),
+    }
     shared = {"in": normal(4, WIDTH), "out": normal(WIDTH, 1)}
-    x = rng.normal(size=(MICROBATCHES, ROWS, 4)).astype(np.float32)
-    batches = {"x": x, "y": np.sin(x.sum(-1, keepdims=True))}
+    params = np.linspace(0.1, 3, WIDTH, dtype=np.float32), blocks, shared
+    x = rng.normal(size=(MICROBATCHES, ROWS, TOKENS, 4)).astype(np.float32)
+    data = {"x": x, "y": np.sin(x.sum(-1, keepdims=True))}
+    times = rng.random((MICROBATCHES, ROWS), np.float32)
 
-    virtual = VIRTUAL if name in ("interleaved", "zb_uniform") else 0  # 0: the schedule's own
-    schedule = us.build_schedule(name, STAGES, MICROBATCHES, virtual)
-    order = us.layer_order(schedule.ranks, schedule.virtual, schedule.placement, LAYERS)
-    mesh = jax.make_mesh((STAGES, 2), ("stage", "data"), axis_types=(AxisType.Explicit,) * 2)
-    expected = jax.jit(jax.value_and_grad(plain, (0, 1)))(blocks, shared, batches)
-    found = pipelined(schedule, mesh, np.array(order), blocks, shared, batches)
+    schedule = us.build_schedule(name, STAGES, MICROBATCHES)
+    kinds = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+    mesh = jax.make_mesh((STAGES, DATA), ("stage", "data"), axis_types=(kinds[axes],) * 2)
+    expected = surrounding(plain, times, data)(params)
+    with jax.set_mesh(mesh):
+        found = surrounding(pipelined(schedule, mesh), times, data)(params)
     print(f"{name}: {len(schedule.ticks)} ticks, loss {found[0]:.6f}, plain {expected[0]:.6f}")
     return found, expected
 

@@ -82,20 +82,22 @@ def test_a_function_of_ones_own_is_planned_with_what_xla_makes_of_it():
     assert flops / 989e12 < timeline.step_s - timeline.idle_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "axes"),
     [
-        "interleaved",
+        ("interleaved", "explicit"),
+        ("zb_h1", "auto"),
         # The executor's own tests imply them (`tests/parallel/test_pipeline.py`).
         *(
-            pytest.param(name, marks=pytest.mark.wide)
+            pytest.param(name, "auto", marks=pytest.mark.wide)
             for name in SCHEDULES
-            if name != "interleaved"
+            if name != "zb_h1"
         ),
     ],
 )
-def test_a_pipeline_of_own_layers_has_the_gradients_of_one_device(schedule):
-    got, expected = load("own_pipeline").main(schedule)
+def test_a_pipeline_of_own_layers_has_the_gradients_of_one_device(schedule, axes):
+    got, expected = load("own_pipeline").main(schedule, axes)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
 

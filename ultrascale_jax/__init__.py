@@ -55,11 +55,13 @@ if TYPE_CHECKING:
         zigzag_attention,
     )
     from ultrascale_jax.parallel.experts.exchange import expert_layer
-    from ultrascale_jax.parallel.pipeline.executor import pipeline
+    from ultrascale_jax.parallel.pipeline.executor import Pipelined, pipeline
+    from ultrascale_jax.parallel.pipeline.loss import pipeline_loss, pipeline_value_and_grad
     from ultrascale_jax.parallel.pipeline.orders import forward_only
     from ultrascale_jax.parallel.pipeline.schedules import build as build_schedule
     from ultrascale_jax.parallel.pipeline.schedules import layer_order
     from ultrascale_jax.parallel.pipeline.stages import Stages
+    from ultrascale_jax.parallel.pipeline.table import Schedule
     from ultrascale_jax.parallel.pipeline.table_csv import read_csv as read_schedule
     from ultrascale_jax.parallel.prefetch import prefetch_scan
     from ultrascale_jax.plan.auto import choose_auto
@@ -128,10 +130,12 @@ _HOME = {
     ),
     "sharding.sequence_order": "sequence_order",
     "parallel.experts.exchange": "expert_layer",
-    "parallel.pipeline.executor": "pipeline",
+    "parallel.pipeline.executor": "Pipelined pipeline",
+    "parallel.pipeline.loss": "pipeline_loss pipeline_value_and_grad",
     "parallel.pipeline.orders": "forward_only",
     "parallel.pipeline.schedules": "build_schedule layer_order",
     "parallel.pipeline.stages": "Stages",
+    "parallel.pipeline.table": "Schedule",
     "parallel.pipeline.table_csv": "read_schedule",
     "parallel.prefetch": "prefetch_scan",
     "plan.auto": "choose_auto",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
@@ -13,9 +14,14 @@ from ultrascale_jax.sharding.rules import check_axes
 
 
 def smap(
-    fn: Callable, *, in_specs: Any, out_specs: Any, axes: Collection[str] | None = None
+    fn: Callable,
+    *,
+    in_specs: Any,
+    out_specs: Any,
+    axes: Collection[str] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Callable:
-    """Run `fn` on this device's shards, manual over `axes` of the current mesh (default: all).
+    """Run `fn` on this device's shards, manual over `axes` (default: all) of `mesh` (default: the current one).
 
     Axes that are manual already, because the call stands inside another region, are left as they are; when all are,
     `fn` is returned unchanged. Varying-axes checks are always on: without them a differentiated `psum` gives wrong
@@ -23,15 +29,16 @@ def smap(
     cotangent leaves the region as a partial sum.
     """
     check_axes(axes)
-    mesh = jax.sharding.get_abstract_mesh()
-    fix = f"must be axes of the mesh: {', '.join(map(str, mesh.axis_names))}"
-    require(mesh.empty or set(axes or ()) <= set(mesh.axis_names), "axes", axes, fix)
-    axes = set(mesh.axis_names if axes is None else axes) & set(mesh.axis_names) - set(
-        mesh.manual_axes
+    current = jax.sharding.get_abstract_mesh()
+    on = current if mesh is None else mesh
+    fix = f"must be axes of the mesh: {', '.join(map(str, on.axis_names))}"
+    require(on.empty or set(axes or ()) <= set(on.axis_names), "axes", axes, fix)
+    axes = set(on.axis_names if axes is None else axes) & set(on.axis_names) - set(
+        current.manual_axes
     )
     if not axes:
         return fn
-    alone = _is_one_device(mesh, axes)
+    alone = _is_one_device(on, axes)
 
     def keep(spec: P) -> P:
         parts = (
@@ -48,7 +55,7 @@ def smap(
         keep, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
     )
     region = jax.shard_map(
-        fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True
     )
     # Over one device JAX writes no region, and then trips over the type of such a cotangent.
     if not alone:
@@ -56,12 +63,16 @@ def smap(
 
     def plain(*args):
         results = region(*jax.tree.map(_plain, args))
-        return jax.tree.map(lambda x, spec: _partial(x, spec.unreduced & axes), results, partial)
+
+        def leave(spec: P, part: Any) -> Any:
+            return jax.tree.map(lambda x: _partial(x, spec.unreduced & axes), part)
+
+        return jax.tree.map(leave, partial, results, is_leaf=lambda x: isinstance(x, P))
 
     return plain
 
 
-def _is_one_device(mesh: jax.sharding.AbstractMesh, axes: Collection[str]) -> bool:
+def _is_one_device(mesh: Mesh | AbstractMesh, axes: Collection[str]) -> bool:
     return math.prod(mesh.shape[axis] for axis in axes) == 1
 
 
