@@ -26,7 +26,7 @@ from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes
 from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
 from ultrascale_jax.plan.search.ranking import EQUAL, Candidate, Search
 from ultrascale_jax.plan.search.search_space import UNEVEN, Choices, configured, pinned
-from ultrascale_jax.plan.verdict import FITS, SETTLES, UNSURE
+from ultrascale_jax.plan.verdict import FITS
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
 
@@ -181,7 +181,7 @@ def _reason(search: Search, best: Candidate | None) -> str:
         step = best.formula
         run, peak = step.run, step.peak_bytes
         fastest = min(c.formula.step_s for c in search.ranking if c.verdict == best.verdict)
-        why = f"unsure whether it fits {on}, the leanest"
+        why = f"unsure whether it fits {on}, the fastest of the leanest"
         if best.verdict == FITS:
             simplest = f"the simplest within {EQUAL - 1:.0%} of " * (step.step_s > fastest)
             why = f"{simplest}the fastest that fits {on}"
@@ -192,7 +192,7 @@ def _reason(search: Search, best: Candidate | None) -> str:
         why += f" and {moved / GIB:.1f} of {gpu.usable_host_bytes / GIB:.1f} GiB of its host, "
         why += f"at {costs.HOST_SHARE * gpu.host_gbs:.1f} GB/s"
     if best is not None:
-        why += f"; {SETTLES}" if best.verdict == UNSURE else search.doubt(best)
+        why += search.doubt(best)
     return why
 
 
@@ -206,6 +206,8 @@ def _nothing_fits(
         return _host_is_short(run, cluster.gpu)
     name = "mesh" if choose_mesh else f"train.{cfg.train.auto[0]}"
     fix = "take more GPUs, or a smaller data.seq_len"
+    if search.smaller_moments is not None:
+        fix = "take --optim.moment-dtype bfloat16 --optim.stochastic-rounding, more GPUs, or a smaller data.seq_len"
     if values := _in_the_way(cfg, cluster, choices):
         fix = f"give {values}, which is chosen then"
     elif not choose_mesh:

@@ -44,6 +44,11 @@ class StepPrediction:
         return self.run.step_tokens / self.step_s / self.run.num_gpus
 
     @property
+    def tflops_per_s_gpu(self) -> float:
+        """Model TFLOP that one GPU computes in a second."""
+        return self.run.step_flops / self.step_s / self.run.num_gpus / 1e12
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilisation as `plan/flops.py` counts it.
 
@@ -105,6 +110,7 @@ class StepPrediction:
             "contended_s": self.contended_s,
             "time_s": dict(self.parts),
             "tokens_per_s_gpu": self.tokens_per_s_gpu,
+            "tflops_per_s_gpu": self.tflops_per_s_gpu,
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,
             "host_bytes": self.host_bytes,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ultrascale_jax.cli.plan_commands.memory import find_hint
+from ultrascale_jax.cli.plan_commands.memory import find_hints
 from ultrascale_jax.cli.plan_commands.words import machine_words, train_command, words
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.plan.auto import choose_auto
@@ -69,10 +69,9 @@ class Answers:
         with self._lock, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             cfg, why = choose_auto(asked.cfg, cluster, must_fit=False)
-            run = Run.of(cfg, asked.options.gpus)
-            hint, hint_bytes = find_hint(cfg, asked.options, cluster, meshes=False)
-            held = MemoryReport.of(run, cluster, hint=hint, hint_bytes=hint_bytes)
-        step = estimate(run, cluster, peak_bytes=held.peak_bytes)
+            hints = find_hints(cfg, asked.options, cluster, meshes=False)
+            step = estimate(Run.of(cfg, asked.options.gpus), cluster)
+        run, held = step.run, MemoryReport.of(step, cluster, hints=hints)
         return {
             "state": asked.state,
             "memory": held.asdict(),

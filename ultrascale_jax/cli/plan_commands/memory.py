@@ -1,13 +1,12 @@
-"""Predict the memory of one GPU by formulas, part by part and through a step: `ultrascale plan memory`.
+"""Predict memory and speed of a configuration by formulas, part by part: `ultrascale plan memory`.
 
 It needs neither JAX nor a GPU, and answers at once. --explain adds which GPUs share what over which link (mesh), or
 what limits each operation of a layer, arithmetic or device memory (roofline); --figure then draws that.
 """
 
 import contextlib
-import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -15,11 +14,12 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import AUTO, Config, UserError, with_changes
 from ultrascale_jax.plan.auto import choose_auto
-from ultrascale_jax.plan.formulas import memory
+from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.report.memory import MemoryReport
-from ultrascale_jax.plan.search.search_space import pinned
-from ultrascale_jax.plan.verdict import FITS, Verdict
+from ultrascale_jax.plan.report.memory import Hint, MemoryReport
+from ultrascale_jax.plan.search.ranking import EQUAL
+from ultrascale_jax.plan.search.search_space import pinned, with_smaller_moments
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, FITS
 from ultrascale_jax.plan.workload import Run
 
 
@@ -33,59 +33,77 @@ class Options(common.Options):
     """Add this section."""
 
 
+LEAN: dict[str, tuple[str, ...]] = {"schedule": ("1f1b", "interleaved")}
+"""Schedules of a hint: the others take longer to try, and none needs less memory."""
+
+
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
     with command_line.user_errors():
         cfg, why = common.choose_open(cfg, options, cluster)
         with output.working("looking for options that fit"):
-            hint, hint_bytes = find_hint(cfg, options, cluster)
-        run, explain = Run.of(cfg, options.gpus), options.explain
-        report = MemoryReport.of(run, cluster, explain, hint=hint, hint_bytes=hint_bytes)
+            hints = find_hints(cfg, options, cluster)
+        step = estimate(Run.of(cfg, options.gpus), cluster)
+        report = MemoryReport.of(step, cluster, options.explain, hints=hints)
         common.tell(why)
         output.show("memory", report, as_json=options.json, figure=options.figure, width=150)
 
 
-def find_hint(
+def find_hints(
     cfg: Config, options: common.Options, cluster: Cluster, *, meshes: bool = True
-) -> tuple[str, int]:
-    """Find the options of a faster run that fits, or of any, and its bytes; ("", 0) without one.
+) -> list[Hint]:
+    """Find the options of a faster run that fits; where `cfg` may not fit, of runs that do, for certain if any does.
 
-    Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, then with one of
-    other `meshes`, and with smaller moments.
+    The first hint computes the same, the second, where it is faster or alone fits for certain, has smaller moments.
+    Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, then whatever
+    `plan search` chooses on any of `meshes`.
     """
-    unsure = "", 0
-    for tried, choose_mesh in _tries(
-        cfg, memory.verdict(Run.of(cfg, options.gpus), cluster.gpu), meshes
-    ):
-        fixed = pinned(tried)
+    step = estimate(Run.of(cfg, options.gpus), cluster)
+    if step.verdict == FITS:
+        return [hint for hint in _hints(cfg, cfg, cluster, meshes=False) if hint.options][:1]
+    hints: list[Hint] = []
+    for tried in (cfg, with_smaller_moments(cfg)):
+        fitting = any(hint.verdict == FITS for hint in hints)
+        found = _hints(cfg, tried, cluster, meshes=meshes and not fitting) if tried else ()
+        best = _first_fitting(found)
+        if best is None or not best.options:
+            continue
+        surer = best.verdict == FITS and not fitting
+        if not hints or surer or EQUAL * best.step_s < hints[0].step_s:
+            hints.append(best)
+    return hints
+
+
+def _first_fitting(hints: Iterable[Hint]) -> Hint | None:
+    """Return the first that fits for certain, or else the leanest."""
+    leanest: Hint | None = None
+    for hint in hints:
+        if hint.verdict == FITS:
+            return hint
+        if leanest is None or hint.peak_bytes < leanest.peak_bytes:
+            leanest = hint
+    return leanest
+
+
+def _hints(cfg: Config, tried: Config, cluster: Cluster, *, meshes: bool) -> Iterator[Hint]:
+    """Complete `tried` in ways that change ever more, and yield the options of those that may fit."""
+    own = with_changes(tried, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
+    sharded = with_changes(own, mesh=cfg.mesh, zero=3)
+    ways = [(own, False)] + [(sharded, False)] * (sharded != own) + [(sharded, True)] * meshes
+    for way, choose_mesh in ways:
+        fixed = LEAN if choose_mesh else pinned(way)
         with warnings.catch_warnings(), contextlib.suppress(UserError):
             warnings.simplefilter("ignore")
-            found, _ = choose_auto(tried, cluster, choose_mesh=choose_mesh, fixed=fixed)
-            run = Run.of(found, options.gpus)
-            mesh = [] if found.mesh == cfg.mesh else ["--mesh", found.mesh.text]
-            words = list(mesh)
-            for section in ("train", "optim", "moe", "cp"):
-                before, after = getattr(cfg, section), getattr(found, section)
-                words += command_line.changes(section, before, after)
-            hint = " ".join(words), memory.breakdown(run).peak_bytes
-            if memory.verdict(run, cluster.gpu) == FITS:
-                return hint
-            unsure = unsure if unsure[0] else hint
-    return unsure
+            found, _ = choose_auto(way, cluster, choose_mesh=choose_mesh, fixed=fixed)
+            step = estimate(Run.of(found, cluster.num_gpus), cluster)
+            if step.verdict != DOES_NOT_FIT:
+                yield Hint.of(_options(cfg, found), step)
 
 
-def _tries(cfg: Config, verdict: Verdict, meshes: bool) -> Iterator[tuple[Config, bool]]:
-    """Yield configurations to complete, and whether their mesh is open too."""
-    own = with_changes(cfg, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
-    yield own, False
-    if verdict == FITS:
-        return
-    sharded = with_changes(own, mesh=cfg.mesh, zero=3)
-    smaller = [sharded]
-    if cfg.optim.name == "adamw":
-        optim = dataclasses.replace(cfg.optim, moment_dtype="bfloat16", stochastic_rounding=True)
-        smaller.append(dataclasses.replace(sharded, optim=optim))
-    for tried in smaller:
-        yield tried, False
-        if meshes:
-            yield tried, True
+def _options(before: Config, after: Config) -> str:
+    """Return the words of the command line that turn one configuration into the other."""
+    words = [] if after.mesh == before.mesh else ["--mesh", after.mesh.text]
+    for section in ("train", "optim", "pp", "moe", "cp"):
+        old, new = getattr(before, section), getattr(after, section)
+        words += command_line.changes(section, old, new)
+    return " ".join(words)

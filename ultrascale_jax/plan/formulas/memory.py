@@ -72,6 +72,15 @@ def breakdown(run: Run) -> MemoryBreakdown:
     return MemoryBreakdown({name: value for name, value in (resting | largest).items() if value})
 
 
+def least_bytes(run: Run) -> float:
+    """Count the bytes of `run` that no micro-batch and no recomputation changes: a lower bound of the peak."""
+    weights = weights_of(run)
+    living = (
+        pipeline_memory.sums(run, weights, layer_of(run)) if run.mesh.pp > 1 else sums(run, weights)
+    )
+    return sum(state(run, weights).values()) + sum(living.values())
+
+
 def host_bytes(run: Run) -> int:
     """Count the bytes of one GPU's activations that wait in the host's memory: of all layers, of one micro-batch."""
     return int(run.shape.layers * offloaded_bytes(run))
@@ -219,11 +228,7 @@ def timeline(run: Run) -> list[tuple[str, int]]:
     The state has its moments from the start and the step is one program, so the second step is as high as the first.
     """
     weights = weights_of(run)
-    living = (
-        pipeline_memory.sums(run, weights, layer_of(run)) if run.mesh.pp > 1 else sums(run, weights)
-    )
-    start = sum(state(run, weights).values())
-    waiting = start + sum(living.values())
+    start, waiting = sum(state(run, weights).values()), least_bytes(run)
     peak = breakdown(run).peak_bytes
     return [
         ("model init", int(start)),

@@ -1,5 +1,6 @@
-"""The answer of `ultrascale plan memory`: the bytes of one GPU by part and by moment, and whether they fit."""
+"""The answer of `ultrascale plan memory`: bytes of one GPU by part and moment, whether they fit, and the speed."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,70 +14,104 @@ from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import WHOLE
 from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import limit, line, wrap
 from ultrascale_jax.plan.report.mesh import MeshReport
 from ultrascale_jax.plan.report.roofline import RooflineReport
-from ultrascale_jax.plan.verdict import (
-    DOES_NOT_FIT,
-    FITS,
-    SETTLES,
-    UNSURE,
-    Verdict,
-    by_formula,
-)
+from ultrascale_jax.plan.verdict import FITS, SETTLES, UNSURE, Verdict
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
+
+SLOWEST = 3
+"""Parts of a step's time that are named."""
+
+NOTHING = (
+    "no mesh, pipeline schedule, micro-batch, ZeRO stage, recomputation, offloading or type of the moments is enough; "
+    "more GPUs, shorter sequences, fp8 and adapters (--train.lora.rank) were not tried"
+)
+"""Said where no hint was found: what was tried, and what was not."""
 
 type Section = Literal["mesh", "roofline"]
 """Parts of a plan that `--explain` explains."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """Bytes of one GPU through a step of `run`, by formula."""
+class Hint:
+    """Options that make another run of the one that was asked for."""
 
-    run: Run
-    gpu: Gpu
+    options: str
+    """Words of the command line."""
+    peak_bytes: int
+    step_s: float
+    verdict: Verdict
+
+    @classmethod
+    def of(cls, options: str, step: StepPrediction) -> "Hint":
+        """Return the hint whose options lead to `step`."""
+        return cls(
+            options=options, peak_bytes=step.peak_bytes, step_s=step.step_s, verdict=step.verdict
+        )
+
+    @property
+    def text(self) -> str:
+        """The options, and memory and time with them."""
+        unsure = "unsure, " if self.verdict == UNSURE else ""
+        return f"{self.options} ({unsure}{units.size(self.peak_bytes)}, {self.step_s:.3g} s a step)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Bytes of one GPU through a step, and its time, by formula."""
+
+    step: StepPrediction
     parts: dict[str, float]
     """Bytes at the peak, by part."""
     timeline: list[tuple[str, int]]
     """Bytes by moment of two steps."""
-    host_bytes: int
-    """Activations in the host's memory."""
-    hint: str = ""
-    """Options of a faster run that fits, or of any where this one does not; empty without one."""
-    hint_bytes: int = 0
-    """Peak of the run with these options."""
+    hints: Sequence[Hint] = ()
+    """Faster runs that fit, or any where this one does not."""
     sections: Sequence[MeshReport | RooflineReport] = ()
     """Reports that `--explain` asked for."""
 
     @classmethod
     def of(
-        cls, run: Run, cluster: Cluster, explain: Section | None = None, **hint
+        cls,
+        step: StepPrediction,
+        cluster: Cluster,
+        explain: Section | None = None,
+        *,
+        hints: Sequence[Hint] = (),
     ) -> "MemoryReport":
-        """Count the memory of `run` on a GPU of `cluster`."""
+        """Count the memory of the run of `step` on a GPU of `cluster`."""
+        run = step.run
         sections = {None: [], "mesh": [MeshReport], "roofline": [RooflineReport]}[explain]
         return cls(
-            run=run,
-            gpu=cluster.gpu,
+            step=step,
             parts=memory.breakdown(run).parts,
             timeline=memory.timeline(run),
-            host_bytes=memory.host_bytes(run),
+            hints=hints,
             sections=[section.of(run, cluster) for section in sections],
-            **hint,
         )
+
+    @property
+    def run(self) -> Run:
+        """The run that was asked for."""
+        return self.step.run
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU, with its host."""
+        return self.step.gpu
 
     @property
     def peak_bytes(self) -> int:
         """Bytes at the moment that needs most."""
-        return int(sum(self.parts.values()))
+        return self.step.peak_bytes
 
     @property
-    def verdict(self) -> Verdict:
-        """Whether the GPU and its host have the memory."""
-        if self.host_bytes > self.gpu.usable_host_bytes:
-            return DOES_NOT_FIT
-        return by_formula(self.peak_bytes, self.gpu.usable_bytes)
+    def host_bytes(self) -> int:
+        """Activations in the host's memory."""
+        return self.step.host_bytes
 
     @property
     def in_flight(self) -> float:
@@ -90,25 +125,20 @@ class MemoryReport:
         sections = {
             type(s).__name__.removesuffix("Report").lower(): s.asdict() for s in self.sections
         }
-        return {
-            "label": self.run.label,
-            "gpus": self.run.num_gpus,
-            "gpu": self.gpu.name,
-            "parts": self.parts,
-            "timeline": self.timeline,
-            "in_flight": self.in_flight,
-            "peak_bytes": self.peak_bytes,
-            "usable_bytes": self.gpu.usable_bytes,
-            "host_bytes": self.host_bytes,
-            "usable_host_bytes": self.gpu.usable_host_bytes,
-            "verdict": self.verdict,
-            "hint": self.hint,
-            "hint_bytes": self.hint_bytes,
-        } | sections
+        return (
+            self.step.summary()
+            | {
+                "parts": self.parts,
+                "timeline": self.timeline,
+                "in_flight": self.in_flight,
+                "hints": [dataclasses.asdict(hint) for hint in self.hints],
+            }
+            | sections
+        )
 
     def __rich__(self) -> Group:
         lines = [line(f"{self.run.num_gpus} x {self.gpu.name}: {self.run.label}")]
-        below = [line(self.answer), *self.sections]
+        below = [line(self.speed), line(self.answer), *self.sections]
         if self.in_flight > 1:
             count = f"{self.in_flight:g} micro-batches"
             below.insert(
@@ -139,25 +169,33 @@ class MemoryReport:
         return made
 
     @property
+    def speed(self) -> str:
+        """Time and rates of a step in a line, also of one that does not fit."""
+        step, tflops = self.step, self.step.tflops_per_s_gpu
+        parts = sorted(step.parts.items(), key=lambda part: part[1], reverse=True)[:SLOWEST]
+        slowest = ", ".join(f"{name} {seconds / step.step_s:.0%}" for name, seconds in parts)
+        return (
+            f"by formula {step.step_s:.3g} s a step, {step.tokens_per_s_gpu:,.0f} tokens/s and {tflops:,.0f} TFLOP/s "
+            f"a GPU, MFU {step.mfu:.1%} ({slowest}); `plan compile` asks XLA"
+        )
+
+    @property
     def answer(self) -> str:
         """Whether it fits, in a sentence."""
         space = self.gpu.usable_bytes - self.peak_bytes
         host = self.gpu.usable_host_bytes - self.host_bytes
-        hint = f"{self.hint} ({units.size(self.hint_bytes)})"
-        if self.verdict == FITS:
-            room = f"; there is room for {hint}" if self.hint else ""
+        hint = ", or ".join(hint.text for hint in self.hints)
+        if self.step.verdict == FITS:
+            room = f"; there is room for {hint}" if hint else ""
             return f"fits, {units.size(space)} left{room}"
         short = [f"{units.size(-space)} short"] if space < 0 else []
-        if self.verdict == UNSURE:
+        if self.step.verdict == UNSURE:
             left = short[0] if short else f"{units.size(space)} left"
-            safe = f"; fits for certain: {hint}" if self.hint else ""
+            certain = any(hint.verdict == FITS for hint in self.hints)
+            safe = f"; {'fits for certain' if certain else 'leaner or faster'}: {hint}" * bool(hint)
             return f"unsure, {left} by formula: {SETTLES}{safe}"
-        nothing = (
-            "no other mesh, micro-batch, ZeRO stage, recomputation or type of the moments is enough; `plan search` "
-            "tries pipeline schedules too"
-        )
         short += [f"{units.size(-host)} of the host's memory short"] if host < 0 else []
-        return f"does not fit, {' and '.join(short)}; {f'try {hint}' if self.hint else nothing}"
+        return f"does not fit, {' and '.join(short)}; {f'try {hint}' if hint else NOTHING}"
 
     def figure(self) -> Figure:
         """Draw the section that `--explain` asked for, or the memory by part and by moment."""

@@ -8,6 +8,7 @@ fits without; `ep` for models with experts, within a node where something fits s
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -31,6 +32,7 @@ from ultrascale_jax.plan.search.search_space import (
     divisors,
     drawback,
     enumerate_runs,
+    with_smaller_moments,
 )
 from ultrascale_jax.plan.verdict import (
     DOES_NOT_FIT,
@@ -141,6 +143,13 @@ class Search:
             self._predict(axes, {**sizes, **across, **self._choices}, advance)
         if not self._usable and "cp" not in self._choices:
             self._predict([*axes, "cp"], {**within, **self._choices}, advance)
+        if not self._candidates and (self.closest or (math.inf,))[0] > NEAR * self.usable_bytes:
+            # The state of most is far too large: find the leanest of all.
+            self._space = Space()
+            self._misses.clear()
+            self.counts |= dict.fromkeys(("candidates", DOES_NOT_FIT), 0)
+            lean = {"remat": ("full",), "stash": ("input",), "schedule": ("1f1b", "interleaved")}
+            self._predict([*axes, "cp"], {**within, **lean, **self._choices}, advance, math.inf)
 
     @property
     def _usable(self) -> bool:
@@ -162,13 +171,30 @@ class Search:
         return {"cp": [size for size in sizes if tokens >= size * PIECE]} if sizes else {}
 
     def _predict(
-        self, axes: list[str], choices: Choices, advance: Callable[[int, int], None]
+        self,
+        axes: list[str],
+        choices: Choices,
+        advance: Callable[[int, int], None],
+        limit: float = NEAR,
     ) -> None:
-        known = set(self._space.runs)
-        self._space = enumerate_runs(self.cfg, self.cluster, choices, axes)
-        runs = [run for run in self._space.runs if run not in known]
-        self.counts["candidates"] += len(runs)
-        self.counts |= {f"illegal: {name}": n for name, n in self._space.illegal.items()}
+        """Predict what is not known yet, but runs whose state alone is `limit` times the memory."""
+        space = self._space
+        known = {run.mesh for run in (*space.runs, *space.oversized)}
+        added = enumerate_runs(
+            self.cfg,
+            self.cluster,
+            choices,
+            axes,
+            limit_bytes=limit * self.usable_bytes,
+            known=known,
+        )
+        runs = added.runs
+        space.runs.extend(runs)
+        space.oversized.extend(added.oversized)
+        space.illegal.update(added.illegal)
+        self.counts["candidates"] += len(runs) + len(added.oversized)
+        self.counts[DOES_NOT_FIT] += len(added.oversized)
+        self.counts |= {f"illegal: {name}": n for name, n in space.illegal.items()}
         done = 0
         for _, variants in itertools.groupby(runs, _apart_from_remat):
             alike = list(variants)
@@ -293,13 +319,15 @@ class Search:
         """Choose among candidates.
 
         The choice among those that were compiled and fit, or else that fit by formula, is the simplest that is as fast
-        as the fastest within `EQUAL`; if there are none, the leanest that may fit.
+        as the fastest within `EQUAL`; if there are none, the fastest of the leanest, within `EQUAL`, that may fit.
         """
         fitting = [c for c in ranking if c.verdict == FITS]
         compiled = [c for c in fitting if c.compiled]
         if not fitting:
-            may_fit = (c for c in ranking if c.verdict == UNSURE)
-            return min(may_fit, key=lambda c: c.best.peak_bytes, default=None)
+            may_fit = [c for c in ranking if c.verdict == UNSURE]
+            least = min((c.best.peak_bytes for c in may_fit), default=0)
+            lean = (c for c in may_fit if c.best.peak_bytes <= EQUAL * least)
+            return min(lean, key=self.token_s, default=None)
         works = any(c.compiled for c in ranking)
         chosen = compiled or [c for c in fitting if not (works and c.failure)] or fitting
         limit = EQUAL * min(map(self.token_s, chosen))
@@ -316,6 +344,17 @@ class Search:
         unsure = (c for c in self.ranking if c.verdict == UNSURE and not (c.refusal or c.failure))
         return next((c for c in unsure if self.token_s(c) < limit), None)
 
+    @functools.cached_property
+    def smaller_moments(self) -> Candidate | None:
+        """The best with AdamW's moments in bfloat16, where only they make it fit for certain; none otherwise."""
+        cfg = with_smaller_moments(self.cfg)
+        if cfg is None or (self.winner is not None and self.winner.verdict == FITS):
+            return None
+        search = Search(cfg, self.cluster, self._choices)
+        search.predict()
+        best = search.winner
+        return best if best is not None and best.verdict == FITS else None
+
     @property
     def closest(self) -> tuple[int, Run] | None:
         """The run that needs the least memory of those that do not fit, and its bytes."""
@@ -328,7 +367,10 @@ class Search:
         if winner is not None:
             failure = f"; by formula, since it does not compile: {winner.failure}"
             text = f"best: {winner.run.label}: {winner.verdict}{failure if winner.failure else ''}"
-            return text + self.doubt(winner)
+            if winner.verdict == UNSURE:
+                text += f", {winner.best.peak_bytes / GIB:.1f} of {usable} by formula"
+            smaller = self._smaller_moments_help()
+            return text + self.doubt(winner) + (f"; {smaller}" if smaller else "")
         if ranking := self.ranking:
             why = ranking[0].refusal or "none that was compiled fits"
             return f"none of those that fit by formula can be recommended: {why}"
@@ -338,23 +380,32 @@ class Search:
         lacks = (
             f"needs {need / GIB:.1f} GiB of the {usable} that one {self.cluster.gpu.name} can give"
         )
-        return f"nothing fits: the closest, {run.label}, {lacks}; take more GPUs, or a shorter sequence"
+        fix = self._smaller_moments_help() or "take more GPUs, or a shorter sequence"
+        return f"nothing fits: the closest, {run.label}, {lacks}; {fix}"
+
+    def _smaller_moments_help(self) -> str:
+        """Say what fits with smaller moments; empty where they are not needed, or do not help."""
+        if (best := self.smaller_moments) is None:
+            return ""
+        step, words = best.formula, "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
+        return f"fits with {words}: {best.run.label}, {step.peak_bytes / GIB:.1f} GiB, {step.step_s:.3g} s a step"
 
     def doubt(self, best: Candidate) -> str:
-        """Say what `plan compile` would settle: whether `best` fits, or one that is faster; empty for nothing."""
-        gib = f" of {self.usable_bytes / GIB:.1f} GiB by formula; {SETTLES}"
-        if best.verdict == UNSURE:
-            return f", {best.best.peak_bytes / GIB:.1f}{gib}"
-        if (other := self.faster(best)) is None:
-            return ""
-        times, size = self.token_s(best) / self.token_s(other), other.best.peak_bytes / GIB
-        return f"; {times:.2f} times as fast and unsure: {other.run.label}, {size:.1f}{gib}"
+        """Say what `plan compile` would settle: whether `best` fits, and one that is faster; empty for nothing."""
+        text, other = "", self.faster(best)
+        if other is not None:
+            times, size = self.token_s(best) / self.token_s(other), other.best.peak_bytes / GIB
+            text = f"; {times:.2f} times as fast and unsure: {other.run.label}, {size:.1f}"
+            text += f" of {self.usable_bytes / GIB:.1f} GiB by formula"
+        return f"{text}; {SETTLES}" if text or best.verdict == UNSURE else ""
 
     def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:
         """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""
         best = self.winner
         ranking = ([best] if best else []) + [c for c in self.ranking if c is not best]
         near = [miss for miss in self._misses if miss[0] <= NEAR * self.usable_bytes]
+        if not near and not ranking and self.closest is not None:
+            near = [self.closest]
         missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.token_s)
         sections = {
             "the best of each mesh": best_per_mesh(ranking)[:top],

@@ -39,7 +39,7 @@ from ultrascale_jax.config import (
     require,
     with_changes,
 )
-from ultrascale_jax.plan.formulas.memory import fits_host
+from ultrascale_jax.plan.formulas.memory import fits_host, least_bytes
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
 
@@ -131,6 +131,8 @@ class Space:
     runs: list[Run] = field(default_factory=list)
     illegal: Counter[str] = field(default_factory=Counter)
     """Number of illegal combinations of the fields, by the field that is illegal."""
+    oversized: list[Run] = field(default_factory=list)
+    """One run for each mesh, ZeRO stage and schedule whose state alone is over the limit; the others are left out."""
 
 
 def drawback(run: Run) -> str:
@@ -145,38 +147,65 @@ def enumerate_runs(
     cluster: Cluster,
     choices: Choices,
     axes: Sequence[str] = AXES,
+    *,
+    limit_bytes: float = math.inf,
+    known: Collection[MeshConfig] = (),
 ) -> Space:
-    """Yield every legal way to train the global batch of `cfg`, or those among the choices, on `cluster`.
+    """List every legal way to train the global batch of `cfg`, or those among the choices, on `cluster`.
 
     Args:
       cfg: its mesh, ZeRO stage, micro-batches and recomputation do not matter.
       cluster: how many GPUs, and how many of them make a node.
       choices: what is pinned.
       axes: which others may be larger than 1.
+      limit_bytes: runs whose state alone needs more memory of a GPU are left out.
+      known: meshes that are left out.
     """
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
-    runs: list[Run] = []
-    illegal: Counter[str] = Counter()
+    space = Space()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was asked for
         for mesh in meshes(num_gpus, choices, axes):
             if mesh.tensor > cluster.gpus_per_node and not wide:
-                illegal["tensor group larger than a node"] += 1
-                continue
-            exchanges = _exchanges(cfg, cluster, mesh, choices)
-            contexts = _contexts(cfg, cluster, mesh, choices)
-            for work, schedule, moe, cp in itertools.product(
-                _work(cfg, mesh, choices), _schedules(cfg, mesh, choices), exchanges, contexts
-            ):
-                try:
-                    candidate = _candidate_config(cfg, mesh, work, schedule, moe=moe, cp=cp)
-                    run = Run.of(candidate, num_gpus)
-                    _require_parts(run, choices)
-                except UserError as error:
-                    illegal[str(error).partition("=")[0]] += 1
-                else:
-                    runs += _variants(run, cfg, cluster, choices)
-    return Space(runs=runs, illegal=illegal)
+                space.illegal["tensor group larger than a node"] += 1
+            elif mesh not in known:
+                _add_runs(space, cfg, cluster, mesh, choices, limit_bytes)
+    return space
+
+
+def _add_runs(
+    space: Space,
+    cfg: Config,
+    cluster: Cluster,
+    mesh: MeshConfig,
+    choices: Choices,
+    limit_bytes: float,
+) -> None:
+    """Add the runs on `mesh` to `space`."""
+    oversized: dict[Any, bool] = {}
+    for work, schedule, moe, cp in itertools.product(
+        _work(cfg, mesh, choices),
+        _schedules(cfg, mesh, choices),
+        _exchanges(cfg, cluster, mesh, choices),
+        _contexts(cfg, cluster, mesh, choices),
+    ):
+        stored = work["zero"], work["microbatches"] > 1, *schedule.values()
+        if oversized.get(stored):
+            continue
+        try:
+            candidate = _candidate_config(cfg, mesh, work, schedule, moe=moe, cp=cp)
+            run = Run.of(candidate, cluster.num_gpus)
+            _require_parts(run, choices)
+        except UserError as error:
+            space.illegal[str(error).partition("=")[0]] += 1
+            continue
+        if stored not in oversized:
+            oversized[stored] = least_bytes(run) > limit_bytes
+        variants = list(_variants(run, cfg, cluster, choices))
+        if oversized[stored]:
+            space.oversized.extend(variants[-1:])
+        else:
+            space.runs.extend(variants)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
@@ -218,6 +247,14 @@ def named_choices(cfg: Config, names: Collection[str], num_gpus: int) -> dict[st
     axes = AXES if "mesh" in names else [axis for axis in AXES if f"mesh.{axis}" in names]
     sizes = cfg.mesh.resolve(num_gpus).sizes if axes else {}
     return found | {axis: (sizes[axis],) for axis in axes}
+
+
+def with_smaller_moments(cfg: Config) -> Config | None:
+    """Return `cfg` with AdamW's moments in bfloat16, rounded stochastically; none where they are not in float32."""
+    if cfg.optim.name != "adamw" or cfg.optim.moment_dtype != "float32":
+        return None
+    optim = dataclasses.replace(cfg.optim, moment_dtype="bfloat16", stochastic_rounding=True)
+    return dataclasses.replace(cfg, optim=optim)
 
 
 def configured(cfg: Config, run: Run) -> Config:

@@ -172,7 +172,7 @@ function showSummary() {
   fillTable(byId("summary"), ["", "parameters", "memory of one GPU", "", ...SPEED.map(([name]) => name), "waits for links"], answers.map(({ state, memory, step, parameters }, n) => [
     `${n ? "kept: " : ""}${state.recipe} on ${whole(step.gpus)} x ${step.gpu}`, `${number(parameters / 1e9)} B`, `${gib(memory.peak_bytes)} GiB`, verdict(memory), ...SPEED.map(([, say]) => say(step)), waits(step),
   ]));
-  const { verdict: fit, hint, hint_bytes, peak_bytes } = answers[0].memory, words = hint.split(/\s+/), fits = fit === "fits";
+  const { verdict: fit, hints, peak_bytes } = answers[0].memory, { options: hint, peak_bytes: hint_bytes } = hints[0] ?? { options: "" }, words = hint.split(/\s+/), fits = fit === "fits";
   byId("hint").replaceChildren();
   if (!hint) byId("hint").textContent = fits ? "" : "On this mesh nothing is enough; let the search find another.";
   else if (!fits || hint_bytes > peak_bytes) {
