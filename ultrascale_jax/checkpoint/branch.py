@@ -1,4 +1,4 @@
-"""Branch off another run: with `checkpoint.branch_from` a new run goes on from that checkpoint.
+"""Branch off another run: with `checkpoint.branch_from` a new run continues from that checkpoint.
 
 So one stable phase has several decays (warmup-stable-decay, arXiv 2404.06395). The other run is only read.
 """
@@ -31,15 +31,15 @@ def branch_point(branch_from: str) -> Path | None:
     fix = "name a run directory on a disk; a run with that checkpoint.store fetches what it holds"
     require(not is_url(place), "checkpoint.branch_from", branch_from, fix)
     folder = folder_of(Path(place).resolve(), CHECKPOINTS, make=False)
-    known = found_by_process0(lambda: steps(folder))
-    step = max(known, default=0) if step is None else step
-    fix = f"there is no such checkpoint; the steps in {folder} are {known}"
-    require(step in known, "checkpoint.branch_from", branch_from, fix)
+    saved_steps = found_by_process0(lambda: steps(folder))
+    step = max(saved_steps, default=0) if step is None else step
+    fix = f"there is no such checkpoint; the steps in {folder} are {saved_steps}"
+    require(step in saved_steps, "checkpoint.branch_from", branch_from, fix)
     return folder / str(step)
 
 
 def bring_metrics(point: Path, run_dir: Path) -> None:
-    """Copy the metrics of the run that has the checkpoint `point`; the run that goes on drops what comes after."""
+    """Copy the metrics of the run that has the checkpoint `point`; the new run drops the rows after it."""
     rows = point.parent.parent / METRICS
     if jax.process_index() == 0 and rows.is_file():
         write_atomic(run_dir / METRICS, read_regular(rows))

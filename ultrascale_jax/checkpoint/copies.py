@@ -56,20 +56,20 @@ class Copies:
         self.url = self.remote.url
 
     def steps(self) -> list[int]:
-        """Return the steps that have a whole copy, oldest first."""
+        """Return the steps that have a complete copy, oldest first."""
         return _steps_with(COMPLETE, self.remote.files())
 
     def upload(self, place: Path, uploaded: Callable[[], None] = lambda: None) -> int:
-        """Make the copy of the checkpoint at `place`; return its size in bytes.
+        """Upload the checkpoint at `place`; return its size in bytes.
 
         `uploaded` is called before each file. Raises `RemoteRefused` where its folder is not a checkpoint's.
         """
         step, sizes = int(place.name), files(place)
         meta = read_regular(place / METADATA)
-        there = self._files(step)
-        if COMPLETE in there and self.remote.read(f"{step}/{METADATA}") == meta:
+        stored = self._files(step)
+        if COMPLETE in stored and self.remote.read(f"{step}/{METADATA}") == meta:
             return sum(sizes.values())
-        if there and METADATA not in there:
+        if stored and METADATA not in stored:
             raise RemoteRefused(
                 f"{self.url}/{step}: holds something else; choose another checkpoint.store"
             )
@@ -85,14 +85,14 @@ class Copies:
         return sum(sizes.values())
 
     def remove(self, step: int) -> None:
-        """Remove a copy, whole or not, so that it is none from the first moment on."""
+        """Remove a copy, complete or not; it stops counting as one at once."""
         self.forget(step)
         names = [f"{step}/{name}" for name in self._files(step) if name != METADATA]
         _on_threads(lambda name: self.remote.remove([name]), names)
         self.remote.remove([f"{step}/{METADATA}"])
 
     def forget(self, step: int) -> None:
-        """Make a folder no copy; its files go when the step is copied again, or with the old copies."""
+        """Mark a copy as incomplete; its files are deleted when the step is copied again, or with the old copies."""
         self.remote.remove([f"{step}/{COMPLETE}"])
 
     def remove_old(self, newest: int, keep: int | None) -> None:
@@ -106,15 +106,15 @@ class Copies:
     def sizes(self, step: int) -> dict[str, int]:
         """Return the files of a copy, and their sizes. Raises `Damaged` where other files are there."""
         content = self.remote.read(f"{step}/{COMPLETE}") or b""
-        there = self._files(step)
-        there.pop(COMPLETE, None)
+        stored = self._files(step)
+        stored.pop(COMPLETE, None)
         try:
             listed = json.loads(content)
         except ValueError:
             listed = None
-        if listed != there:
+        if listed != stored:
             raise Damaged("its files are not those that were copied, by names and sizes")
-        return there
+        return stored
 
     def fetch_metadata(self, step: int, folder: Path) -> Path:
         """Fetch the metadata of a copy into `FETCHING` in `folder`, the checkpoints of a run; return its place there.
@@ -150,7 +150,7 @@ class Copies:
         return config_from_dict(parse_json(content or b"", f"{self.url}/{CONFIG}:"))
 
     def fetch_beside(self, run_dir: Path, *, anew: bool = False) -> None:
-        """Write the small files of the run into `run_dir`, except those that are there unless `anew`."""
+        """Write the small files of the run into `run_dir`; `anew` overwrites files that exist."""
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in BESIDE:
             if anew or not (run_dir / name).exists():
@@ -160,12 +160,12 @@ class Copies:
 
     def _files(self, step: int) -> dict[str, int]:
         prefix = f"{step}/"
-        there = self.remote.files(str(step))
-        return {name.removeprefix(prefix): size for name, size in there.items()}
+        stored = self.remote.files(str(step))
+        return {name.removeprefix(prefix): size for name, size in stored.items()}
 
 
 class Uploads:
-    """The copies that one run makes of its checkpoints, in a thread of process 0."""
+    """Uploads copies of a run's checkpoints, in a thread of process 0."""
 
     def __init__(self, copies: Copies, cfg: Config, events: Events | None = None):
         self.failed_in_a_row = 0
@@ -209,7 +209,7 @@ class Uploads:
         return bool(self.pending) and time.monotonic() - self._moved >= stall_s
 
     def close(self) -> None:
-        """End the uploads soon; the next start makes those that are missing."""
+        """End the uploads soon; the next start uploads the missing copies."""
         self._closed = True
 
     def _run(self) -> None:
@@ -264,16 +264,18 @@ class Uploads:
 
 
 def fetch_run(url: str, run_dir: Path, step: int | None = None) -> None:
-    """Make `run_dir` a run with one checkpoint: the copy of `step`, or the newest, fetched anew unless it is there.
+    """Fill `run_dir` with one checkpoint: the copy of `step`, or the newest, fetched unless it is there.
 
     Raises `UserError` for a step without copy, `Damaged` where files are missing, or `RemoteError`.
     """
     copies, folder = Copies(url), folder_of(run_dir, CHECKPOINTS)
-    there = copies.steps()
+    copied_steps = copies.steps()
     fix = "holds no copy of a checkpoint; name a run's checkpoint.store"
-    require(bool(there), "url", copies.url, fix)
-    require(step in (None, *there), "step", step, f"{copies.url} holds the steps {there}")
-    step = there[-1] if step is None else step
+    require(bool(copied_steps), "url", copies.url, fix)
+    require(
+        step in (None, *copied_steps), "step", step, f"{copies.url} holds the steps {copied_steps}"
+    )
+    step = copied_steps[-1] if step is None else step
     copies.fetch_beside(run_dir, anew=True)
     place, target = copies.fetch_metadata(step, folder), folder / str(step)
     same = target.is_dir() and read_regular(target / METADATA) == read_regular(place / METADATA)
@@ -296,7 +298,7 @@ def announce_fetch(copies: Copies, folder: Path, step: int, sizes: dict[str, int
 
 
 def complete(place: Path) -> None:
-    """Give a fetched checkpoint its place among the others; one of that step is put aside."""
+    """Move a fetched checkpoint to its place; an old one of that step is renamed (`quarantine`)."""
     target = place.parents[1] / place.name
     if target.exists():
         quarantine(target)
@@ -306,7 +308,7 @@ def complete(place: Path) -> None:
 
 
 def run_on_disk(run: str, step: int | None = None) -> str:
-    """Return the run directory `run`; of a URL that in the cache of this host, with the checkpoint of `step`.
+    """Return the run directory `run`; for a URL the one in this host's cache, with the checkpoint of `step`.
 
     Raises as `fetch_run`.
     """
@@ -325,7 +327,7 @@ def _steps_with(file: str, names: Iterable[str]) -> list[int]:
 
 
 def _on_threads(do: Callable[[str], None], names: Iterable[str]) -> None:
-    """Call `do` with each name, in threads; the first error ends those that have not begun, and is raised."""
+    """Call `do` with each name, in threads; the first error cancels the calls that have not begun, and is raised."""
     with ThreadPoolExecutor(WORKERS) as pool:
         waiting = [pool.submit(do, name) for name in names]
         try:

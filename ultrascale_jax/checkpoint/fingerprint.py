@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-"""Unsigned integer type of elements of so many bytes; those of 8 are two."""
+"""Unsigned integer type by the bytes of an element; 8 bytes are two elements."""
 
 
 def is_supported(dtype: Any) -> bool:
@@ -30,7 +30,7 @@ def is_supported(dtype: Any) -> bool:
 def sums(x: jax.Array) -> jax.Array:
     """Return the two sums over `x`: uint32 `[2]`, replicated.
 
-    In a region that is manual over all axes they are those of this device's shard alone.
+    In a region that is manual over all axes they cover this device's shard alone.
 
     Args:
       x: an array of numbers or booleans with elements of 1, 2, 4 or 8 bytes, sharded in any way over a mesh of explicit

@@ -77,10 +77,10 @@ class Source:
         """Return the source with the step that is the newest now. Raises `UserError` for a run without it."""
         if self.huggingface:
             return self
-        found = steps(folder_of(self.folder.resolve(), CHECKPOINTS, make=False))
-        step = max(found, default=None) if self.step is None else self.step
-        fix = f"there is no such checkpoint; the steps are {found}"
-        require(step in found, "train.init_from", self.text, fix)
+        saved_steps = steps(folder_of(self.folder.resolve(), CHECKPOINTS, make=False))
+        step = max(saved_steps, default=None) if self.step is None else self.step
+        fix = f"there is no such checkpoint; the steps are {saved_steps}"
+        require(step in saved_steps, "train.init_from", self.text, fix)
         return dataclasses.replace(self, step=step)
 
 
@@ -101,11 +101,11 @@ def check_run_dir(cfg: Config) -> None:
         return
     sections = {field.name for field in dataclasses.fields(Config)}
     try:
-        known = read_json(run_dir / "config.json").keys() <= sections
+        is_run = read_json(run_dir / "config.json").keys() <= sections
     except UserError:
-        known = bool(steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False)))
+        is_run = bool(steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False)))
     fix = "holds a config.json that is no run's, over which the run would write; choose another --log.run-dir"
-    require(known, "log.run_dir", cfg.log.run_dir, fix)
+    require(is_run, "log.run_dir", cfg.log.run_dir, fix)
 
 
 def with_source(cfg: Config) -> Config:
@@ -145,8 +145,8 @@ def _begun(cfg: Config) -> Config | None:
     if saved is None:
         return None
     prefix = "hf:" if cfg.train.init_from.startswith("hf:") else ""
-    wanted = prefix + str(Path(cfg.train.init_from.removeprefix("hf:")).absolute())
-    same = wanted in (saved.train.init_from, re.sub(r"@\d+$", "", saved.train.init_from))
+    init_from = prefix + str(Path(cfg.train.init_from.removeprefix("hf:")).absolute())
+    same = init_from in (saved.train.init_from, re.sub(r"@\d+$", "", saved.train.init_from))
     return saved if same else None
 
 
@@ -154,8 +154,8 @@ def _saved_here(run_dir: Path) -> Config | None:
     """Return the saved configuration of a run that has checkpoints in `run_dir`."""
     if not (run_dir / "config.json").is_file() or is_huggingface(run_dir):
         return None
-    found = steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False))
-    return saved_config(run_dir) if found else None
+    saved_steps = steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False))
+    return saved_config(run_dir) if saved_steps else None
 
 
 def _saved_copy(cfg: Config) -> Config | None:
@@ -172,19 +172,19 @@ def _saved_copy(cfg: Config) -> Config | None:
 def files(source: Source) -> dict[str, bytes]:
     """Return, by name, the files of tokenizer and chat template, and `ORIGINAL`, which go into the new run."""
     read = inside if source.huggingface else lambda folder, name: folder / name
-    found = {name: read_regular(read(source.folder, name)) for name in travelling(source.folder)}
+    contents = {name: read_regular(read(source.folder, name)) for name in travelling(source.folder)}
     if source.huggingface:
-        return found | {ORIGINAL: inside(source.folder, "config.json").read_bytes()}
+        return contents | {ORIGINAL: inside(source.folder, "config.json").read_bytes()}
     if (source.folder / ORIGINAL).is_file():
-        found[ORIGINAL] = read_regular(source.folder / ORIGINAL)
+        contents[ORIGINAL] = read_regular(source.folder / ORIGINAL)
     named = Path(saved_config(source.folder).data.tokenizer)
     named = named / TOKENIZER if named.is_dir() else named
     if named.is_file():  # the run's own tokenizer, or the copy that it brought along
-        # Its settings and its template lie beside it.
-        model = {name: found[name] for name in (GENERATION, ORIGINAL) if name in found}
-        beside = {name: read_regular(named.with_name(name)) for name in travelling(named.parent)}
-        found = {**beside, **model, TOKENIZER: named.read_bytes()}
-    return found
+        # Its settings and its template are in the same folder.
+        model = {name: contents[name] for name in (GENERATION, ORIGINAL) if name in contents}
+        settings = {name: read_regular(named.with_name(name)) for name in travelling(named.parent)}
+        contents = {**settings, **model, TOKENIZER: named.read_bytes()}
+    return contents
 
 
 def bring_files(run_dir: Path, contents: Mapping[str, bytes]) -> None:

@@ -15,13 +15,13 @@ type Groups = dict[str, dict]
 
 
 def named(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays by their whole name, as `params/stacks/0/attn/w_q`."""
+    """Return arrays by their full name, as `params/stacks/0/attn/w_q`."""
     leaves = jax.tree_util.tree_flatten_with_path(groups)[0]
     return {name(keys): leaf for keys, leaf in leaves}
 
 
 def name(keys: tuple) -> str:
-    """Return the whole name of the array that these keys of nested dictionaries lead to."""
+    """Return the full name of the array at these keys of nested dictionaries."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 

@@ -72,14 +72,14 @@ def _params(
         pp=PipelineConfig(),
         train=dataclasses.replace(cfg.train, dpo=Dpo()),  # which refuses meshes that can score text
     )
-    wanted = (
+    template = (
         abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora.enabled else like
     )
-    shapes = flatten(checkpoint_layout_shapes(wanted))
+    shapes = flatten(checkpoint_layout_shapes(template))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
-    loaded = unflatten(groups[PARAMS], wanted)
-    params = from_checkpoint_layout(loaded, wanted)
-    params = restoring.cast(params, wanted)
+    loaded = unflatten(groups[PARAMS], template)
+    params = from_checkpoint_layout(loaded, template)
+    params = restoring.cast(params, template)
     return _merged(cfg, mesh, params, like) if cfg.train.lora.enabled and merge else (cfg, params)
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint of step n is the folder n, with the arrays of `params` and `train` (optimizer state and counters). The JSON
 in `_CHECKPOINT_METADATA` has the run's config, its place in the data, the library versions, and the fingerprint of each
-array. Orbax writes the checkpoint in the background; one rename makes it visible when it is complete. Any mesh restores
+array. Orbax writes the checkpoint in the background; one rename publishes it when it is complete. Any mesh restores
 it straight into its shardings: layers are stored in the order of the model, whatever the pipeline. Array names are
 attribute paths (`params/blocks/attn/w_q`), so they outlive a change of library.
 
@@ -79,7 +79,7 @@ class Checkpoints:
         *,
         stall_s: float = saving.STALL_S,
     ):
-        """Open the folder. With `checkpoint.resume=never` an earlier run's checkpoints are first moved aside.
+        """Open the folder. With `checkpoint.resume=never` an earlier run's checkpoints are first moved away.
 
         `before_save` may refuse a save, on all processes, by raising. Raises `UserError` if the folder cannot be
         written, or with `checkpoint.resume=must` is empty.
@@ -103,9 +103,9 @@ class Checkpoints:
         # A private part of Orbax; where another version has none, saves cost memory and work all the same.
         with contextlib.suppress(ImportError, AttributeError):
             saving.spare_memory()
-        there = bool(self._listed() or copied)  # refuses a link in the place of a step
+        has_checkpoint = bool(self._listed() or copied)  # refuses a link in the place of a step
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
-        require(cfg.checkpoint.resume != "must" or there, "checkpoint.resume", "must", fix)
+        require(cfg.checkpoint.resume != "must" or has_checkpoint, "checkpoint.resume", "must", fix)
 
     def _prepare(self) -> None:
         problem, lasting = None, False
@@ -147,7 +147,7 @@ class Checkpoints:
     def __exit__(self, kind: type | None, *_) -> None:
         """Wait for the save under way; report an error now, so that it hides no exception.
 
-        Copies are waited for unless there is one: the next start makes those that are missing.
+        Waits for the copies unless there is one: the next start uploads the missing copies.
         """
         problem = self._finish()
         if problem is not None:
@@ -170,7 +170,7 @@ class Checkpoints:
         """Write `state` as a checkpoint of `meta["data"]["step"]`, in the background unless `wait`.
 
         Afterwards the newest `checkpoint.keep` are left, or all if not `rotate`.
-        The next call reports a save that failed (a full disk, say); the run goes on until `MOST_FAILURES`
+        The next call reports a save that failed (a full disk, say); the run continues until `MOST_FAILURES`
         in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
         step = meta["data"]["step"]
@@ -236,7 +236,7 @@ class Checkpoints:
     def wait_for_copies(self, seconds: float = saving.TOLD_S) -> bool:
         """Wait at most so long until all copies are made; return whether they are.
 
-        Raises `SaveFailed` if the last one failed, or makes no progress.
+        Raises `SaveFailed` if the last save failed, or is stuck.
         """
         if self._uploads is None:
             return True
@@ -296,9 +296,9 @@ class Checkpoints:
     ) -> tuple[TrainState, int, list[str]] | None:
         """Return the newest state that restores, its step, and lines for the user; None if nothing was ever saved.
 
-        Where nothing was, `checkpoint.branch_from` may name another run's checkpoint, and its metrics come along. Newer
-        checkpoints that do not restore are put aside. Raises what `accept` raises, `NothingRestores` if there are
-        checkpoints and none restores, and `Unreadable`.
+        Without a checkpoint, `checkpoint.branch_from` may name another run's, whose metrics are copied too. Newer
+        checkpoints that do not restore are renamed (`quarantine`). Raises every error of `accept`, `NothingRestores`
+        if there are checkpoints and none restores, and `Unreadable`.
         """
         local, copied = self._listed(), self._copied()
         skipped: dict[int, str] = {}
@@ -420,7 +420,7 @@ class Checkpoints:
 
 
 def fits(abstract: TrainState, meta: dict) -> bool:
-    """Return whether the arrays that the metadata of a checkpoint lists are those of `abstract`."""
+    """Return whether the metadata of a checkpoint lists exactly the arrays of `abstract`."""
     return not restoring.misfits(restoring.entries(meta), _shapes(abstract, meta)[1])
 
 

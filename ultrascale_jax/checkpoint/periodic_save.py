@@ -15,7 +15,7 @@ class PeriodicSave(Hook):
     """
 
     def __init__(self, checkpoints: Checkpoints, fingerprint_at: Callable[[int], str]):
-        """`fingerprint_at` returns the fingerprint of what so many steps have read."""
+        """`fingerprint_at` returns the fingerprint of the data that this number of steps has read."""
         self._checkpoints, self._fingerprint_at = checkpoints, fingerprint_at
         self._late = self._skipped = False
 

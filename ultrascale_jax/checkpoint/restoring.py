@@ -60,7 +60,7 @@ def newest[Restored](
     restore: Callable[[int], Restored],
     skipped: Callable[[int, str], None],
 ) -> tuple[int, Restored] | None:
-    """Return the newest of `steps` (ascending) that `restore` restores, and what it returns; None if none does.
+    """Return the newest of `steps` (ascending) that `restore` restores, and its result; None if none does.
 
     `skipped` gets the step and the reason of each for which `restore` raises `Damaged`.
     """
@@ -145,8 +145,10 @@ def load(place: Path, meta: dict, shapes: Groups) -> Groups:
             raise Damaged(problem)
     marks = fingerprints(named(loaded))
     changed = [name for name, mark in marks.items() if mark != saved[name][2]]
-    more = f", nor are {len(changed) - 1} more" if len(changed) > 1 else ""
-    problem = f"array {changed[0]} is not what was saved (fingerprint){more}" if changed else None
+    others_text = f", nor are {len(changed) - 1} more" if len(changed) > 1 else ""
+    problem = (
+        f"array {changed[0]} is not what was saved (fingerprint){others_text}" if changed else None
+    )
     problem = agree(problem)
     if problem is not None:
         raise Damaged(problem)
@@ -173,22 +175,24 @@ def entries(meta: dict) -> dict[str, tuple]:
 
 def misfits(saved: Mapping[str, tuple], shapes: Groups) -> list[str]:
     """Return, one a line, the arrays that a checkpoint holds in another shape than `shapes`, or not at all."""
-    wanted = {name: tuple(s.shape) for name, s in named(shapes).items()}
-    there = {name: shape for name, (_, shape, _) in saved.items() if name.split("/")[0] in shapes}
+    expected = {name: tuple(s.shape) for name, s in named(shapes).items()}
+    saved_shapes = {
+        name: shape for name, (_, shape, _) in saved.items() if name.split("/")[0] in shapes
+    }
     return [
-        f"{name}: saved {there.get(name, 'nothing')}, now {wanted.get(name, 'nothing')}"
-        for name in sorted(there | wanted)
-        if there.get(name) != wanted.get(name)
+        f"{name}: saved {saved_shapes.get(name, 'nothing')}, now {expected.get(name, 'nothing')}"
+        for name in sorted(saved_shapes | expected)
+        if saved_shapes.get(name) != expected.get(name)
     ]
 
 
 def _check_form(saved: Mapping[str, tuple], shapes: Groups) -> None:
     changes = misfits(saved, shapes)
     if changes:
-        more = [f"and {len(changes) - 8} more"] if len(changes) > 8 else []
+        omitted = [f"and {len(changes) - 8} more"] if len(changes) > 8 else []
         raise UserError(
             "the checkpoint holds other arrays than this run has:\n  "
-            + "\n  ".join(changes[:8] + more)
+            + "\n  ".join(changes[:8] + omitted)
             + "\nno option makes them fit; put the model and the optimizer back, or choose another --log.run-dir"
         )
 

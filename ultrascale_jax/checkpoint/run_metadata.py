@@ -19,8 +19,8 @@ SAME = (
 )
 """Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
 
-The places of the data and the tokenizer may change, as long as the tokens in them do not, and `data.eval_source`. A
-later stage of the data or of the batch may change too: the fingerprint is of what was read, which stays the same.
+The paths of the data and the tokenizer may change, as long as their tokens do not, and so may `data.eval_source`. A
+later stage of the data or of the batch may change too: the fingerprint covers only the batches that were read.
 """
 
 FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.", "train.lowering")
@@ -75,13 +75,13 @@ def check_same_run(
     """Return the changes since the checkpoint at `place` that are allowed but worth a line.
 
     A checkpoint that has read no data (an import) takes any, if `tokenizer`, the fingerprint of the run's, is its own.
-    `fits` says whether the arrays of the checkpoint are those of `cfg`; the error offers only what can help.
+    `fits` says whether the checkpoint has the arrays of `cfg`; the error offers only fixes that can help.
 
     Raises `UserError` with every field that a resumed run must not change and `checkpoint.allow_change` does not name.
     """
-    before = config_from_dict(meta["config"])
-    saved, now, step = fields(before), fields(cfg), meta["data"]["step"]
-    same_batches = before.train.batches.until(step) == cfg.train.batches.until(step)
+    saved_cfg = config_from_dict(meta["config"])
+    saved, now, step = fields(saved_cfg), fields(cfg), meta["data"]["step"]
+    same_batches = saved_cfg.train.batches.until(step) == cfg.train.batches.until(step)
     allowed, old = cfg.checkpoint.allow_change, meta["data"]["fingerprint"]
     fresh, same_data = old.startswith(NO_DATA), old == fingerprint
     free = (*FREE, *DATA_ORDER) if fresh else FREE
@@ -96,8 +96,8 @@ def check_same_run(
         (refused if must_not else noted).append(change)
     if fresh and old not in (NO_DATA, NO_DATA + tokenizer):
         name, changed = "data.tokenizer", cfg.data.tokenizer
-        own = f"another than the checkpoint's; prepare-data --tokenizer {saved[name]} makes shards for it"
-        change = f"{name}: saved {saved[name]!r}, now {changed!r} ({own})"
+        reason = f"another than the checkpoint's; prepare-data --tokenizer {saved[name]} makes shards for it"
+        change = f"{name}: saved {saved[name]!r}, now {changed!r} ({reason})"
         (noted if name in allowed else refused).append(change)
     elif not (fresh or same_data):
         change = f"{DATA}: saved fingerprint {old}, now {fingerprint} (other tokens)"
@@ -178,8 +178,8 @@ def _tuples(value: object) -> object:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _unknown(field: str, known: list[str]) -> str:
-    """Return the fix for a field that is none of the `known` ones: the most similar one, if there is one."""
-    similar = difflib.get_close_matches(field, known, n=1)
+def _unknown(field: str, candidates: list[str]) -> str:
+    """Return the fix for an unknown field: the most similar one of `candidates`, if there is one."""
+    similar = difflib.get_close_matches(field, candidates, n=1)
     meant = f"did you mean {similar[0]}? Else " if similar else ""
     return f"is unknown to this version; {meant}use the version that saved it"

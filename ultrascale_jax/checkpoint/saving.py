@@ -27,7 +27,7 @@ TOLD_S = 60.0
 """Seconds between two messages about a save that the process waits for."""
 
 STALL_S = 1200.0
-"""Seconds that a save may take before training goes on without it; as long as Orbax waits for other processes."""
+"""Seconds that a save may take before training continues without it; as long as Orbax waits for other processes."""
 
 PROBE_S = 30.0
 """Seconds that the disk may take to answer a probe before a save begins."""
@@ -61,15 +61,15 @@ class Writing:
 
     def result(self, stall_s: float) -> str | None:
         """Wait until the save is over, or has taken `stall_s` seconds; return its error, or None."""
-        end, told = self._begun + stall_s, self._begun + TOLD_S
+        end, next_notice = self._begun + stall_s, self._begun + TOLD_S
         while self.alive:
             now = time.monotonic()
             if now >= end:
                 return f"{self.place} {STALLED} after {now - self._begun:.0f} s"
-            if now >= told:
-                told += TOLD_S
+            if now >= next_notice:
+                next_notice += TOLD_S
                 say(f"waiting for {self.place}: {now - self._begun:.0f} s so far")
-            self._thread.join(timeout=max(0.0, min(end, told) - now))
+            self._thread.join(timeout=max(0.0, min(end, next_notice) - now))
         return self._problem
 
     def _run(self) -> None:
@@ -168,8 +168,8 @@ def sweep(folder: Path) -> None:
 
 def _partial_saves(folder: Path, step: str = "*") -> list[Path]:
     """Return the folders of saves that Orbax has not committed, without links, which lead elsewhere."""
-    found = folder.glob(f"{step}{PARTIAL}*")
-    return [path for path in found if not path.is_symlink()]
+    partial_folders = folder.glob(f"{step}{PARTIAL}*")
+    return [path for path in partial_folders if not path.is_symlink()]
 
 
 def leave_in_time() -> None:

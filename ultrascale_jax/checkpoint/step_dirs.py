@@ -1,4 +1,4 @@
-"""List a run's checkpoints on disk, read their metadata, and put damaged ones aside."""
+"""List a run's checkpoints on disk, read their metadata, and rename damaged ones."""
 
 import errno
 import glob
@@ -26,7 +26,7 @@ PARTIAL = ".orbax-checkpoint-tmp"
 """End of the name of a save that Orbax has not completed."""
 
 STORE = "manifest.ocdbt"
-"""The file by which a reader finds the arrays of a group; Orbax writes it last, from those of all processes."""
+"""The index of the arrays of a group; Orbax writes it last, from the indices of all processes."""
 
 GROUPS = ("params", "train")
 """The groups of arrays of a run's checkpoint."""
@@ -42,10 +42,10 @@ class Damaged(UserError):
 
 
 def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
-    """Raise `UserError` for a folder in which Orbax cannot find again what it wrote or, without `writes`, cannot read.
+    """Raise `UserError` for a folder in which Orbax cannot find its own files or, without `writes`, cannot read.
 
-    TensorStore takes a backslash for a slash, and wants UTF-8. Orbax 0.12 collects the files of a save by a glob whose
-    pattern begins with the whole path (`merge_ocdbt_per_process_files`), and passes over a save where that finds none.
+    TensorStore reads a backslash as a slash, and needs UTF-8. Orbax 0.12 collects the files of a save by a glob whose
+    pattern begins with the full path (`merge_ocdbt_per_process_files`), and ignores a save where that finds none.
     """
     try:
         path = os.path.realpath(value)
@@ -90,14 +90,14 @@ def steps(folder: Path) -> list[int]:
 
     Raises `UserError` for a link in a checkpoint's place: it would let one be read from, or deleted, anywhere.
     """
-    found = []
+    complete_steps = []
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         name = entry.name
         fix = "is a symbolic link, not a checkpoint; remove it"
         require(not (name[:1].isdecimal() and entry.is_symlink()), "checkpoint", str(entry), fix)
         if is_step(name) and entry.is_dir():
-            found.append(int(name))
-    return sorted(found)
+            complete_steps.append(int(name))
+    return sorted(complete_steps)
 
 
 def is_step(name: str) -> bool:
@@ -121,7 +121,7 @@ def split_step(name: str, value: str, place: str) -> tuple[str, int | None]:
 
 
 def quarantined(folder: Path) -> list[str]:
-    """Return the names of the checkpoints that were put aside, as `40.corrupt`."""
+    """Return the names of the damaged checkpoints, as `40.corrupt`."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else ()
     return [entry.name for entry in entries if CORRUPT in entry.name]
 

@@ -68,7 +68,7 @@ def load_tree[Tree](folder: str | Path, like: Tree, *, step: int | None = None) 
     """Load a pytree that `save_tree` wrote, in the structure, shapes, types and shardings of `like`.
 
     Every process of a job calls it. Without `step` it loads the newest one that restores as it was saved, and names
-    those that do not; nothing is renamed or removed.
+    the newer ones; nothing is renamed or removed.
 
     Args:
       folder: the folder given to `save_tree`.
@@ -88,8 +88,8 @@ def load_tree[Tree](folder: str | Path, like: Tree, *, step: int | None = None) 
         saved = _metadata(place)
         number = {path: str(i) for i, path in enumerate(saved["paths"])}
         _check_paths(place, number.keys(), shapes.keys())
-        wanted = {number[path]: shape for path, shape in shapes.items()}
-        arrays = restoring.load(place, saved, {GROUP: wanted})[GROUP]
+        shapes_by_number = {number[path]: shape for path, shape in shapes.items()}
+        arrays = restoring.load(place, saved, {GROUP: shapes_by_number})[GROUP]
         leaves = [arrays[number[path]] for path in shapes]
         return restoring.cast(jax.tree.unflatten(jax.tree.structure(like), leaves), like)
 
@@ -143,8 +143,11 @@ def _has_type(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
-def _check_paths(place: Path, saved: Any, wanted: Any) -> None:
+def _check_paths(place: Path, saved: Any, expected: Any) -> None:
     """Raise unless the tree has the paths of `like`."""
-    for paths, fault in ((wanted - saved, "lacks"), (saved - wanted, "has, and `like` has not,")):
+    for paths, fault in (
+        (expected - saved, "lacks"),
+        (saved - expected, "has, and `like` has not,"),
+    ):
         shown = sorted(paths)[:5]
         require(not paths, "like", shown, f"{place} {fault} {len(paths)} such arrays")

@@ -1,4 +1,4 @@
-"""Figures as PNG files; they know nothing of what they show.
+"""Draw figures as PNG files, without knowledge of the planner or the trainer.
 
 A figure (`charts.py`, `streams.py`) is numbers that know their drawing; those of the pages are in docs/drawings.
 """

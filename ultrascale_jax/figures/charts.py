@@ -170,7 +170,7 @@ class Point:
     x: float
     y: float
     solid: bool = True
-    """False draws it hollow: the figure says what that means."""
+    """False draws it hollow; the figure explains the meaning."""
 
     def __post_init__(self):
         check_numbers(self.x, self.y)

@@ -14,7 +14,7 @@ from ultrascale_jax.figures.palette import STYLE
 
 @dataclass(frozen=True, kw_only=True)
 class Figure(ABC):
-    """Anything with a picture; a subclass says what kind."""
+    """A picture; a subclass chooses its kind."""
 
     name: str
     title: str
@@ -56,7 +56,7 @@ def version() -> str:
 def grid(
     canvas: Any, count: int, height: float, columns: int, share: Any = True, widths: Any = None
 ) -> list[Any]:
-    """Make `count` axes in rows of `columns`; `share` as matplotlib's sharey, `widths` relative, of a single row."""
+    """Create `count` axes in rows of `columns`; `share` is sharey of matplotlib, `widths` are relative (one row)."""
     columns = min(columns, count)
     rows = -(-count // columns)
     resize(canvas, 10.5 if count > 1 else 8, 0.6 + height * rows)
@@ -75,7 +75,7 @@ def resize(canvas: Any, width: float, height: float) -> None:
 
 
 def rows_of(ax: Any, names: Sequence[str], xlabel: str, *, lines: bool = True) -> None:
-    """Make a row for each name from the top down; `lines` along the x axis' ticks."""
+    """Draw a row for each name from the top down; `lines` along the ticks of the x axis."""
     ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=xlabel)
     ax.set_yticks(range(len(names)), names)
     ax.xaxis.set_major_formatter("{x:,g}")
@@ -88,8 +88,8 @@ def legend(canvas: Any, ax: Any, *, reverse: int = 0) -> None:
     """Draw the legend right of all panels; the first `reverse` entries from the top of the stack down."""
     handles, labels = ax.get_legend_handles_labels()
     order = [n for n, label in enumerate(labels) if hasattr(handles[n], "patches")]
-    rest = [n for n in range(len(labels)) if n not in order]
-    picked = [*(order[::-1] if reverse else order), *rest]
+    lines = [n for n in range(len(labels)) if n not in order]
+    picked = [*(order[::-1] if reverse else order), *lines]
     canvas.legend(
         [handles[n] for n in picked], [labels[n] for n in picked], loc="outside right upper"
     )
@@ -103,7 +103,7 @@ def check_numbers(*values: Any) -> None:
 
 
 def number(value: float) -> str:
-    """Format a number: three significant digits, thousands apart."""
+    """Format a number: three significant digits, thousands separated."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     size = abs(value)

@@ -11,7 +11,7 @@ MOST_GPUS = 4096
 """GPUs that a picture can show."""
 
 FEW_NODES = 16
-"""Up to so many nodes, panels stand side by side and squares bear numbers."""
+"""Up to this number of nodes, panels are side by side and squares have numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class AxisMap:
 
     title: str
     pieces: Sequence[int]
-    """Number of the piece that each GPU holds."""
+    """Number of the shard that each GPU holds."""
     group: Sequence[int]
     """GPUs that are outlined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshMap(Figure):
-    """Which GPU of which node holds which piece, axis by axis."""
+    """Which GPU of which node holds which shard, axis by axis."""
 
     axes: Sequence[AxisMap]
     per_node: int
@@ -56,7 +56,7 @@ class MeshMap(Figure):
 
 
 def _panel(ax: Any, axis: AxisMap, per_node: int, nodes: int, colour: str) -> None:
-    """Draw the GPUs of all nodes, those of a node in a column."""
+    """Draw the GPUs of all nodes, a column for each node."""
     from matplotlib.collections import PolyCollection
 
     count, partners = max(axis.pieces) + 1, set(axis.group)

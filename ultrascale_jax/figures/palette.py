@@ -5,12 +5,12 @@ from collections.abc import Sequence
 WHOLE = "all parts"
 """Name of the part of a bar that is not divided."""
 LOOP = "loop"
-"""Kind of an event that stands for many iterations, as `LOOP` of plan/compiled/timeline.py."""
+"""Kind of an event that represents many iterations, as `LOOP` of plan/compiled/timeline.py."""
 VARIABLE = ("activation", "exposed", "bubble", "transfer", "stall", "waiting")
-"""Words in the names of parts that a better configuration makes smaller: on top of a stack, in warm colours."""
+"""Words in the names of parts that a better configuration reduces: on top of a stack, in warm colours."""
 
-# Colours of Paul Tol's schemes "bright", "light" and "muted" (personal.sron.nl/~pault): colour-blind readers can tell
-# them apart.
+# Colours of Paul Tol's schemes "bright", "light" and "muted" (personal.sron.nl/~pault): colour-blind readers
+# distinguish them.
 COOL = ("#4477AA", "#66CCEE", "#44AA99", "#228833", "#99DDFF", "#BBCC33", "#BBBBBB", "#77AADD")
 WARM = ("#EE8866", "#AA3377", "#CCBB44", "#EE6677", "#FFAABB", "#999933", "#CC6677", "#DDCC77")
 OWN = {
@@ -29,7 +29,7 @@ OWN = {
     "activations: logits": "#FFAABB",
     WHOLE: "#888888",
 }
-"""Colours of parts that many figures show; the names are those of plan/formulas/memory.py."""
+"""Colours of parts that many figures show, by the names in plan/formulas/memory.py."""
 KINDS = {
     "gemm": "#4477AA",
     "attention": "#AA3377",
@@ -42,9 +42,9 @@ KINDS = {
     "collective-permute": "#44AA99",
     LOOP: "#CCCCCC",
 }
-"""Colours of operations; the names are those of plan/compiled/timeline.py."""
+"""Colours of operations, by the names in plan/compiled/timeline.py."""
 OPERATIONS = {"F": "#4477AA", "B": "#44AA99", "W": "#EE8866"}
-"""Colours of a pipeline's operations; the names are those of parallel/pipeline/schedules.py."""
+"""Colours of a pipeline's operations, by the names in parallel/pipeline/schedules.py."""
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE", "#888888")
 MARKERS = "osD^vPX"
 INK, PAPER = "#24292e", "#fefefe"
@@ -93,8 +93,8 @@ def colours(parts: Sequence[str]) -> dict[str, tuple[str, str]]:
 def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
     """Return the colour of every kind of operation of a timeline."""
     free = [c for c in dict.fromkeys((*SERIES, *WARM)) if c not in KINDS.values()]
-    others = [kind for kind in kinds if kind not in KINDS]
-    named = {kind: free[n % len(free)] for n, kind in enumerate(others)}
+    unnamed = [kind for kind in kinds if kind not in KINDS]
+    named = {kind: free[n % len(free)] for n, kind in enumerate(unnamed)}
     return {kind: KINDS.get(kind) or named[kind] for kind in kinds}
 
 

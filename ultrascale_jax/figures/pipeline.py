@@ -38,7 +38,7 @@ class Pipeline(Figure):
     chunks: int
     """Stages of a rank."""
     kinds: Mapping[str, str]
-    """Kinds of operation that it has, in words."""
+    """Names of the kinds of operation in the schedule."""
     unit: str
 
     @property

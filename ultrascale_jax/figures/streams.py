@@ -54,7 +54,7 @@ class Streams(Figure):
         return kind_colours(list(dict.fromkeys(every)))
 
     def paint(self, canvas: Any) -> None:
-        """Draw the whole step, and below it the part that is shown operation by operation."""
+        """Draw the full step, and below it the part that is shown operation by operation."""
         windows = [(0.0, self.step_s)] + ([self.detail] if self.detail else [])
         resize(canvas, 10.5, self.height)
         axes = canvas.subplots(len(windows), 1, squeeze=False).ravel()

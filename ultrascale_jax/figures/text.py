@@ -18,7 +18,7 @@ def line_chart(
     columns: dict[int, list[float]] = {}
     for x, y in zip(xs, ys, strict=True):
         columns.setdefault(round((x - xs[0]) / span * (width - 1)), []).append(y)
-    means = {column: sum(found) / len(found) for column, found in columns.items()}
+    means = {column: sum(values) / len(values) for column, values in columns.items()}
     low, high = min(means.values()), max(means.values())
     rows = [[" "] * width for _ in range(height)]
     for column, mean in means.items():

@@ -1,11 +1,11 @@
 """Compare copies that must be equal: each device fingerprints its own shards of the state.
 
-A device that computes or keeps wrong numbers makes no noise. But what is replicated (over dp, over the tensor group in
-vectors, everywhere in counters) is updated by each device for itself, from the same numbers to the same bits, so a copy
-that differs tells of a fault, and with three copies or more which device has it. State that ZeRO splits over all
+A device that computes or stores wrong numbers raises no error. But every device updates its own copy of replicated
+arrays (parameters over dp, vectors over the tensor group, counters everywhere), from the same numbers to the same bits.
+A copy that differs reveals a fault, and three copies or more also the faulty device. State that ZeRO shards over all
 devices has no copies, and is not covered.
 
-Nothing is gathered but 8 bytes of each array from each device.
+Each device contributes 8 bytes of each array; nothing else is gathered.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ from ultrascale_jax.train_step.state import TrainState
 
 
 class ReplicasDiffer(UserError):
-    """Copies of an array are not equal. The state is not saved; a run goes on from its newest checkpoint."""
+    """Copies of an array differ. The state is not saved; a run resumes from its newest checkpoint."""
 
     exit_code = CRASHED
 
@@ -88,13 +88,13 @@ class Replicas:
     def _pieces_of(self, leaf: jax.Array) -> np.ndarray:
         where = leaf.sharding.devices_indices_map(leaf.shape)
         holders: dict[tuple, int] = {}
-        found = []
+        pieces = []
         for number, device in enumerate(self._devices):
             bounds = [
                 part.indices(size) for part, size in zip(where[device], leaf.shape, strict=True)
             ]
-            found.append(holders.setdefault(tuple(bounds), number))
-        return np.array(found)
+            pieces.append(holders.setdefault(tuple(bounds), number))
+        return np.array(pieces)
 
     def _blame(self, values: np.ndarray, arrays: np.ndarray) -> tuple[dict[int, list[str]], bool]:
         """Return the arrays in which a device (by number) differs from most copies, and whether there always was such
@@ -103,10 +103,12 @@ class Replicas:
         for array in arrays.tolist():
             for piece in sorted(set(self._pieces[array].tolist())):
                 holders = np.flatnonzero(self._pieces[array] == piece).tolist()
-                (common, count), *others = Counter(values[array, holders].tolist()).most_common()
+                (common, count), *minorities = Counter(
+                    values[array, holders].tolist()
+                ).most_common()
                 majority = 2 * count > len(holders)
-                certain &= majority or not others
-                for device in holders if others else ():
+                certain &= majority or not minorities
+                for device in holders if minorities else ():
                     if not majority or values[array, device] != common:
                         wrong[device].append(self._names[array])
         return dict(wrong), certain

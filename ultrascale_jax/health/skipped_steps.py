@@ -76,21 +76,21 @@ class SkippedSteps(Hook):
         if not suspicious(row):
             return
         step, batches = row["step"], run.cfg.train.batches
-        found = {
+        skipped = {
             "step": step,
             "reason": reason(row),
             **{name: row[name] for name in ("loss", "grad_norm", "batch_hash")},
             "rows": [batches.before(step - 1), batches.before(step)],
         }
         if jax.process_index() == 0:
-            run.events.record("skipped", **found)
-        self._last.append(found)
+            run.events.record("skipped", **skipped)
+        self._last.append(skipped)
         self._in_a_row += 1
         if self._in_a_row >= MOST_IN_A_ROW:
             raise Diverged(self._end(run, step))
 
     def _end(self, run: Run, step: int) -> str:
-        """Write the batches down, and say what happened."""
+        """Record the skipped batches, and print the reason."""
         path = Path(run.cfg.log.run_dir) / FILE_NAME
         if jax.process_index() == 0:
             rows = [{**row, "places": self._loader.places(row["step"] - 1)} for row in self._last]

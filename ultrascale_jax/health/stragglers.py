@@ -1,9 +1,9 @@
-"""Find slow processes: compare the time that each spends on its own over all of them.
+"""Find stragglers: compare the host time of all processes.
 
-All processes of a step finish together, so the time of a step says nothing of who held it up. Processes differ in the
-time that each does not wait for its devices: for its batch, for its disk, for whatever else its host is busy with.
-While that is short it hides behind the devices' work; where one process has much more of it than the others, all wait
-for that one. A device that is slow itself is not seen here: every process waits the same for it.
+All processes finish a step together, so the time of a step does not show who delayed it. Host time does: the time that
+a process does not wait for its devices, but for its batch, its disk or anything else on its host. Short host time
+overlaps with the devices' work; a process with much more of it than the others delays them all. A slow device is not
+seen here: every process waits the same for it.
 """
 
 import socket
@@ -63,10 +63,10 @@ class StragglerCheck(Hook):
         if jax.process_index() != 0:
             return
         slow = stragglers([row["step_mean_s"] for row in rows], [row["own_mean_s"] for row in rows])
-        late = [rows[rank] for rank in slow]
+        slow_rows = [rows[rank] for rank in slow]
         rows.sort(key=lambda row: row["own_mean_s"], reverse=True)
         run.events.record("step_times", step=run.step, slowest=rows[:LISTED])
-        for row in late:
+        for row in slow_rows:
             run.events.record("straggler", step=run.step, **row)
             run.note(
                 f"straggler: rank {row['of']} on {row['of_host']} spends {row['own_mean_s']:.3f} s of a step of "
@@ -74,21 +74,25 @@ class StragglerCheck(Hook):
             )
 
 
-def stragglers(steps: list[float], own: list[float]) -> list[int]:
-    """Return the ranks whose `own` mean time holds the others up, given each one's mean time of a step."""
-    found = []
-    for rank, (step_s, own_s) in enumerate(zip(steps, own, strict=True)):
-        others = own[:rank] + own[rank + 1 :]
-        if others and own_s > OUTLIER * statistics.median(others) and own_s > SHARE * step_s:
-            found.append(rank)
-    return found
+def stragglers(steps: list[float], host_times: list[float]) -> list[int]:
+    """Return the ranks whose mean host time delays the others, given the mean times of steps and host by rank."""
+    ranks = []
+    for rank, (step_s, own_s) in enumerate(zip(steps, host_times, strict=True)):
+        other_times = host_times[:rank] + host_times[rank + 1 :]
+        if (
+            other_times
+            and own_s > OUTLIER * statistics.median(other_times)
+            and own_s > SHARE * step_s
+        ):
+            ranks.append(rank)
+    return ranks
 
 
-def summary(steps: list[float], own: list[float]) -> dict[str, float]:
-    """Return mean, p50 and p99 of both, in seconds, as `step_mean_s` and so on."""
+def summary(steps: list[float], host_times: list[float]) -> dict[str, float]:
+    """Return mean, p50 and p99 of both times in seconds, as `step_mean_s` and `own_p99_s`."""
     return {
         f"{name}_{kind}_s": float(value)
-        for name, times in (("step", steps), ("own", own))
+        for name, times in (("step", steps), ("own", host_times))
         for kind, value in (
             ("mean", np.mean(times)),
             *zip(("p50", "p99"), np.percentile(times, (50, 99)), strict=True),

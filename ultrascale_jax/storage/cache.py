@@ -1,6 +1,6 @@
 """Keep copies of objects on this host, in `$XDG_CACHE_HOME/ultrascale_jax` or `~/.cache/ultrascale_jax`.
 
-A file is there whole or not at all, and was verified before it got its name. Processes of one host fetch a file once.
+A file appears complete or not at all, and is verified before it gets its name. Processes of a host fetch a file once.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class NoCache(UserError, OSError):
 
 
 def cache_folder(*names: str) -> Path:
-    """Make and return the folder `names` of the cache. Raises `NoCache`."""
+    """Create and return the folder `names` of the cache. Raises `NoCache`."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(base).joinpath("ultrascale_jax", *names).absolute()
@@ -44,14 +44,14 @@ def name_of(content: str | bytes) -> str:
 
 
 def write_shared(path: Path, content: bytes) -> None:
-    """Write a small file whole, while other processes may write the same."""
+    """Write a small file atomically, while other processes may write the same one."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
     os.replace(file.name, path)
 
 
 def fetch(remote: Remote, name: str, path: Path, *, size: int, sha256: str) -> None:
-    """Make the file `path` of the object `name`, unless it is there with `size` bytes.
+    """Fetch the object `name` into the file `path`, unless that exists with `size` bytes.
 
     Raises `UserError` where the object is not of `size` bytes and `sha256`, and `RemoteError`.
     """
@@ -84,16 +84,18 @@ def _is_there(path: Path, size: int) -> bool:
 
 
 def _fault(path: Path, size: int, sha256: str) -> str:
-    """Return in words how a file is not of this size and digest; empty if it is."""
-    if (found := path.stat().st_size) != size:
-        return f"has {found} bytes, not {size}"
+    """Return how a file differs from this size and digest; empty if it does not."""
+    if (actual_size := path.stat().st_size) != size:
+        return f"has {actual_size} bytes, not {size}"
     with open(path, "rb") as file:
         same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
     return "" if same else "has other bytes than its index says (SHA-256)"
 
 
-def require_room(folder: Path, needed: int, what: str, fix: str) -> None:
+def require_room(folder: Path, needed: int, purpose: str, fix: str) -> None:
     """Raise `UserError` where the disk of `folder` has no `needed` bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(f"{what} needs {size(needed)}, but {folder} has {size(free)} free; {fix}")
+        raise UserError(
+            f"{purpose} needs {size(needed)}, but {folder} has {size(free)} free; {fix}"
+        )

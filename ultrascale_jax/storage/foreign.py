@@ -22,7 +22,7 @@ ENCODINGS = {
 
 
 def read_foreign(path: Path, *, name: str = "path", most: int = MOST_BYTES) -> bytes:
-    """Read a whole regular file of at most `most` bytes; `name` is the field that an error names.
+    """Read a regular file of at most `most` bytes; `name` is the field that an error names.
 
     Raises `UserError` if it is missing, not regular, larger, or cannot be read.
     """
@@ -47,7 +47,7 @@ def encoding_of(head: bytes) -> str | None:
 def utf8(content: bytes) -> str:
     """Decode UTF-8, without the byte-order mark that Windows writes.
 
-    Raises `UserError` that says which encoding it is, as words that follow the name of the file.
+    Raises `UserError` that names the encoding; its text follows the name of the file.
     """
     other = encoding_of(content)
     try:
@@ -61,8 +61,8 @@ def utf8(content: bytes) -> str:
     raise UserError(f"is not UTF-8 text; convert it, as by {command}")
 
 
-def parse_json(content: bytes | str, what: str, pairs: Pairs | None = None) -> Any:
-    """Parse JSON, with or without a byte-order mark; an error begins with `what`. `pairs` makes the objects.
+def parse_json(content: bytes | str, source: str, pairs: Pairs | None = None) -> Any:
+    """Parse JSON, with or without a byte-order mark; an error begins with `source`. `pairs` builds the objects.
 
     Raises `UserError` where the text is not UTF-8 or not JSON, is nested too deeply for Python, or holds an integer of
     more digits than Python reads.
@@ -70,15 +70,15 @@ def parse_json(content: bytes | str, what: str, pairs: Pairs | None = None) -> A
     try:
         text = utf8(content) if isinstance(content, bytes) else content.removeprefix("\ufeff")
     except UserError as error:
-        raise UserError(f"{what} is not JSON ({error})") from None
+        raise UserError(f"{source} is not JSON ({error})") from None
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except UserError as error:
-        raise UserError(f"{what} {error}") from None
+        raise UserError(f"{source} {error}") from None
     except (ValueError, RecursionError) as error:
         # Python's message about too many digits also says how a programmer would allow them.
         words = str(error).partition("; use sys.")[0]
-        raise UserError(f"{what} is not JSON ({words})") from None
+        raise UserError(f"{source} is not JSON ({words})") from None
 
 
 def read_json(
@@ -88,7 +88,7 @@ def read_json(
     most: int = MOST_BYTES,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Read the object in a JSON file; as `read_foreign` and `parse_json`. `tell` gets each key that stands twice.
+    """Read the object in a JSON file; as `read_foreign` and `parse_json`. `tell` gets each repeated key.
 
     Raises `UserError` also for a key that has two values.
     """

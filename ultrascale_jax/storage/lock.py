@@ -50,14 +50,14 @@ class StoreLock:
     def __enter__(self) -> "StoreLock":
         """Take the lock. Raises `UserError` that names the holder, if there is one, and `RemoteError`."""
         # Read first: a server that knows no conditions would overwrite the lock of a job that lives.
-        while (found := self._remote.read(NAME)) is not None or not self._create():
-            if found is None:
+        while (content := self._remote.read(NAME)) is not None or not self._create():
+            if content is None:
                 continue
-            self._wait_for_death(found)
+            self._wait_for_death(content)
             self._write()
             time.sleep(min(SETTLE_S, self._stale_s))
             if self.held:  # unless another job took it over in the same moment
-                self.note = f"took over {self.path} from {_holder(found)}"
+                self.note = f"took over {self.path} from {_holder(content)}"
                 break
         self._thread.start()
         return self
@@ -70,10 +70,10 @@ class StoreLock:
     def held(self) -> bool:
         """Return whether the lock is still this process's, as far as it can be read now."""
         try:
-            found = self._remote.read(NAME)
+            content = self._remote.read(NAME)
         except OSError:
             return True
-        return found is not None and _parse(found).get("token") in (self._token, None)
+        return content is not None and _parse(content).get("token") in (self._token, None)
 
     def _text(self) -> bytes:
         values = {
@@ -92,18 +92,18 @@ class StoreLock:
     def _write(self) -> None:
         self._remote.write(NAME, self._text())
 
-    def _wait_for_death(self, found: bytes) -> None:
+    def _wait_for_death(self, content: bytes) -> None:
         """Return once the holder that `found` names counts as gone. Raises `UserError` if it is alive."""
-        if _parse(found).get("folder") == _identity(self._run_dir):
+        if _parse(content).get("folder") == _identity(self._run_dir):
             return
-        say(f"waiting up to {self._stale_s:g} s to see if {_holder(found)} is alive")
+        say(f"waiting up to {self._stale_s:g} s to see if {_holder(content)} is alive")
         until = time.monotonic() + self._stale_s
         while time.monotonic() < until:
             time.sleep(min(1.0, self._stale_s / 4))
             now = self._remote.read(NAME)
             if now is None:
                 return
-            if now != found:
+            if now != content:
                 raise refusal(
                     f"{self._remote.url} is in use by {_holder(now)}; stop that job, or choose another "
                     "checkpoint.store"

@@ -1,7 +1,7 @@
 """Reach object storage by URL, `s3://BUCKET/PATH` or `gs://BUCKET/PATH`, and read datasets of Hugging Face.
 
 fsspec does the work, with s3fs for S3 and servers of its protocol, and gcsfs for Google's storage. Both promise that an
-object appears whole or not at all and that a reader sees the newest one; neither can rename a folder.
+object appears complete or not at all and that a reader sees the newest one; neither can rename a folder.
 huggingface_hub brings `hf://datasets/OWNER/NAME[@REVISION]/PATH`, which is read alone.
 """
 
@@ -36,7 +36,7 @@ DENIED = (401, 403)
 
 
 class RemoteError(UserError, OSError):
-    """Object storage did not do what it was asked; a restart may help."""
+    """A request to object storage failed; a restart may help."""
 
     exit_code = CRASHED
 
@@ -115,17 +115,18 @@ class Remote:
         return f"{self._root}/{name}"
 
     def files(self, below: str = "") -> dict[str, int]:
-        """Return names below the folder, as `a/b`, or of those in its folder `below`, and their sizes in bytes.
+        """Return the names below the folder, as `a/b`, or below its folder `below`, and their sizes in bytes.
 
         Raises `RemoteRefused` for a name that leads out of a folder on a disk.
         """
         try:
             with asking(self.url):
-                found = self._fs.find(self._path(below).rstrip("/"), detail=True)
+                entries = self._fs.find(self._path(below).rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
         sizes = {
-            path.removeprefix(self._root).lstrip("/"): info["size"] for path, info in found.items()
+            path.removeprefix(self._root).lstrip("/"): info["size"]
+            for path, info in entries.items()
         }
         for name in sizes:
             if not set(name.split("/")).isdisjoint({"", ".", ".."}) or "\0" in name:
@@ -226,7 +227,7 @@ class RemoteFile:
         return SimpleNamespace(st_size=self.size)
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """Open the object for reading, block by block; an error raised by a read is turned by `asking`."""
+        """Open the object for reading, block by block; `asking` converts the error of a read."""
         with asking(self.url):
             filesystem, path = open_filesystem(self.url)
             return filesystem.open(path, mode)
@@ -247,13 +248,13 @@ def matching(pattern: str) -> list[RemoteFile]:
             begins = filter(path.startswith, map(str, (whole, *folders)))
             existing = next(filter(filesystem.exists, begins), "")
             literal = glob.escape(existing) + path.removeprefix(existing)
-            found = filesystem.glob(literal, detail=True)
+            entries = filesystem.glob(literal, detail=True)
     except FileNotFoundError:
         return []
     named = [part for part in whole.parts if part.startswith(".")]
     files = (
         (name, info)
-        for name, info in found.items()
+        for name, info in entries.items()
         if info["type"] == "file" and not _is_hidden(name, named)
     )
     return sorted(
