@@ -21,5 +21,5 @@ if __name__ == "__main__":
     sys.addaudithook(note)
     folder = Path(sys.argv[1 + int(os.environ["JAX_PROCESS_ID"])])
     with distributed.guarded():
-        open_shards(folder, 256, "bytes", together=True)
+        open_shards(folder, 256, "bytes", share_checks=True)
     print("checked", *sorted(opened))

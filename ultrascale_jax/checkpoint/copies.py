@@ -35,7 +35,7 @@ from ultrascale_jax.units import size
 
 CONFIG = "config.json"
 
-BESIDE = (CONFIG, METRICS, ORIGINAL, *TRAVELLING)
+SMALL_FILES = (CONFIG, METRICS, ORIGINAL, *TRAVELLING)
 """Files of the run directory that are copied with every checkpoint."""
 
 MOST_BYTES = 1 << 32
@@ -152,7 +152,7 @@ class Copies:
     def fetch_beside(self, run_dir: Path, *, anew: bool = False) -> None:
         """Write the small files of the run into `run_dir`; `anew` overwrites files that exist."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in BESIDE:
+        for name in SMALL_FILES:
             if anew or not (run_dir / name).exists():
                 content = self.remote.read(name, MOST_BYTES)
                 if content is not None:
@@ -255,7 +255,7 @@ class Uploads:
     def _write_beside(self) -> None:
         """Write the small files of the run directory, with the tokenizer of the data."""
         run_dir, tokenizer = Path(self._cfg.log.run_dir), Path(self._cfg.data.tokenizer)
-        paths = {name: run_dir / name for name in BESIDE if (run_dir / name).is_file()}
+        paths = {name: run_dir / name for name in SMALL_FILES if (run_dir / name).is_file()}
         if TOKENIZER not in paths and tokenizer.is_file():
             paths[TOKENIZER] = tokenizer
         for name, path in paths.items():

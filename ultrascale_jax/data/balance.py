@@ -13,8 +13,8 @@ def attention_work(lengths: Sequence[int]) -> int:
 def deal_rows(work: np.ndarray, shards: int, microbatches: int) -> np.ndarray:
     """Return the row for each place of a batch whose rows are split over `shards` devices, one after another.
 
-    Rows with similar work make one micro-batch, since its devices wait for each other; of a micro-batch each round of
-    `shards` rows is dealt in the opposite direction of the one before. Micro-batch m is every M-th row of a device.
+    Rows with similar work form a micro-batch, since its devices wait for each other; each round of `shards` rows of a
+    micro-batch is dealt in the opposite direction of the previous round. Micro-batch m is every M-th row of a device.
     Rows with equal work stay where they are.
 
     Args:

@@ -1,7 +1,7 @@
 """Conversations as text by the tokenizer's own chat template, and the parts of it that are answers.
 
 A rendered conversation has BEGIN and END, which no text may hold, around every answer of the assistant with the token
-that ends its turn. Where the template says what it generates (`{% generation %}`), that is the answer. Elsewhere an
+that ends its turn. Where the template marks its answers (`{% generation %}`), the marks are used. Elsewhere an
 answer begins where the template's prompt for it ends. Special tokens are the template's alone: in a message their names
 are text, and have QUOTE in them.
 """
@@ -33,18 +33,18 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode's noncharacters, for use inside a program."""
 
 TEMPLATE = "chat_template.jinja"
-"""File beside `tokenizer.json` that may hold the template; it wins over `CONFIG`, as in `transformers`."""
+"""File next to `tokenizer.json` that may hold the template; it takes precedence over `CONFIG`, as in `transformers`."""
 
 
 TOOL_USE = "tool_use"
 """Name of the template for conversations with tools, where a folder has several, as in `transformers`."""
 
 MORE_TEMPLATES = "additional_chat_templates"
-"""Folder of the templates beside `TEMPLATE`, by name."""
+"""Folder of additional templates, by name."""
 
 
 def read_templates(path: Path) -> tuple[dict[str, str], Path]:
-    """Return the chat templates beside the `tokenizer.json` at `path`, by name, and the file that has them.
+    """Return the chat templates of the `tokenizer.json` at `path`, by name, and the file that has them.
 
     A single one is `default`. Raises `UserError` for a file that is not UTF-8.
     """
@@ -67,18 +67,18 @@ def _read_text(path: Path) -> str:
 
 
 def has_template(path: Path) -> bool:
-    """Return whether a chat template lies beside the `tokenizer.json` at `path`."""
+    """Return whether the `tokenizer.json` at `path` has a chat template."""
     return bool(read_templates(path)[0])
 
 
 class ChatTemplate:
-    """The chat template beside a `tokenizer.json`, rendered as `transformers` does.
+    """The chat template of a `tokenizer.json`, rendered as `transformers` does.
 
     Without a `date` a template has no `strftime_now`: the same input gives the same shards on any day.
     """
 
     def __init__(self, path: Path, tokenizer: JsonTokenizer, date: datetime | None = None):
-        """`path`: the `tokenizer.json`, which `tokenizer` has read; `date`: the time that a template is told."""
+        """`path`: the `tokenizer.json`, which `tokenizer` has read; `date`: the time that `strftime_now` returns."""
         sources, self.file = read_templates(path)
         fix = f"has no chat template; put {TEMPLATE} beside it, or `chat_template` into {CONFIG}"
         require(bool(sources), "tokenizer", str(path), fix)
@@ -115,13 +115,15 @@ class ChatTemplate:
     def render(self, row: Any, first: int = 0) -> str:
         """Return the conversation of a row (`data.conversations`), with its tools if any, and marks around its answers.
 
-        Answers before message `first` have no marks. Raises `UserError` with words that follow the row's place.
+        Answers before message `first` have no marks. Raises `UserError`, whose text follows the row's place.
         """
-        given, tools = messages_of(row), tools_of(row)
-        first += len(given) - len(turns_of(row))  # the row's system text is a message of the prompt
-        if not any(turn["role"] == "assistant" for turn in given[first:]):
+        row_messages, tools = messages_of(row), tools_of(row)
+        first += len(row_messages) - len(
+            turns_of(row)
+        )  # the row's system text is a message of the prompt
+        if not any(turn["role"] == "assistant" for turn in row_messages[first:]):
             raise UserError("has no assistant turn, so no answer to learn; leave it out")
-        messages = self._fitting(given, tools)
+        messages = self._fitting(row_messages, tools)
         if {BEGIN, END, QUOTE} & set(
             json.dumps([messages, tools], ensure_ascii=False, default=str)
         ):
@@ -141,18 +143,18 @@ class ChatTemplate:
         return marked + whole[done:]
 
     def prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return these messages and what the template writes before the next answer."""
+        """Return these messages, and the template's prompt for the next answer."""
         text = self._text(list(messages), None, add_generation_prompt=True)
         return text.replace(BEGIN, "").replace(END, "")
 
     def end_of_turn(self) -> str | None:
-        """Return the token beside the model's own vocabulary that ends an answer, if there is one."""
+        """Return the added token that ends an answer, if there is one."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         text = self._text(messages, None).replace(BEGIN, "").replace(END, "").rstrip()
         return next((token for token in self._added if text.endswith(token)), None)
 
     def _fitting(self, messages: list, tools: Any) -> list:
-        """Return the messages in the first form whose parts and calls the template writes, each whole.
+        """Return the messages in the first form whose parts and calls the template writes in full.
 
         A list of parts that the template takes for text, a call that it leaves out, and arguments that it encodes
         once more are not found in its text as they are.
@@ -177,7 +179,7 @@ class ChatTemplate:
         raise UserError(f"has {lost}, which {self.file} does not write as it is; {fix}")
 
     def _answer(self, whole: str, done: int, messages: list, i: int, tools: Any) -> tuple[int, int]:
-        """Find message `i` in `whole` from `done` on, with its end-of-turn token but no white space after that."""
+        """Find message `i` in `whole` from `done` on, with its end-of-turn token but not the white space after it."""
         try:
             prompt = self._text(messages[:i], tools, add_generation_prompt=True)
         except UserError:
@@ -237,7 +239,7 @@ def encode_conversations(
         for part, text, (ids, offsets) in zip(parts, plain, encoded, strict=True):
             borders = np.cumsum([len(piece) for piece in part])
             passed = np.searchsorted(borders, offsets[:, 0], side="right")
-            counted = passed % 2 == 1  # every second piece is an answer
+            counted = passed % 2 == 1  # every second part is an answer
             # White space before an answer, where a tokenizer trims it, is an empty span at the answer's beginning.
             counted &= offsets[:, 1] > borders[passed - 1]
             ends = offsets[ids == tokenizer.eos, 1]

@@ -27,7 +27,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning; templates read the first two, so that both are filled, as in `transformers`."""
 
 PROBE = "\ufdd6"
-"""Begins and ends what stands for a text in a probe: a noncharacter, which Python's `repr` and JSON in JSON escape."""
+"""Delimits the placeholder of a text in a probe: a noncharacter, which Python's `repr` and JSON in JSON escape."""
 
 Message = dict[str, Any]
 
@@ -40,14 +40,14 @@ def kind_of_row(row: Any) -> Literal["chat", "preferences"] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a row of Arrow without the keys that are null: those that the row lacks and another one has."""
+    """Return a row of Arrow without the keys that are null: Arrow adds every key that another row has."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def turns_of(row: Any) -> list[Message]:
-    """Return the turns of the conversation in a row as they stand there; none if it holds no conversation."""
+    """Return the turns of the conversation in a row, unchanged; none if it holds no conversation."""
     columns = map(row.get, COLUMNS) if isinstance(row, dict) else ()
     turns: Any = next(filter(None, columns), None)
     if isinstance(turns, str):
@@ -63,7 +63,7 @@ def is_messages(value: Any) -> TypeGuard[list[Message]]:
 def messages_of(row: Any) -> list[Message]:
     """Return the messages of a row, each with a role and with content or calls.
 
-    A `system` text of the row becomes the first message. Raises `UserError` with words that follow the row's place.
+    A `system` text of the row becomes the first message. Raises `UserError`, whose text follows the row's place.
     """
     turns = turns_of(row)
     if not turns:
@@ -91,7 +91,7 @@ def tools_of(row: Any) -> list[dict[str, Any]] | None:
 
 
 def forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the forms in which templates may want the messages, first as they are.
+    """Yield the forms of the messages that templates may expect, first the messages unchanged.
 
     The arguments of calls are objects or JSON text. An answer of calls alone has no `content`, an empty or a null one.
     Raises `UserError` before the second form of arguments, which are objects, where one is none.
@@ -107,10 +107,10 @@ def forms(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def probe(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
-    """Replace each text that a template may lose by one that is found again: in content of parts, and in calls.
+    """Replace each text that a template may drop, in content of parts and in calls, by a unique placeholder.
 
     Returns:
-        The messages; and for each text that must stand in what the template writes, words about its place.
+        The messages; and for each placeholder that the template must write, a description of its place.
     """
     texts: dict[str, str] = {}
 
@@ -163,7 +163,7 @@ def _message(turn: Message, where: str) -> Message:
             fix = "give a `name`, and `arguments`, an object or its JSON text, {} if there are none"
             raise UserError(f"has {where} with the call {_shown(call)}; {fix}")
     content = message.get("content")
-    if is_messages(content):  # parts, whose null keys are those of parts of other types
+    if is_messages(content):  # Arrow adds the keys of other types of part, as null
         message = {**message, "content": [_present(part) for part in content]}
     if not (isinstance(content, str) or _holds_text(content) or (content is None and calls)):
         fix = "which is no text; give text, or leave the row out"
@@ -191,10 +191,10 @@ def _listed_calls(value: Any) -> list[Any]:
 def _from_sharegpt(turn: Message, where: str) -> Message:
     """Return a turn of ShareGPT as a message; a `function_call` is JSON text, of one call or a list of them."""
     source = turn["from"]
-    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    extra_keys = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if not isinstance(source, str) or source not in ROLES:
         raise UserError(f"has {where} from={source!r}, which is none of {', '.join(ROLES)}")
-    message = {**others, "role": ROLES[source]}
+    message = {**extra_keys, "role": ROLES[source]}
     if source == "function_call":
         calls = _parsed(turn.get("value"), "value")
         calls = calls if isinstance(calls, list) else [calls]
@@ -220,12 +220,12 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _described(call: dict[str, Any]) -> str:
-    """Return words about a call."""
+    """Return a description of a call."""
     return f"a call of {call['name']!r} and arguments={_shown(call['arguments'])}"
 
 
 def _with_calls(message: Message, calls: list[dict[str, Any]]) -> Message:
-    """Return the message with these functions in place of those that it calls."""
+    """Return the message with these functions as its calls."""
     calls = list(calls)
     if "function_call" in message:
         message = {**message, "function_call": calls.pop()}

@@ -50,7 +50,7 @@ class TokenFile:
     size: int
     """Number of tokens, or bytes."""
     digests: np.ndarray | None = None
-    """uint8 [chunks, 16] that the file must have; none where it was verified as a whole."""
+    """uint8 [chunks, 16] that the file must have; none where the file was verified before."""
     fetch: Callable[[], None] | None = None
     """Puts the file there unless it is; none where it must be."""
 
@@ -63,14 +63,13 @@ class TokenFile:
         """The tokens of `span`.
 
         Raises:
-            UserError: the file was altered, or cut short since it was opened; to read on would end the process without
-                a word.
+            UserError: the file was altered, or truncated since it was opened, where reading on would raise SIGBUS.
         """
         if self.fetch is not None:
             self.fetch()
-        size, wanted = os.stat(self.path).st_size, self.size * self.dtype.itemsize
-        fix = f"has {size} bytes, not {wanted}: truncated under the run; write it anew"
-        require(size >= wanted, "data.source", str(self.path), fix)
+        size, least_size = os.stat(self.path).st_size, self.size * self.dtype.itemsize
+        fix = f"has {size} bytes, not {least_size}: truncated under the run; write it anew"
+        require(size >= least_size, "data.source", str(self.path), fix)
         values = _map(self)
         if self.digests is not None:
             self._verify(values.view("u1"), span)
@@ -93,7 +92,7 @@ class TokenFile:
 
 @lru_cache(MOST_MAPS)
 def _map(file: TokenFile) -> np.ndarray:
-    # As a plain array, whose slices cost a tenth of those of its own class.
+    # Slices of a plain array cost a tenth of slices of a memmap.
     return np.memmap(file.path, file.dtype, mode="r", shape=(file.size,)).view(np.ndarray)
 
 
@@ -160,7 +159,7 @@ class Corpus:
         return np.concatenate([part["hash"] for part in self.documents])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` (exclusive), which must lie in one document; raises as `TokenFile`."""
+        """Tokens `start` to `stop` (exclusive) of one document; raises as `TokenFile`."""
         shard, first = self._place(start)
         return self.tokens[shard][first : first + stop - start]
 
@@ -177,7 +176,7 @@ class Corpus:
         return self.names[shard], first
 
     def read_ahead(self, shards: np.ndarray) -> None:
-        """Begin to fetch the files of `shards` in the background; whoever reads one that cannot be fetched is told."""
+        """Begin to fetch the files of `shards` in the background; reading a file that cannot be fetched raises."""
         if (fetch := self.fetch) is None:
             return
         kinds = ("documents", "tokens", "answers") if self.answers else ("documents", "tokens")
@@ -189,7 +188,7 @@ class Corpus:
                         fetch(int(number), kind)
 
         for first in range(min(FETCHERS, len(shards))):
-            # A daemon: a run that ends does not wait for what it no longer needs.
+            # A daemon: a run that ends does not wait for fetches.
             threading.Thread(target=get, args=(shards[first::FETCHERS],), daemon=True).start()
 
     def _place(self, token: int) -> tuple[int, int]:
@@ -213,7 +212,7 @@ def block_bounds(documents: np.ndarray) -> np.ndarray:
 
 
 class _Files[Item]:
-    """One item for each shard, made when it is asked for; the last few are kept."""
+    """One item for each shard, created on first use; the last few are kept."""
 
     def __init__(self, count: int, make: Callable[[int], Item], kept: int = 0):
         self._count, self._make = count, lru_cache(kept)(make) if kept else make
@@ -233,74 +232,92 @@ def open_shards(
     vocab_size: int,
     tokenizer: str,
     *,
-    together: bool = False,
+    share_checks: bool = False,
     fetch: Fetch | None = None,
 ) -> Corpus:
-    """Check the index of a folder of token shards, and every byte of a small one; files are mapped on first use.
+    """Check the index of a folder of token shards, and every byte of a small corpus; map files on first use.
 
-    The files of a larger one, or of one that is fetched, are verified as they are read: `TokenFile`.
+    Files of a larger corpus, or files to fetch, are verified as they are read: `TokenFile`.
 
     Args:
-        folder: what `prepare_data` wrote.
+        folder: a folder that `prepare_data` wrote.
         vocab_size: tokens must be below it.
         tokenizer: fingerprint of the tokenizer that must have made them.
-        together: every process of the job opens it now, so those that see the same files each check a part of them; a
-            fault is then raised on one of them alone.
+        share_checks: every process of the job opens the folder now. Processes that see the same files divide the
+            checks; then only one of them raises a fault.
         fetch: called before a file is read that is not in the folder.
 
     Raises:
         ValueError: names the file at fault: missing, truncated, altered, tokens outside the vocabulary, made with
-            another tokenizer than the one whose fingerprint is given, or not finished.
+            another tokenizer than the one of this fingerprint, or not finished.
     """
     index = load_index(folder)
-    if not (index.complete and index.shards.size):
-        raise UserError("index.json says that prepare_data has not finished")
-    if index.tokenizer != tokenizer:
-        has_file = (folder / "tokenizer.json").is_file()
-        fix = f"set data.tokenizer={folder / 'tokenizer.json' if has_file else index.tokenizer}"
-        if has_file and isinstance(index.settings, dict):
-            fix += f" and data.special_tokens={index.settings.get('special_tokens')}"
-        raise UserError(
-            f"index.json says that another tokenizer than data.tokenizer made the shards; {fix}"
-        )
+    _check_index(folder, index, tokenizer)
     shards = index.shards
     small = index.pairs or is_small(shards.size, int(shards["documents"].sum()))
     is_verified = small and fetch is None
     if is_verified:
-        _verify(folder, index, vocab_size, together)
+        _verify(folder, index, vocab_size, share_checks)
+    opener = _Opener(folder, index, fetch, is_verified)
     digest = hashlib.sha256(repr([tokenizer, index.dtype, index.table_sha256]).encode())
-
-    def documents(number: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        if fetch is not None:
-            fetch(number, "documents")
-        return read_documents(folder, index, number)
-
-    def files(kind: str, dtype: np.dtype) -> "_Files[TokenFile]":
-        def make(number: int) -> TokenFile:
-            size, _ = index.files(number)[kind]
-            digests = None if is_verified else documents(number)[1][kind].copy()
-            path = folder / f"{shard_name(number)}.{kind}"
-            get = None if fetch is None else partial(fetch, number, kind)
-            return TokenFile(path, dtype, size // dtype.itemsize, digests, get)
-
-        return _Files(shards.size, make, RECENT_SHARDS)
-
     return Corpus(
-        tokens=files("tokens", index.token_dtype),
-        documents=_Files(shards.size, lambda number: documents(number)[0]),
+        tokens=opener.files("tokens", index.token_dtype),
+        documents=_Files(shards.size, lambda number: opener.documents(number)[0]),
         sizes=np.array(shards["tokens"]),
         counts=np.array(shards["documents"]),
         fingerprint=digest.hexdigest(),
         names=_Files(shards.size, lambda number: f"{shard_name(number)}.tokens"),
-        answers=files("answers", np.dtype("u1")) if index.answers else (),
+        answers=opener.files("answers", np.dtype("u1")) if index.answers else (),
         pairs=index.pairs,
         below=shards["below"],
         fetch=fetch,
     )
 
 
-def _verify(folder: Path, index: Index, vocab_size: int, together: bool) -> None:
-    part, parts = _part(folder, index) if together else (0, 1)
+def _check_index(folder: Path, index: Index, tokenizer: str) -> None:
+    """Raise `UserError` unless the shards are complete, and of the tokenizer with this fingerprint."""
+    if not (index.complete and index.shards.size):
+        raise UserError("index.json says that prepare_data has not finished")
+    if index.tokenizer == tokenizer:
+        return
+    has_file = (folder / "tokenizer.json").is_file()
+    fix = f"set data.tokenizer={folder / 'tokenizer.json' if has_file else index.tokenizer}"
+    if has_file and isinstance(index.settings, dict):
+        fix += f" and data.special_tokens={index.settings.get('special_tokens')}"
+    raise UserError(
+        f"index.json says that another tokenizer than data.tokenizer made the shards; {fix}"
+    )
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """Opens the files of a folder's shards, by the number of the shard."""
+
+    folder: Path
+    index: Index
+    fetch: Fetch | None
+    is_verified: bool
+
+    def documents(self, number: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the documents of a shard, and the digests of its files."""
+        if self.fetch is not None:
+            self.fetch(number, "documents")
+        return read_documents(self.folder, self.index, number)
+
+    def file(self, kind: str, dtype: np.dtype, number: int) -> TokenFile:
+        size, _ = self.index.files(number)[kind]
+        digests = None if self.is_verified else self.documents(number)[1][kind].copy()
+        path = self.folder / f"{shard_name(number)}.{kind}"
+        fetch = None if self.fetch is None else partial(self.fetch, number, kind)
+        return TokenFile(path, dtype, size // dtype.itemsize, digests, fetch)
+
+    def files(self, kind: str, dtype: np.dtype) -> "_Files[TokenFile]":
+        make = partial(self.file, kind, dtype)
+        return _Files(self.index.shards.size, make, RECENT_SHARDS)
+
+
+def _verify(folder: Path, index: Index, vocab_size: int, share_checks: bool) -> None:
+    part, parts = _part(folder, index) if share_checks else (0, 1)
     numbers = range(part, index.shards.size, parts)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         for fault in pool.map(lambda number: index.fault(folder, number, vocab_size), numbers):
@@ -309,9 +326,9 @@ def _verify(folder: Path, index: Index, vocab_size: int, together: bool) -> None
 
 
 def _part(folder: Path, index: Index) -> tuple[int, int]:
-    """Return this process's index, and the number of processes, among those that see the very same files.
+    """Return this process's index among the processes that see the very same files, and their number.
 
-    Hosts that share a disk see the same inodes; hosts with a copy each do not, and check their own.
+    Hosts that share a disk see the same inodes; a host with its own copy checks all of it.
     """
     # Here, as `prepare_data` needs no JAX.
     import jax
@@ -322,9 +339,9 @@ def _part(folder: Path, index: Index) -> tuple[int, int]:
     names = [f"{shard_name(number)}.{kind}" for number in numbers for kind in index.files(number)]
     stats = [(folder / name).stat() for name in names if (folder / name).is_file()]
     seen = [(stat.st_ino, stat.st_mtime_ns) for stat in stats]
-    own = hashlib.sha256(repr(seen).encode()).hexdigest()
-    everyone = gather(own)
-    return everyone[: jax.process_index()].count(own), everyone.count(own)
+    digest = hashlib.sha256(repr(seen).encode()).hexdigest()
+    everyone = gather(digest)
+    return everyone[: jax.process_index()].count(digest), everyone.count(digest)
 
 
 def in_memory(tokens: np.ndarray, documents: np.ndarray, fingerprint: str, name: str) -> Corpus:

@@ -120,35 +120,37 @@ def _open(path: File, begin: str) -> IO[bytes]:
 
 def _compression(path: File, head: bytes) -> str | None:
     """The compression that the first bytes tell, or the suffix where they are not text."""
-    known = format_of(head)
-    if known is not None:
-        return known.name if known.name in (GZIP, ZSTD) else None
+    file_format = format_of(head)
+    if file_format is not None:
+        return file_format.name if file_format.name in (GZIP, ZSTD) else None
     try:
         head.decode()
     except UnicodeDecodeError as error:
-        if error.end < len(head):  # else a character that goes on behind these bytes
+        if error.end < len(head):  # else a character that these bytes cut
             return COMPRESSED.get(path.suffix.lower())
     return None
 
 
-def _refuse(known: Format | None, begin: str) -> None:
+def _refuse(file_format: Format | None, begin: str) -> None:
     """Raise `UserError` that begins with `begin` for a format that has a name."""
-    if known is not None:
-        raise UserError(f"{begin} {known.name}, which is not read as it is; {known.fix}")
+    if file_format is not None:
+        raise UserError(
+            f"{begin} {file_format.name}, which is not read as it is; {file_format.fix}"
+        )
 
 
-def import_arrow(path: File, what: str) -> Any:
+def import_arrow(path: File, purpose: str) -> Any:
     """Import pyarrow with its Parquet reader; `UserError` with the extra to install."""
     try:
         import pyarrow.parquet
     except ImportError as error:
-        fix = f"{what} needs pyarrow; pip install 'ultrascale_jax[data]'"
+        fix = f"{purpose} needs pyarrow; pip install 'ultrascale_jax[data]'"
         raise UserError(f"{begin_of(path)} {fix}") from error
     return pyarrow
 
 
 def read_text(path: File, field: str) -> Iterator[tuple[str, int]]:
-    """The whole file as one document, and the bytes read so far."""
+    """The file as one document, and the bytes read so far."""
     if table := TABLES.get(kind_of(path)):
         _refuse(Format(table, ROWS), f"{begin_of(path)} is")
     yield whole_text(path, field, begin_of(path))
@@ -259,12 +261,12 @@ def read_parquet_rows(path: File, field: str | None = None) -> Iterator[tuple[in
     """The number of every row, its columns, or `field` of text alone, and about how many bytes were read so far."""
     pyarrow = import_arrow(path, "Parquet")
     size, number, begin = path.stat().st_size, 0, begin_of(path)
-    # With `pre_buffer`, its default, it would keep the bytes of the whole file.
+    # With `pre_buffer`, its default, it would keep all bytes of the file.
     bounded = {"pre_buffer": False, "buffer_size": CHUNK_BYTES}
     with _open(path, begin) as raw:
-        known = format_of(raw.read(HEAD_BYTES))
-        if known is not None and known.name != PARQUET:
-            _refuse(known, f"{begin} is")
+        file_format = format_of(raw.read(HEAD_BYTES))
+        if file_format is not None and file_format.name != PARQUET:
+            _refuse(file_format, f"{begin} is")
         raw.seek(0)
         try:
             with pyarrow.parquet.ParquetFile(raw, **bounded) as file:

@@ -24,11 +24,11 @@ def matching_files(pattern: str, option: str, prefix: str = "") -> list[Path]:
     require(not is_path or path.is_file(), option, f"{prefix}{pattern}", fix)
     escaped = Path(glob.escape(str(existing)), path.relative_to(existing))
     files: dict[Path, Path] = {}
-    for found in sorted(_expanded(escaped, option)):
+    for match in sorted(_expanded(escaped, option)):
         fix = "is a link to a file that is not there; fetch the file, or remove the link"
-        require(found.exists() or not found.is_symlink(), option, str(found), fix)
-        if found.is_file():
-            files.setdefault(found.resolve(), found)
+        require(match.exists() or not match.is_symlink(), option, str(match), fix)
+        if match.is_file():
+            files.setdefault(match.resolve(), match)
     return list(files.values())
 
 
@@ -42,13 +42,13 @@ def _expanded(pattern: Path, option: str) -> Iterator[Path]:
         raise UserError(f"{option}={error.filename!r}: cannot be read ({error.strerror})")
 
     place = pattern.parts.index("**")
-    before, after = Path(*pattern.parts[:place]), pattern.parts[place + 1 :] or ("*",)
+    prefix, suffix = Path(*pattern.parts[:place]), pattern.parts[place + 1 :] or ("*",)
     entered: set[str] = set()
-    for top in sorted(glob.glob(str(before))):
+    for top in sorted(glob.glob(str(prefix))):
         for folder, below, _ in os.walk(top, onerror=refuse, followlinks=True):
             below[:] = sorted(name for name in below if not name.startswith("."))
             if (real := os.path.realpath(folder)) in entered:
                 below.clear()
                 continue
             entered.add(real)
-            yield from _expanded(Path(glob.escape(folder), *after), option)
+            yield from _expanded(Path(glob.escape(folder), *suffix), option)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ultrascale_jax.storage.foreign import encoding_of
 
 HEAD_BYTES = 512
-"""First bytes of a file that tell its format; the mark of a tar archive stands at 257."""
+"""First bytes of a file that tell its format; the mark of a tar archive is at byte 257."""
 
 
 class Format(NamedTuple):
@@ -55,7 +55,10 @@ def format_of(head: bytes) -> Format | None:
     """Return the format of a file that begins with these bytes; None for UTF-8 text and for one that is not known."""
     if other := encoding_of(head):
         return Format(f"{other} text", f"convert it by iconv -f {other} -t UTF-8")
-    return next((known for known, mark in MARKS.items() if re.match(mark, head, re.DOTALL)), None)
+    return next(
+        (file_format for file_format, mark in MARKS.items() if re.match(mark, head, re.DOTALL)),
+        None,
+    )
 
 
 def form_of_line(line: bytes) -> Format | None:

@@ -46,16 +46,16 @@ class Split:
 
     def chosen(self, hashes: np.ndarray) -> np.ndarray:
         """Return int64 indices of the documents of this side, given uint64 [documents]."""
-        held = np.isin(hashes, self.hashes)
+        is_held_out = np.isin(hashes, self.hashes)
         if self.level is not None:
-            held |= hashes < hash_limit(LEVELS[self.level])
-        return np.flatnonzero(held if self.is_held_out else ~held)
+            is_held_out |= hashes < hash_limit(LEVELS[self.level])
+        return np.flatnonzero(is_held_out if self.is_held_out else ~is_held_out)
 
     def sizes(self, corpus: Corpus) -> np.ndarray:
         """Return int64 [shards], the tokens of this side in each shard of a large corpus."""
         assert corpus.below is not None and not self.hashes.size
-        held = 0 * corpus.sizes if self.level is None else corpus.below[:, self.level]
-        return held if self.is_held_out else corpus.sizes - held
+        held_out = 0 * corpus.sizes if self.level is None else corpus.below[:, self.level]
+        return held_out if self.is_held_out else corpus.sizes - held_out
 
 
 ALL = Split()
@@ -83,7 +83,7 @@ class HeldOut:
     def split(self, corpus: Corpus, name: str, *, is_held_out: bool) -> Split:
         """Return one side of `corpus`, of which a later stage of `data.source` may have more than the first.
 
-        A large corpus beside small ones that decide leaves out the documents up to the next of `LEVELS`.
+        Where small corpora decide, a large one leaves out the documents up to the next of `LEVELS`.
         """
         if corpus.is_small or not self._hashes.size:
             return Split(is_held_out, self._hashes, self._level)

@@ -65,13 +65,13 @@ class Loader:
     does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
     segments count documents from 1, positions start at 0 in each, and the last token of a document
     has no target; without it the row is one stream. Where `cp` splits a row every array is handed
-    out in the order that the strategy of `context` wants (`sequence_order`); hashes and fingerprint
+    out in the order of the strategy of `context` (`sequence_order`); hashes and fingerprint
     are of the natural order. `make_loader(cfg)` takes all of it from a `Config`.
 
     Args:
         data: source, tokenizer and packing.
         vocab_size: ids must be below it.
-        global_batch: rows of one step (B), over all processes; or those of each step.
+        global_batch: rows of one step (B), over all processes; or `Batches`, the rows of each step.
         seed: sets the order of the training split; the held-out split always has the same.
         split: `train`, or `eval` for the held-out documents.
         sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
@@ -79,10 +79,10 @@ class Loader:
         context: strategy of attention over these ranks.
         microbatches: micro-batches of a step of the largest size, whose devices get rows with similar work.
         steps: steps of the run, of which a stage of `data.source` may begin at a share.
-        together: every process of the job makes this loader now, so they share the checking: see `open_shards`.
+        together: every process of the job creates this loader now, so they share the checks: see `open_shards`.
 
     Raises:
-        ValueError: a source is missing, damaged or outside the vocabulary, or has no whole row to
+        ValueError: a source is missing, damaged or outside the vocabulary, or has no full row to
             train on; or `cp` ranks cannot share a row.
     """
 
@@ -117,7 +117,7 @@ class Loader:
         self._cp, self._context = cp, context
         self._order = sequence_order(data.seq_len, cp, context) if context and cp > 1 else None
         self._microbatches, self._together = microbatches, together
-        self.sources = sources or open_sources(data, vocab_size, together=together)
+        self.sources = sources or open_sources(data, vocab_size, share_checks=together)
         self.tokenizer = self.sources.tokenizer
         stages = parse_stages("data.source", data.source) if split == "train" else ()
         self.begins: tuple[int, ...] = begins("data.source", data.source, stages, steps)
@@ -138,7 +138,7 @@ class Loader:
 
     @functools.cached_property
     def max_documents(self) -> int:
-        """The most documents that a row has a piece of; of a large corpus (`Corpus.is_small`), of its first rows."""
+        """The most documents in a row; for a large corpus (`Corpus.is_small`), in its first rows."""
         return max((part.max_documents for part in self._samples.values()), default=0)
 
     def held_out(self) -> "Loader":
@@ -188,37 +188,39 @@ class Loader:
         return self.fingerprint_at(LARGEST)
 
     def fingerprint_at(self, step: int) -> str:
-        """Return the `fingerprint` of what the first `step` steps have read: later stages do not change it."""
+        """Return the `fingerprint` of the data that the first `step` steps read: later stages do not change it."""
         weights = self.sources.mixture.weights
         last = max(sum(begin < step for begin in self.begins), 1)
-        known = self.sources.mixture.known_by(last - 1)
+        num_sources = self.sources.mixture.known_by(last - 1)
         content: dict[str, Any] = {
-            "sources": [corpus.fingerprint for corpus in self.sources.corpora[:known]],
-            "weights": weights[0][:known],
+            "sources": [corpus.fingerprint for corpus in self.sources.corpora[:num_sources]],
+            "weights": weights[0][:num_sources],
             "tokenizer": self.tokenizer.fingerprint,
             "packing": [self.data.seq_len, self.data.document_mask, self.data.held_out_fraction],
         }
         if last > 1:
             later = zip(self.begins[1:last], weights[1:last], strict=True)
-            content["stages"] = [(begin, stage[:known]) for begin, stage in later]
+            content["stages"] = [(begin, stage[:num_sources]) for begin, stage in later]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     def describe(self, steps: int) -> list[str]:
         """Return a line for each stage of a run of `steps` steps: each source's sequences, and how often it repeats."""
         if self._mixed is None:
             return []
-        lines = []
+        lines, mixture = [], self.sources.mixture
         ends = [*self.begins[1:], steps]
         for number, (begin, end) in enumerate(zip(self.begins, ends, strict=True), start=1):
             stage = f"stage {number}, " if len(ends) > 1 else ""
             if begin >= steps:
                 lines.append(f"data: {stage}after step {begin}: not reached in {steps} steps")
                 continue
-            first, last = (self.batches.before(step) for step in (begin, min(end, steps)))
-            before, after = self._mixed.counts(first), self._mixed.counts(last)
+            borders = (self.batches.before(step) for step in (begin, min(end, steps)))
+            counts = map(self._mixed.counts, borders)  # by source, before and after the stage
             parts = [
-                f"{self.sources.mixture.names[i]} {after[i] - before[i]:,} sequences ({self._epochs(i, after[i])})"
-                for i, weight in enumerate(self.sources.mixture.weights[number - 1])
+                f"{name} {done - begun:,} sequences ({self._epochs(i, done)})"
+                for i, (name, weight, begun, done) in enumerate(
+                    zip(mixture.names, mixture.weights[number - 1], *counts, strict=True)
+                )
                 if weight
             ]
             lines.append(f"data: {stage}steps {begin + 1} to {min(end, steps)}: {', '.join(parts)}")
@@ -236,7 +238,7 @@ class Loader:
         return self._ordered(self._load(step, range(self.batches.at(step))[rows]))
 
     def batch_hash(self, step: int) -> str:
-        """Hash rows, tokens and targets of the whole global batch; every mesh gives the same hash."""
+        """Hash rows, tokens and targets of the global batch; every mesh gives the same hash."""
         return batch_hash(self._load(step, range(self.batches.at(step))))
 
     def places(self, step: int, rows: Sequence[int] | None = None) -> list[list[Place]]:
@@ -361,7 +363,7 @@ class Loader:
         return ("train", self.seed) if self.split == "train" else ("eval",)
 
     def _split_samples(self) -> dict[int, Samples]:
-        """Return, by the number of the source, the samples of every source that has a whole row in this split.
+        """Return, by the number of the source, the samples of every source that fills a row in this split.
 
         The sources of the first stage decide which documents are held out, and their held-out documents are the split
         `eval`: a stage that is added or changed later neither moves a document nor makes evaluations differ.
@@ -446,7 +448,7 @@ class Loader:
 
 
 def batch_hash(batch: Batch) -> str:
-    """Return 32 hexadecimal digits that hash the rows, tokens and targets of a whole batch in natural order."""
+    """Return 32 hexadecimal digits that hash the rows, tokens and targets of a global batch in natural order."""
     return _hash_text(_add_rows(row_digests(np.arange(batch["tokens"].shape[0]), batch)))
 
 

@@ -2,7 +2,7 @@
 
     tokens:web@0.9,tokens:code@0.1; 0.8: tokens:web@0.5,tokens:math@0.5
 
-A source has one order of samples for the full run. A later stage goes on in it where the one before stopped, so no
+A source has one order of samples for the full run. A later stage continues it where the previous one stopped, so no
 sample comes twice before its source is exhausted. A stage's samples depend on it and on those before it alone.
 """
 
@@ -22,7 +22,7 @@ WEIGHT = re.compile(r"@([-+.\w]+)$")
 """The end of a source with a weight."""
 
 KIND = "(?:python-stdlib|synthetic|text:|tokens:|hf:)"
-"""Regular expression of the beginning of a source, or of what is taken for one."""
+"""Regular expression of the beginning of a source, or of a text that looks like one."""
 
 NEXT = re.compile(rf",\s*(?={KIND})")
 """Border of two sources; another comma is a part of a path."""
@@ -44,11 +44,11 @@ class Mixture:
     def parse(cls, source: str) -> "Mixture":
         """Read `data.source`; raises `UserError` for a text of another form."""
         stages = [_numbered(parse_mixture(s.text)) for s in parse_stages("data.source", source)]
-        sources = list(dict.fromkeys(known for stage in stages for known in stage))
+        sources = list(dict.fromkeys(key for stage in stages for key in stage))
         weights = []
         for stage in stages:
             total = sum(stage.values())
-            weights.append(tuple(stage.get(known, 0.0) / total for known in sources))
+            weights.append(tuple(stage.get(key, 0.0) / total for key in sources))
         return cls(tuple(name for name, _ in sources), tuple(weights))
 
     def known_by(self, stage: int) -> int:
@@ -63,14 +63,14 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
     for part in NEXT.split(source):
         name, weight = _weighted(part.strip(), source)
         kind, _, argument = name.partition(":")
-        known = name in ("python-stdlib", "synthetic") or (
+        is_source = name in ("python-stdlib", "synthetic") or (
             kind in ("text", "tokens") and bool(argument)
         )
         command = "ultrascale prepare-data --input 'hf://datasets/OWNER/NAME/*.parquet' --out DIR"
         fix = f"a run reads token shards; make them: {command}, then tokens:DIR"
         require(not name.startswith("hf:"), "data.source", source, fix)
         require(LOST_STAGE.search(name) is None, "data.source", source, FORM)
-        require(known, "data.source", source, f"{name!r} is no source; write {KINDS}")
+        require(is_source, "data.source", source, f"{name!r} is no source; write {KINDS}")
         fix = f"the weight of {name!r} must be a positive number"
         require(weight > 0 and math.isfinite(weight), "data.source", source, fix)
         mixture.append((name, weight))
@@ -78,7 +78,7 @@ def parse_mixture(source: str) -> list[tuple[str, float]]:
 
 
 def _weighted(part: str, source: str) -> tuple[str, float]:
-    """Return the name and the weight of one source; what exists by its whole text is that name.
+    """Return the name and the weight of one source; a file whose name is the full text has no weight.
 
     Raises `UserError` where the name without the weight exists too.
     """
@@ -149,9 +149,9 @@ class StagedSamples:
     def place(self, number: int) -> tuple[int, int]:
         """Return source and sample of a sequence."""
         stage = self._stage(number)
-        before, after = self._counts(stage, number), self._counts(stage, number + 1)
-        source = next(i for i in range(len(before)) if after[i] != before[i])
-        return source, before[source]
+        counts, next_counts = self._counts(stage, number), self._counts(stage, number + 1)
+        source = next(i for i in range(len(counts)) if next_counts[i] != counts[i])
+        return source, counts[source]
 
     def counts(self, number: int) -> tuple[int, ...]:
         """Return how many of the first `number` sequences each source gives."""
@@ -162,20 +162,22 @@ class StagedSamples:
 
     def _counts(self, stage: int, number: int) -> tuple[int, ...]:
         """As `counts`, where `number` is in the stage or at its end."""
-        own = interleaved(self._proportions[stage], number - self._begins[stage])
-        return tuple(used + count for used, count in zip(self._used[stage], own, strict=True))
+        stage_counts = interleaved(self._proportions[stage], number - self._begins[stage])
+        return tuple(
+            used + count for used, count in zip(self._used[stage], stage_counts, strict=True)
+        )
 
 
 def interleaved(proportions: Sequence[int], number: int) -> list[int]:
     """Return how many of the first `number` elements each source gives where sources are interleaved evenly.
 
-    One more element is one more of one source. The rule is that of Grain's `MapDataset.mix`, which does not tell it.
+    One more element is one more of one source. Grain's `MapDataset.mix` has the same rule, and does not report it.
     """
     counts, left, remaining = [], number, sum(proportions)
     for proportion in proportions:
-        rest = left * (remaining - proportion) // max(remaining, 1)
-        counts.append(left - rest)
-        left, remaining = rest, remaining - proportion
+        remaining_elements = left * (remaining - proportion) // max(remaining, 1)
+        counts.append(left - remaining_elements)
+        left, remaining = remaining_elements, remaining - proportion
     return counts
 
 

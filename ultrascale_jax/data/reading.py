@@ -24,7 +24,7 @@ ROWS = {**dict.fromkeys(JSON_LINES, read_rows), ".parquet": read_parquet_rows}
 
 
 def find_kind(paths: Sequence[File], field: str) -> tuple[str, str]:
-    """Return the option for the input's first row, if that has no text, and words about it; empty for text."""
+    """Return the option that the input's first row needs, and a description of the row; empty for text."""
     rows = ((path, first_row(path)) for path in paths)
     path, row = next((pair for pair in rows if pair[1] is not None), (None, None))
     is_text = isinstance(row, dict) and isinstance(row.get(field), str)
@@ -50,20 +50,20 @@ def read_documents(
 ) -> Iterator[str]:
     """Yield the documents of all files that are not empty, in order; move a progress bar by bytes.
 
-    With `render` they are what it makes of rows.
+    With `render` they are its results for the rows.
     """
     sizes = [path.stat().st_size for path in paths]
     task = progress.add_task(description, total=sum(sizes) or None)
-    before = 0
+    bytes_done = 0
     for size, path in zip(sizes, paths, strict=True):
         rows = read_rendered(path, render) if render else read_file(path, field)
         for count, (text, done) in enumerate(_asked(path, rows)):
             if text:
                 yield text
             if count % 256 == 0:
-                progress.update(task, completed=before + done)
-        before += size
-        progress.update(task, completed=before)
+                progress.update(task, completed=bytes_done + done)
+        bytes_done += size
+        progress.update(task, completed=bytes_done)
 
 
 def _asked[Item](path: File, items: Iterator[Item]) -> Iterator[Item]:
@@ -73,7 +73,7 @@ def _asked[Item](path: File, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
-    """Return the conversation or pair that `render` makes of a row. Raises `UserError` that begins with `where`."""
+    """Return the conversation or pair of a row, rendered. Raises `UserError` that begins with `where`."""
     try:
         return whole_characters(render(row))
     except UserError as error:
@@ -81,7 +81,7 @@ def rendered(render: Callable[[Any], str], row: Any, where: str) -> str:
 
 
 def read_rendered(path: File, render: Callable[[Any], str]) -> Iterator[tuple[str, int]]:
-    """Yield every row's conversation or pair as `render` makes it, and the bytes read so far."""
+    """Yield every row's conversation or pair, rendered, and the bytes read so far."""
     fix = "is no file of JSON lines or Parquet, as conversations and pairs are; leave it out of the pattern"
     require(kind_of(path) in ROWS, "input", str(path), fix)
     unit = "line" if kind_of(path) in JSON_LINES else "row"

@@ -20,8 +20,8 @@ from ultrascale_jax.storage.remote import WORKERS, Remote
 SPARE_BYTES = 1 << 30
 """Bytes that stay free on the disk of the cache."""
 
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Files that `prepare-data` may write beside the shards."""
+EXTRA_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files that `prepare-data` may write into the folder of the shards."""
 
 
 def open_remote(url: str, *, quiet: bool = False) -> tuple[Path, Fetch]:
@@ -35,7 +35,7 @@ def open_remote(url: str, *, quiet: bool = False) -> tuple[Path, Fetch]:
     if content is None:
         raise UserError(f"{INDEX} is missing, or the bucket is")
     folder = cache_folder("tokens", name_of(content))
-    for name, text in ((INDEX, content), *((name, remote.read(name)) for name in BESIDE)):
+    for name, text in ((INDEX, content), *((name, remote.read(name)) for name in EXTRA_FILES)):
         if text is not None and not (folder / name).is_file():
             write_shared(folder / name, text)
     _fetch_table(remote, folder, content)
@@ -54,7 +54,7 @@ def open_remote(url: str, *, quiet: bool = False) -> tuple[Path, Fetch]:
 
 
 def _fetch_table(remote: Remote, folder: Path, content: bytes) -> None:
-    """Fetch the table that the index is about; `load_index` says what is wrong with the index."""
+    """Fetch the table of the index; `load_index` reports faults of the index."""
     try:
         entries = json.loads(content)
         size, sha256 = int(entries["shards"]) * SHARD.itemsize, str(entries["table_sha256"])
@@ -75,13 +75,13 @@ def _make_room(folder: Path, needed: int, url: str) -> None:
 
 
 def fetch_tokenizer(url: str) -> Path:
-    """Fetch the tokenizer.json at `url`, with the chat template beside it, and return its path on this host.
+    """Fetch the tokenizer.json at `url` and its chat template; return the path on this host.
 
     Raises `UserError` if there is none, and `RemoteError`.
     """
     place, _, name = url.rpartition("/")
     remote, folder = Remote(place), cache_folder("tokenizers", name_of(url))
-    for one in (name, *BESIDE[1:]):
+    for one in (name, *EXTRA_FILES[1:]):
         content = remote.read(one)
         if content is None and one == name:
             raise UserError(f"data.tokenizer={url!r}: there is no such object")
@@ -96,17 +96,17 @@ def upload_shards(folder: Path, url: str) -> None:
     Raises `UserError` if there are shards of another index at `url`, and `RemoteError`.
     """
     remote, index = Remote(url), load_index(folder)
-    there, content = remote.files(), (folder / INDEX).read_bytes()
-    if INDEX in there and remote.read(INDEX, MOST_BYTES) != content:
+    uploaded, content = remote.files(), (folder / INDEX).read_bytes()
+    if INDEX in uploaded and remote.read(INDEX, MOST_BYTES) != content:
         raise UserError(f"out={url!r}: has other shards; remove them or choose another --out")
     sizes = {
         f"{shard_name(number)}.{kind}": size
         for number in range(index.shards.size)
         for kind, (size, _) in index.files(number).items()
     }
-    sizes[TABLE] = index.shards.nbytes if INDEX in there else -1
-    sizes |= {name: -1 for name in BESIDE if (folder / name).is_file()}
+    sizes[TABLE] = index.shards.nbytes if INDEX in uploaded else -1
+    sizes |= {name: -1 for name in EXTRA_FILES if (folder / name).is_file()}
     with ThreadPoolExecutor(WORKERS) as pool:
-        names = [name for name, size in sizes.items() if there.get(name) != size]
+        names = [name for name, size in sizes.items() if uploaded.get(name) != size]
         list(pool.map(lambda name: remote.upload(folder / name, name), names))
     remote.write(INDEX, content)

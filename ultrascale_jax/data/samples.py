@@ -28,11 +28,11 @@ KEPT_BLOCKS = 3
 """Blocks of a corpus that a process holds, 16 bytes a document: the one that is read, the next, and a row's end."""
 
 ENDLESS = 1 << 31
-"""Length given to sequences that have no end; Grain wants one."""
+"""Length of sequences without an end; Grain needs one."""
 
 
 class CorpusSamples(ABC):
-    """Rows of pieces of a corpus' documents, which a subclass chooses."""
+    """Rows of spans of a corpus' documents, which a subclass chooses."""
 
     shuffled = True
     """Whether every epoch shuffles the rows."""
@@ -46,7 +46,7 @@ class CorpusSamples(ABC):
 
     @abstractmethod
     def _spans(self, i: int) -> list[tuple[int, int]]:
-        """Return the first token, and one past the last, of each document's piece in row i, counted in the corpus."""
+        """Return the first token, and one past the last, of each document's span in row i, counted in the corpus."""
 
     def _read(self, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the tokens of these spans end to end, and if the corpus says so which the loss counts."""
@@ -60,8 +60,8 @@ class CorpusSamples(ABC):
 class PackedSamples(CorpusSamples):
     """Rows cut from the documents of one side of a corpus, in an order set by `key`.
 
-    Shards in an order of their own make blocks, and the documents of a block are in any order. A small corpus is one
-    block. The documents of a block are read when a row of it is, so memory does not grow with the corpus.
+    Shards in an order of their own form blocks, and the documents of a block are shuffled. A small corpus is one block.
+    The documents of a block are read with its first row, so memory does not grow with the corpus.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PackedSamples(CorpusSamples):
 
     @cached_property
     def max_documents(self) -> int:
-        """The most documents that a row has a piece of; of a large corpus, a row of the first block."""
+        """The most documents in a row; for a large corpus, in a row of the first block."""
         begins, _ = self._block(0)
         starts = np.arange(min(len(self), int(self.first_rows[1])), dtype=np.int64)
         starts *= self._data.seq_len
@@ -169,7 +169,7 @@ def _cut(begins: np.ndarray, starts: np.ndarray, start: int, stop: int) -> list[
 
 
 class PairSamples(CorpusSamples):
-    """Rows of whole preference pairs, in an order set by `key`: of each the chosen document and then the rejected one.
+    """Rows of preference pairs, in an order set by `key`: the chosen document of each, then the rejected one.
 
     Padding, a last document without targets, fills a row. All pairs are held in memory, 80 bytes each.
     """
@@ -198,10 +198,12 @@ class PairSamples(CorpusSamples):
     def __getitem__(self, i: int) -> Batch:
         spans = self._spans(i)
         stream, counted = self._read(spans)
-        rest = self._data.seq_len + 1 - stream.size
-        lengths = np.append(np.diff(spans)[:, 0], rest)
+        num_padding = self._data.seq_len + 1 - stream.size
+        lengths = np.append(np.diff(spans)[:, 0], num_padding)
         assert counted is not None
-        return _row(np.pad(stream, (0, rest)), lengths, True, np.pad(counted, (0, rest)))
+        return _row(
+            np.pad(stream, (0, num_padding)), lengths, True, np.pad(counted, (0, num_padding))
+        )
 
     @property
     def max_documents(self) -> int:
@@ -282,8 +284,8 @@ class Shuffled:
             self._ahead = epoch, place
             for near in order[place : place + 2]:
                 self._samples.read_ahead(int(near))
-        before = epoch * int(self._counts[block]) + at - int(begins[place])
-        return int(self._first_rows[block]) + cast(int, self._rows(block)[before])
+        row_in_block = epoch * int(self._counts[block]) + at - int(begins[place])
+        return int(self._first_rows[block]) + cast(int, self._rows(block)[row_in_block])
 
     def _blocks_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the order of the blocks in an epoch, and how many of its rows are before each."""

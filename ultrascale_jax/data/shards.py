@@ -2,14 +2,14 @@
 
     index.json             format, token type, tokenizer, settings, number of shards, SHA-256 of the table
     index.shards           the table: a row of fixed size for each shard (`SHARD`), memory-mapped
-    shard_00000.tokens     token ids, little-endian, of whole documents end to end
+    shard_00000.tokens     token ids, little-endian, of documents end to end
     shard_00000.documents  for each document where it ends in the shard, and the hash of its text; then a digest of
                            every `CHUNK_BYTES` of the tokens, and of the answers
     shard_00000.answers    of conversations and preference pairs alone: a bit for each token, whether the loss counts it
 
 Documents 2i and 2i + 1 of preference pairs have the chosen and the rejected answer, in one shard, and the pair's hash.
-`ultrascale prepare-data` writes it. Every byte is verified before it is used, by a chain of digests: the table's, that
-of a shard's documents, that of a chunk of its tokens. `corpus.py` reads it.
+`ultrascale prepare-data` writes it. Every byte is verified before it is used, by a chain of digests: the table's, one
+of a shard's documents, one of a chunk of its tokens. `corpus.py` reads it.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ SHARD = np.dtype(
 
 CHUNK_BYTES = 1 << 14
 """Bytes of a file that a run verifies together. Less costs disk (a digest is a thousandth of it), more costs time: a
-row's piece of a document has about as many."""
+row's span of a document has about as many."""
 DIGEST_BYTES = 16
 READ_BYTES = 1 << 24
 MOST_TOKENS = 1 << 48
@@ -58,7 +58,7 @@ MOST_TOKENS = 1 << 48
 
 
 def text_hash(text: bytes) -> int:
-    """Return 64 bits that tell documents apart, for the held-out split and for restarts."""
+    """Return a 64-bit hash of a document, for the held-out split and for restarts."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -93,7 +93,7 @@ class Index:
 
     @property
     def token_dtype(self) -> np.dtype:
-        """Token type as it lies on the disk."""
+        """Token type on the disk."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
@@ -132,8 +132,10 @@ class Index:
             if not path.is_file():
                 return f"{path.name} is missing"
             if path.stat().st_size != size:
-                there = path.stat().st_size
-                return f"{path.name} has {there} bytes, not {size}: truncated or of another type"
+                actual_size = path.stat().st_size
+                return (
+                    f"{path.name} has {actual_size} bytes, not {size}: truncated or of another type"
+                )
         digest, outside = _scan(folder / f"{name}.tokens", self.token_dtype, vocab_size)
         if digest != files.pop("tokens")[1]:
             return f"{name}.tokens was altered: its SHA-256 is not that of the index"
@@ -223,11 +225,11 @@ def _map_table(path: Path, count: int) -> np.ndarray:
 class IndexWriter:
     """Write the index of a folder, and add shards to it one by one; the time for one does not grow with their number.
 
-    The table has a shard's row before `index.json` counts it, so a kill at any moment leaves an index of whole shards.
+    The table has a shard's row before `index.json` counts it, so a kill leaves an index of complete shards.
     """
 
     def __init__(self, folder: Path, index: Index):
-        """Go on behind the shards of `index`; nothing is written before one is added."""
+        """Continue after the shards of `index`; nothing is written before one is added."""
         self._folder, self._index = folder, index
         self._digest = hashlib.sha256(np.ascontiguousarray(index.shards))
         self.shards = index.shards.size
@@ -261,7 +263,7 @@ def _open_or_create(path: str, flags: int) -> int:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write a whole index."""
+    """Write an index."""
     write_atomic(folder / TABLE, memoryview(np.ascontiguousarray(index.shards).view("u1")))
     IndexWriter(folder, index).save(complete=index.complete)
 
@@ -274,7 +276,7 @@ def write_shard(
     hashes: np.ndarray,
     answers: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
-    """Write the files of a shard, each whole or not at all, and return its row of the table: `SHARD` [].
+    """Write each file of a shard atomically, and return its row of the table: `SHARD` [].
 
     Args:
         folder: where to write.

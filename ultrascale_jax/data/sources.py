@@ -65,7 +65,7 @@ class Sources:
         return [corpus for corpus in self.corpora if isinstance(corpus, Corpus)]
 
 
-def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -> Sources:
+def open_sources(data: DataConfig, vocab_size: int, *, share_checks: bool = False) -> Sources:
     """Open and check every source, so that nothing is wrong with the tokens once training starts.
 
     Raises:
@@ -73,7 +73,9 @@ def open_sources(data: DataConfig, vocab_size: int, *, together: bool = False) -
     """
     tokenizer = run_tokenizer(data)
     mixture = Mixture.parse(data.source)
-    corpora = tuple(_open(name, data, tokenizer, vocab_size, together) for name in mixture.names)
+    corpora = tuple(
+        _open(name, data, tokenizer, vocab_size, share_checks) for name in mixture.names
+    )
     return Sources(mixture=mixture, corpora=corpora, tokenizer=tokenizer)
 
 
@@ -115,16 +117,16 @@ def documents_of(
 
 
 def _open(
-    name: str, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, together: bool
+    name: str, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, share_checks: bool
 ) -> Corpus | Synthetic:
     kind, _, argument = name.partition(":")
     if kind == "synthetic":
         return Synthetic(vocab_size)
     if kind == "tokens":
         try:
-            folder, fetch = local_shards(argument, together)
+            folder, fetch = local_shards(argument, share_checks)
             return open_shards(
-                folder, vocab_size, tokenizer.fingerprint, together=together, fetch=fetch
+                folder, vocab_size, tokenizer.fingerprint, share_checks=share_checks, fetch=fetch
             )
         except RemoteError as error:
             raise type(error)(f"data.source={name!r}: {error}") from error
@@ -146,7 +148,7 @@ def _open(
     return _encode(name, files, tokenizer, vocab_size)
 
 
-def local_shards(place: str, together: bool) -> tuple[Path, Fetch | None]:
+def local_shards(place: str, share_checks: bool) -> tuple[Path, Fetch | None]:
     """Return the folder of the shards at `place`, and for a URL how to fetch a file of them into it."""
     if not is_url(place):
         return Path(place), None
@@ -155,7 +157,7 @@ def local_shards(place: str, together: bool) -> tuple[Path, Fetch | None]:
 
     from ultrascale_jax.data.remote_shards import open_remote
 
-    return open_remote(place, quiet=together and jax.process_index() > 0)
+    return open_remote(place, quiet=share_checks and jax.process_index() > 0)
 
 
 def stdlib_paths() -> list[Path]:

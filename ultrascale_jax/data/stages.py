@@ -31,9 +31,9 @@ class Stage:
 
 def parse_stages(name: str, text: str) -> tuple[Stage, ...]:
     """Read the stages of the field `name`. Raises `UserError` for a text of another form."""
-    first, *rest = BORDER.split(text.strip())
+    first, *later_parts = BORDER.split(text.strip())
     stages = [Stage("", first)]
-    for part in rest:
+    for part in later_parts:
         at, _, value = part.partition(":")
         sound = re.fullmatch(r"[1-9]\d{0,9}|0?\.\d+", at.strip()) is not None
         require(sound and value.strip() != "", name, text, FORM)
@@ -46,14 +46,14 @@ def begins(name: str, text: str, stages: tuple[Stage, ...], steps: int | None) -
 
     Raises `UserError` unless they ascend, or if a stage begins at a share of an unknown number of `steps`.
     """
-    found = [0]
+    first_steps = [0]
     for stage in stages[1:]:
         fix = (
             "a stage begins at a share of the run, so its number of steps must be known; give steps"
         )
         require(not stage.is_share or steps is not None, name, text, fix)
         at = round(float(stage.at) * (steps or 0)) if stage.is_share else int(stage.at)
-        fix = f"the stage at {stage.at} would begin after {at} steps, the one before it after {found[-1]}; {FORM}"
-        require(found[-1] < at <= LARGEST, name, text, fix)
-        found.append(at)
-    return tuple(found)
+        fix = f"the stage at {stage.at} would begin after {at} steps, the one before it after {first_steps[-1]}; {FORM}"
+        require(first_steps[-1] < at <= LARGEST, name, text, fix)
+        first_steps.append(at)
+    return tuple(first_steps)

@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes, or a Hugging Face `tokenizer.json`.
 
-Every document becomes the tokens that the tokenizer puts before a text, such as BOS, those of the text, and one
+Every document becomes the tokens that the tokenizer puts before a text, such as BOS, the text's tokens, and one
 separator, the tokenizer's end-of-text token. Names of special tokens in a text are text. `data.special_tokens` changes
 both. Reading a `tokenizer.json` parses JSON and runs no code from it.
 """
@@ -30,10 +30,10 @@ from ultrascale_jax.data.tokenizer_files import (
 from ultrascale_jax.storage.remote import is_url
 
 QUOTE = "\ufdd4"
-"""Stands within the name of a special token that is text; one of Unicode's noncharacters, for use inside a program."""
+"""Splits the name of a special token that is text; one of Unicode's noncharacters, for use inside a program."""
 
 RANDOM = ("dropout", "alpha", "nbest_size")
-"""Settings that would make the library encode one text in another way each time."""
+"""Settings with which the library would encode one text in another way each time."""
 
 ENCODE_FIX = "cannot encode the text, as where a regular expression of it does not end; use another tokenizer"
 
@@ -108,7 +108,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` as the `tokenizers` library runs it, but always on whole documents, and always alike.
+    """A `tokenizer.json` as the `tokenizers` library runs it, but always on full documents, and deterministic.
 
     Its settings for truncation, padding and random merges (BPE's dropout, Unigram's sampling) are for other uses.
     """
@@ -128,7 +128,7 @@ class JsonTokenizer:
         self.vocab_size = max(vocab.values()) + 1
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.added = tuple(token.content for token in added)
-        """Texts of the tokens beside the model's own vocabulary, such as the one that ends a turn."""
+        """Texts of the added tokens, such as the one that ends a turn."""
         self.eos_token, source = end_of_text(path, self._tokenizer)
         self.eos = vocab[self.eos_token]
         with self._refused(ENCODE_FIX):
@@ -161,8 +161,8 @@ class JsonTokenizer:
         """The tokenizer for texts of a chat template: it finds special tokens, and takes `QUOTE` out after that."""
         settings = json.loads(self._tokenizer.to_str())
         unquote = {"type": "Replace", "pattern": {"String": QUOTE}, "content": ""}
-        own = [settings["normalizer"]] if settings["normalizer"] else []
-        settings["normalizer"] = {"type": "Sequence", "normalizers": [unquote, *own]}
+        normalizers = [settings["normalizer"]] if settings["normalizer"] else []
+        settings["normalizer"] = {"type": "Sequence", "normalizers": [unquote, *normalizers]}
         for token in settings["added_tokens"]:
             # One that is normalized would be looked for in the text without quotes.
             token["normalized"] &= not token["special"]
@@ -188,7 +188,7 @@ class JsonTokenizer:
         return self._begun(ids) if begins else ids
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """Return `ids` after those that the tokenizer puts before a text, unless they begin with them already."""
+        """Return `ids` after the tokenizer's prefix, unless they begin with it already."""
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -200,12 +200,12 @@ class JsonTokenizer:
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         with self._refused(ENCODE_FIX):
             encodings = self._of_templates.encode_batch(list(texts), add_special_tokens=False)
-        found = []
+        encoded = []
         for encoding in encodings:
             ids = self._begun(encoding.ids)
             offsets = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
-            found.append((np.array(ids, np.int64), np.array(offsets, np.int64).reshape(-1, 2)))
-        return found
+            encoded.append((np.array(ids, np.int64), np.array(offsets, np.int64).reshape(-1, 2)))
+        return encoded
 
     def quote(self, text: str) -> str:
         if self._typed or not (names := set(self._special.findall(text))):
@@ -235,9 +235,9 @@ class JsonTokenizer:
 
 def load_tokenizer(name: str, special_tokens: SpecialTokens = "bos") -> Tokenizer:
     """Load a tokenizer: `bytes`, or the path or URL of a `tokenizer.json`, or its folder."""
-    known = get_args(SpecialTokens)
-    fix = f"must be one of {', '.join(known)}"
-    require(special_tokens in known, "special_tokens", special_tokens, fix)
+    choices = get_args(SpecialTokens)
+    fix = f"must be one of {', '.join(choices)}"
+    require(special_tokens in choices, "special_tokens", special_tokens, fix)
     return ByteTokenizer() if name == "bytes" else JsonTokenizer(on_disk(name), special_tokens)
 
 
@@ -269,7 +269,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.nda
     dtype = token_dtype(tokenizer.vocab_size)
     separator = np.array([tokenizer.eos], dtype)
     pieces: list[np.ndarray] = []
-    for start in range(0, len(texts), 64):  # bounds what the tokenizer holds beside the ids
+    for start in range(0, len(texts), 64):  # bounds the tokenizer's own memory
         for ids in tokenizer.encode_batch(texts[start : start + 64]):
             pieces += (ids, separator)
     sizes = np.array([piece.size for piece in pieces], np.int64)

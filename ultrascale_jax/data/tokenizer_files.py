@@ -1,4 +1,4 @@
-"""Read a Hugging Face `tokenizer.json` and the `tokenizer_config.json` beside it, and refuse files that contradict.
+"""Read a Hugging Face `tokenizer.json` and its `tokenizer_config.json`, and refuse files that contradict.
 
 The library gives an added token the next free id, whatever id the file says, so the ids are compared after loading.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 
 CONFIG = "tokenizer_config.json"
-"""File beside `FILE` that names its special tokens, and may hold a chat template."""
+"""File next to `FILE` that names its special tokens, and may hold a chat template."""
 
 OTHERS = ("tokenizer.model", "vocab.json", "tekken.json")
-"""Files of tokenizers in other formats, of which `transformers` makes a `FILE`."""
+"""Files of tokenizers in other formats, which `transformers` converts to a `FILE`."""
 
 MOST_BYTES = 1 << 28
-"""Largest `FILE` that is read; that of Gemma, with 256,000 tokens, has 33 MB."""
+"""Largest `FILE` that is read; Gemma's, with 256,000 tokens, has 33 MB."""
 
 SEPARATORS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"),
@@ -32,7 +32,7 @@ SEPARATORS = (
 
 
 def conversion(folder: Path) -> str:
-    """Return how to make `FILE` of the tokenizer in `folder`, empty if it holds none of another format."""
+    """Return how to convert the tokenizer in `folder` to `FILE`; empty if it has no other format."""
     other = next((name for name in OTHERS if (folder / name).is_file()), None)
     if other is None:
         return ""
@@ -41,7 +41,7 @@ def conversion(folder: Path) -> str:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """Read a `tokenizer.json`. Raises `UserError` if there is none, with what to do about it."""
+    """Read a `tokenizer.json`. Raises `UserError`, which says how to get one, if there is none."""
     if not path.is_file():
         make = "ultrascale prepare-data --input 'FILES' --out DIR --train-bpe 32768 trains one"
         where = f"there is no file {path.absolute()}, and no name of the Hub is looked up"
@@ -52,13 +52,13 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of `CONFIG` beside the `tokenizer.json` at `path`, empty if there is none."""
+    """Return the content of `CONFIG` next to the `tokenizer.json` at `path`, empty if there is none."""
     config = path.with_name(CONFIG)
     return read_json(config, name="tokenizer") if config.exists() else {}
 
 
 def named_tokens(path: Path) -> dict[str, str]:
-    """Return the tokens that `CONFIG` beside a `tokenizer.json` names, by names as `bos_token`."""
+    """Return the tokens that `CONFIG` of a `tokenizer.json` names, by names as `bos_token`."""
     contents = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in read_config(path).items()
@@ -111,17 +111,17 @@ def end_of_text(path: Path, tokenizer: "Tokenizer") -> tuple[str, str]:
 def beginning(path: Path, tokenizer: "Tokenizer", text: str) -> list[int]:
     """Return the ids that the tokenizer puts before a text, such as `text`.
 
-    They are those of its post-processor; `add_bos_token` of `CONFIG` adds the `bos_token` or takes it away.
+    Its post-processor sets them; `add_bos_token` of `CONFIG` adds or removes the `bos_token`.
     """
     encoding = tokenizer.encode(text)
     places = [at for at, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
     ids = encoding.ids[: places[0]] if places else []
-    name, wanted = named_tokens(path).get("bos_token"), read_config(path).get("add_bos_token")
-    if name is None or not isinstance(wanted, bool):
+    name, add_bos = named_tokens(path).get("bos_token"), read_config(path).get("add_bos_token")
+    if name is None or not isinstance(add_bos, bool):
         return ids
     bos = tokenizer.token_to_id(name)
     fix = f"{CONFIG} names bos_token={name!r}, which {FILE} lacks; name one of its tokens"
     require(bos is not None, "data.tokenizer", str(path), fix)
     assert bos is not None
     without = [id_ for id_ in ids if id_ != bos]
-    return [bos, *without] if wanted else without
+    return [bos, *without] if add_bos else without

@@ -40,7 +40,7 @@ class Tokenized(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """How to make tokens of texts."""
+    """How to tokenize texts."""
 
     tokenizer: str
     special_tokens: SpecialTokens
@@ -48,14 +48,14 @@ class Work:
 
     def tokenized(self, texts: list[str]) -> Tokenized:
         """Return the tokens of documents, or of rendered conversations or pairs."""
-        own = load_tokenizer(self.tokenizer, self.special_tokens)
+        loaded = load_tokenizer(self.tokenizer, self.special_tokens)
         hashes = np.array([shards.text_hash(text.encode()) for text in texts], np.uint64)
         if self.kind == "preferences":
             hashes = np.repeat(hashes, 2)
             texts = [part for text in texts for part in text.split(preferences.NEXT)]
         if self.kind == "text":
-            return Tokenized(*tokenizer.encode_documents(own, texts), hashes, None)
-        tokens, lengths, answers = chat.encode_conversations(own, texts)
+            return Tokenized(*tokenizer.encode_documents(loaded, texts), hashes, None)
+        tokens, lengths, answers = chat.encode_conversations(loaded, texts)
         return Tokenized(tokens, lengths, hashes, answers)
 
 
