@@ -54,7 +54,7 @@ def save_adapters(
 
 
 def _tensors(cfg: ModelConfig, lora: Lora, ours: str, adapter: Any) -> dict[str, Tensor]:
-    """Return the tensors of A and B beside the base's weight `ours`: `[r, in]` and `[out, r]`."""
+    """Return the tensors of A and B of the base's weight `ours`: `[r, in]` and `[out, r]`."""
     weight = tensors(cfg)[ours]
     name, sizes = weight.name.removesuffix(".weight"), {**weight.sizes, "U": lora.rank}
 

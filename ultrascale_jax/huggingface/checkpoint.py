@@ -38,10 +38,10 @@ from ultrascale_jax.models.transformer import Transformer
 def load(path: str | Path, abstract: Transformer) -> Transformer:
     """Load the parameters of a Hugging Face folder in the shapes, types and shardings of `abstract`.
 
-    Its leaves are `jax.ShapeDtypeStruct`. Layers go where its `orders` have them. Each process
-    reads what its own devices hold, one parameter at a time. A model without `mtp_layers` leaves those of the folder
-    out. Raises `UserError` on all processes where one of them finds a tensor missing, left over, of another shape or
-    type, or not finite in the type of `abstract`.
+    Its leaves are `jax.ShapeDtypeStruct`; its `orders` place the layers. Each process reads the shards of its own
+    devices, one parameter at a time. A model without `mtp_layers` ignores the folder's. Raises `UserError` on all
+    processes where one of them finds a tensor missing, left over, of another shape or type, or not finite in the type
+    of `abstract`.
     """
     fix = "give abstract_state(cfg, mesh).params"
     require_type("abstract", abstract, Transformer, fix)
@@ -125,22 +125,22 @@ def _read_one(
     files: Mapping[str, Any], tensor: Tensor, name: str, bounds: Sequence[range]
 ) -> np.ndarray:
     """Read these `bounds` of one tensor, in our order of dims."""
-    sizes, wanted = tensor.sizes, dict(zip(tensor.unstacked, bounds, strict=True))
+    sizes, bounds_by_dim = tensor.sizes, dict(zip(tensor.unstacked, bounds, strict=True))
     where, inner = [], {}
     for group in tensor.groups:
-        outer, width = wanted[group[0]], math.prod(sizes[letter] for letter in group[1:])
+        outer, width = bounds_by_dim[group[0]], math.prod(sizes[letter] for letter in group[1:])
         where.append(slice(outer.start * width, outer.stop * width))
         inner |= {letter: sizes[letter] for letter in group[1:]}
     if tensor.column is not None:
         where[-1] = slice(2 * where[-1].start, 2 * where[-1].stop)
     piece = files[name].get_slice(name)[tuple(where)]
     piece = piece if tensor.column is None else piece[..., tensor.column :: 2]
-    # Read heads whole: no axis ever splits one, but a caller's sharding may.
-    lengths = {letter: len(bound) for letter, bound in wanted.items()} | inner
+    # Read full heads: no axis ever splits one, but a caller's sharding may.
+    lengths = {letter: len(bound) for letter, bound in bounds_by_dim.items()} | inner
     piece = piece.reshape([lengths[letter] for letter in tensor.stored])
     for letter in inner:
-        if len(wanted[letter]) < sizes[letter]:
-            piece = piece.take(np.asarray(wanted[letter]), axis=tensor.stored.index(letter))
+        if len(bounds_by_dim[letter]) < sizes[letter]:
+            piece = piece.take(np.asarray(bounds_by_dim[letter]), axis=tensor.stored.index(letter))
     piece = piece.transpose(tensor.order)
     return piece.astype(np.float32) + np.float32(tensor.offset) if tensor.offset else piece
 
@@ -173,8 +173,8 @@ def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: M
     expected |= {name: expected[one] for name, one in same.items()}
     # Old Llama checkpoints carry their rotary frequencies, which follow from config.json, and DeepSeek's the modules of
     # multi-token prediction.
-    known = {n for n in files if n.endswith("rotary_emb.inv_freq") or _left_out(n, cfg)}
-    missing, unknown = expected.keys() - files.keys(), files.keys() - expected.keys() - known
+    ignored = {n for n in files if n.endswith("rotary_emb.inv_freq") or _left_out(n, cfg)}
+    missing, unknown = expected.keys() - files.keys(), files.keys() - expected.keys() - ignored
     require_none("tensors", unknown, _why_unknown(unknown, missing))
     require_none("tensors", missing, "missing from the checkpoint")
     for name, shape in expected.items():
@@ -212,8 +212,8 @@ def _left_out(name: str, cfg: ModelConfig) -> bool:
     """Return whether a tensor is of a module of multi-token prediction that the model does without."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     modules = cfg.num_layers + cfg.mtp_layers
-    known = "mtp_layers" in family_of(cfg).optional
-    return known and match is not None and int(match[1]) >= modules
+    may_be_left_out = "mtp_layers" in family_of(cfg).optional
+    return may_be_left_out and match is not None and int(match[1]) >= modules
 
 
 def save(
@@ -231,52 +231,23 @@ def save(
 
     Every process calls it and the first one writes; it holds one file of at most `max_shard_bytes`
     (and at least one tensor). `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
-    of `config.json`. The files `beside`, by name, a tokenizer say, are put into the folder, which appears
-    whole or not at all. Raises `ValueError` where no family has this
+    of `config.json`. The files `beside`, by name, such as a tokenizer, are put into the folder, which appears
+    complete or not at all. Raises `ValueError` where no family has this
     combination of fields, or where `path` already holds something.
     """
-    require_choice("dtype", dtype, FileType)
-    require_type("model", model, Transformer, "of a TrainState give state.model")
-    require_type("cfg", cfg, ModelConfig, "of a Config give cfg.model")
     path = Path(path)
-    require(max_shard_bytes >= 1, "max_shard_bytes", max_shard_bytes, "must be positive")
-    require_empty(path)
+    _check_save(path, model, cfg, max_shard_bytes, dtype)
     config = config_dict(cfg, max_position_embeddings=max_position_embeddings, dtype=dtype)
-    fix = "has layers of its own, which transformers does not know"
-    require(not model.layers.own, "model", type(model).__name__, fix)
     _check_parameters(model, cfg)
-    arrays = {_dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(model)}
-    table, rows = tensors(cfg), model.rows
-    shards = list(_plan(cfg, table, max_shard_bytes, dtype))
     unfinished = path.with_name(f".{path.name}.partial")
-    writer = jax.process_index() == 0
-    if writer:
+    is_writer = jax.process_index() == 0
+    if is_writer:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    weight_map, total = {}, 0
-    for number, shard in enumerate(shards, start=1):
-        several = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file_name = several if len(shards) > 1 else "model.safetensors"
-        contents = {}
-        for name, places in shard.items():
-            columns = []
-            for ours, where in places:
-                if table[ours].stack is not None:
-                    where = (rows[where[0]][1], *where[1:])
-                columns.append(gather(arrays[ours], where, table[ours], dtype))
-            values = columns[0]
-            if len(columns) > 1:
-                values = np.stack(columns, axis=-1).reshape(table[places[0][0]].shape)
-            require_finite(name, values)
-            weight_map[name], total = file_name, total + values.nbytes
-            if writer:
-                contents[name] = values
-        if writer:
-            save_file(contents, unfinished / file_name, metadata={"format": "pt"})
-    if writer:
+    index = _save_weights(unfinished, model, cfg, max_shard_bytes, dtype)
+    if is_writer:
         _write_json(unfinished / "config.json", config | dict(token_ids))
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        if index is not None:
             _write_json(unfinished / "model.safetensors.index.json", index)
         for name, content in beside.items():
             (unfinished / name).write_bytes(content)
@@ -285,12 +256,68 @@ def save(
         multihost_utils.sync_global_devices(f"saved {path}")
 
 
+def _check_save(
+    path: Path, model: Transformer, cfg: ModelConfig, max_shard_bytes: int, dtype: str
+) -> None:
+    """Raise `UserError` for arguments of `save` of a wrong type or value."""
+    require_choice("dtype", dtype, FileType)
+    require_type("model", model, Transformer, "of a TrainState give state.model")
+    require_type("cfg", cfg, ModelConfig, "of a Config give cfg.model")
+    require(max_shard_bytes >= 1, "max_shard_bytes", max_shard_bytes, "must be positive")
+    require_empty(path)
+    fix = "has layers of its own, which transformers does not know"
+    require(not model.layers.own, "model", type(model).__name__, fix)
+
+
+def _save_weights(
+    folder: Path, model: Transformer, cfg: ModelConfig, max_shard_bytes: int, dtype: str
+) -> dict[str, Any] | None:
+    """Write the safetensors files, on process 0; return their index, or None for a single file."""
+    arrays = {_dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    table, is_writer = tensors(cfg), jax.process_index() == 0
+    shards = list(_plan(cfg, table, max_shard_bytes, dtype))
+    weight_map, total = {}, 0
+    for number, shard in enumerate(shards, start=1):
+        several = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file_name = several if len(shards) > 1 else "model.safetensors"
+        contents = {}
+        for name, places in shard.items():
+            values = _stored(arrays, table, model.rows, places, dtype)
+            require_finite(name, values)
+            weight_map[name], total = file_name, total + values.nbytes
+            if is_writer:
+                contents[name] = values
+        if is_writer:
+            save_file(contents, folder / file_name, metadata={"format": "pt"})
+    if len(shards) == 1:
+        return None
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _stored(
+    arrays: Mapping[str, jax.Array],
+    table: Mapping[str, Tensor],
+    rows: Any,
+    places: "Places",
+    dtype: str,
+) -> np.ndarray:
+    """Return one tensor of the folder, with its columns of several parameters interleaved."""
+    columns = []
+    for ours, where in places:
+        if table[ours].stack is not None:
+            where = (rows[where[0]][1], *where[1:])
+        columns.append(gather(arrays[ours], where, table[ours], dtype))
+    if len(columns) == 1:
+        return columns[0]
+    return np.stack(columns, axis=-1).reshape(table[places[0][0]].shape)
+
+
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 type Places = list[tuple[str, tuple[int, ...]]]
-"""Parameters of ours that are a tensor's columns (or one that is all of it), each with its place there: nothing,
+"""Parameters of ours that are a tensor's columns (or one that is all of it), each with its place there: empty,
 or the layer and the expert."""
 
 
@@ -319,14 +346,14 @@ def _plan(
     for name, ours, where in single[:1] + layers + single[1:]:
         places.setdefault(name, []).append((ours, where))
     shard, used = {}, 0
-    for name, own in places.items():
-        own.sort(key=lambda place: table[place[0]].column or 0)
-        tensor = table[own[0][0]]
+    for name, placed in places.items():
+        placed.sort(key=lambda place: table[place[0]].column or 0)
+        tensor = table[placed[0][0]]
         size = math.prod(tensor.shape) * (2 if _type(tensor, dtype) == "bfloat16" else 4)
         if shard and used + size > max_bytes:
             yield shard
             shard, used = {}, 0
-        shard[name] = own
+        shard[name] = placed
         used += size
     yield shard
 

@@ -1,9 +1,9 @@
 """Convert Hugging Face's `config.json` to `ModelConfig` and back.
 
-A key that would make `transformers` compute something else than our decoder is refused, never
-skipped: a model that loads is the same model. Absent keys take the default that the family has in
-`transformers`. The keys written are those that both transformers 4 and 5 read. `families.py` has the
-differences between families.
+A key with which `transformers` would compute something else than our decoder is refused, never
+skipped: a model that loads is the same model. Absent keys take the family's default in `transformers`.
+transformers 4 and 5 both read the keys that are written. `families.py` has the differences between
+families.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ def read_config(path: str | Path) -> ModelConfig:
     """Return the model that a Hugging Face folder (or its `config.json`) describes.
 
     A folder whose `config.json` promises modules of multi-token prediction that its files lack, as `transformers`
-    writes it, is a model without. Raises `ValueError` naming the key, its value and what is supported where the model
-    is not exactly ours.
+    writes it, is a model without. Raises `ValueError` naming the key, its value and the supported ones where the
+    model is not exactly ours.
     """
     path = Path(path)
     folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
@@ -119,8 +119,8 @@ def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, R
     kind = rope.get("rope_type", rope.get("type", "default"))
     same = rope.get("type", kind) == kind
     require(same, f"{key}.type", rope.get("type"), f"contradicts rope_type={kind!r}")
-    known = kind in ("default", "linear", "yarn", "llama3")
-    require(known, f"{key}.rope_type", kind, "supported are default, linear, yarn, llama3")
+    is_supported = kind in ("default", "linear", "yarn", "llama3")
+    require(is_supported, f"{key}.rope_type", kind, "supported are default, linear, yarn, llama3")
     if kind == "default":
         stretch, fix = (
             rope.get("factor"),
@@ -137,7 +137,7 @@ def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, R
         context = integer(raw, "max_position_embeddings")
         original = max(1, round(context / factor))
         return theta, RopeScaling(kind="linear", factor=factor, original_seq_len=original)
-    # As transformers 5: the whole context is the fallback, and the outer key is not read.
+    # As transformers 5: the full context is the fallback, and the outer key is not read.
     name, context = "original_max_position_embeddings", raw.get("max_position_embeddings")
     original = integer(rope, name, context)
     fix = f"transformers reads that of {key}, {original}; write it there"
@@ -155,22 +155,22 @@ def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, R
 def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family) -> RopeScaling:
     """Return YaRN with the defaults of `transformers` for keys that are absent, null or 0."""
     keys = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")
-    given = {key: number(rope, key) for key in keys if rope.get(key)}
+    nonzero = {key: number(rope, key) for key in keys if rope.get(key)}
     attention_factor = 0.0
     if rope.get("attention_factor") is not None:
         attention_factor = number(rope, "attention_factor")
-    elif "mscale" in given and "mscale_all_dim" in given:
+    elif "mscale" in nonzero and "mscale_all_dim" in nonzero:
         stretch = 0.1 * math.log(factor)
-        attention_factor = stretch * given["mscale"] + 1
-        attention_factor /= stretch * given["mscale_all_dim"] + 1
+        attention_factor = stretch * nonzero["mscale"] + 1
+        attention_factor /= stretch * nonzero["mscale_all_dim"] + 1
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        low_freq_factor=given.get("beta_slow", 1.0),
-        high_freq_factor=given.get("beta_fast", 32.0),
+        low_freq_factor=nonzero.get("beta_slow", 1.0),
+        high_freq_factor=nonzero.get("beta_fast", 32.0),
         original_seq_len=original,
         attention_factor=attention_factor,
-        mscale_all_dim=given.get("mscale_all_dim", 0.0) if family.latent else 0.0,
+        mscale_all_dim=nonzero.get("mscale_all_dim", 0.0) if family.latent else 0.0,
         truncate=flag(rope, "truncate", True),
     )
 

@@ -44,14 +44,14 @@ def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
 def _count(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return the number of experts by the family's own name, whichever key has it."""
     keys = count_keys(model_type)
-    given = {key: raw[key] for key in keys if raw.get(key) is not None}
+    counts = {key: raw[key] for key in keys if raw.get(key) is not None}
     fix = f"differs from {keys[0]}, which is the same"
-    require(len(set(map(str, given.values()))) <= 1, keys[1], raw.get(keys[1]), fix)
-    return {keys[0]: next(iter(given.values()))} if given else {}
+    require(len(set(map(str, counts.values()))) <= 1, keys[1], raw.get(keys[1]), fix)
+    return {keys[0]: next(iter(counts.values()))} if counts else {}
 
 
 def _dense_layers(raw: Mapping[str, Any], key: str) -> int:
-    """Return how many layers the list at `key` makes dense; they must be the first ones."""
+    """Return how many layers are dense by the list at `key`; they must be the first ones."""
     layers = raw.get(key) or []
     first = isinstance(layers, list) and layers == list(range(len(layers)))
     require(first, key, layers, "supported are the first layers alone, as [0, 1]")
@@ -65,18 +65,23 @@ def expert_keys(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
         return {}
     if experts is None:
         return {family.expert_keys["dense_layers"]: cfg.num_layers + cfg.mtp_layers}
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for entry in dataclasses.fields(Experts):
         name, value = entry.name, getattr(experts, entry.name)
         if name == "d_ff":
-            found[family.expert_keys.get(name, "intermediate_size")] = cfg.expert_d_ff
+            keys[family.expert_keys.get(name, "intermediate_size")] = cfg.expert_d_ff
         elif name in family.expert_keys:
-            found[family.expert_keys[name]] = value
+            keys[family.expert_keys[name]] = value
         elif name == "dense_layers" and family.dense_list_key:
-            found |= {family.dense_list_key: list(range(value)), "decoder_sparse_step": 1}
+            keys |= {family.dense_list_key: list(range(value)), "decoder_sparse_step": 1}
         else:
-            own = getattr(family.experts, name)
-            require(value == own, f"model.experts.{name}", value, f"{model_type} has {own!r}")
+            family_value = getattr(family.experts, name)
+            require(
+                value == family_value,
+                f"model.experts.{name}",
+                value,
+                f"{model_type} has {family_value!r}",
+            )
     shared, fix = experts.shared, f"{model_type} has at least 1"
     require(shared > 0 or not family.experts.shared, "model.experts.shared", shared, fix)
-    return found
+    return keys

@@ -1,6 +1,6 @@
-"""The families of Hugging Face models that are exactly ours; an entry of `FAMILIES` is all that is special to one.
+"""The families of Hugging Face models that are exactly ours; an entry of `FAMILIES` holds all that is special to one.
 
-A model is a combination of features (fields of `ModelConfig`), which `models/` computes without a word of families.
+A model is a combination of features (fields of `ModelConfig`), which `models/` computes without knowledge of families.
 An entry says which features a family's code has, what its keys in `config.json` mean, and how its tensors are called.
 `docs/models.md` adds one step by step.
 """
@@ -134,10 +134,10 @@ NAMES: Mapping[str, str] = {
     "w_join": "eh_proj",
     "norm": "shared_head.norm",
 }
-"""Tensor of each parameter of a layer, and of a module of `mtp_layers`, behind `model.layers.{}.` and without
-`.weight`; `{}` stands for the expert.
+"""Tensor of each parameter of a layer, and of a module of `mtp_layers`, after `model.layers.{}.` and without
+`.weight`; `{}` is the expert.
 
-Without it the tensor holds all experts of a layer, as they are multiplied from the right; `[0]` and `[1]` behind its
+Without it the tensor holds all experts of a layer, as they are multiplied from the right; `[0]` and `[1]` after its
 name are its even and odd columns, which two parameters share.
 """
 
@@ -162,7 +162,7 @@ class Family:
     """Experts that absent keys mean, or None; values without a key always hold."""
 
     norm_eps: float = 1e-6
-    """This and the next ones are what an absent key means."""
+    """Meaning of an absent key, as in the next fields."""
     num_kv_heads: int | None = None
     head_dim: int | None = None
     rope_theta: float = 10000.0
@@ -183,7 +183,7 @@ class Family:
     own_keys: tuple[str, ...] = ()
     """Keys that `common` and `read` read."""
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of keys, in place of those of `ALLOWED`."""
+    """Values of keys that replace the ones of `ALLOWED`."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are written as they are."""
     common: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
@@ -495,13 +495,13 @@ FAMILIES = {
 def model_type_of(cfg: ModelConfig) -> str:
     """Return the family that computes exactly this model. Raises `UserError` where there is none."""
     # Two families have Llama's features: Llama's config refuses heads that do not divide the width, and has no window.
-    found = [name for name, family in FAMILIES.items() if family.has(cfg)]
+    matches = [name for name, family in FAMILIES.items() if family.has(cfg)]
     parts = f"{', '.join(FIXED)}, latent and experts"
     features = tuple(getattr(cfg, name) for name in FIXED)
     fix = f"none of {', '.join(FAMILIES)} has this {parts} together"
-    require(bool(found), "model", features, fix)
+    require(bool(matches), "model", features, fix)
     windowed = cfg.window_share > 0
-    name = found[-1] if windowed or cfg.d_model % cfg.num_heads else found[0]
+    name = matches[-1] if windowed or cfg.d_model % cfg.num_heads else matches[0]
     family = FAMILIES[name]
     fix = f"{name} has no window; set it to none"
     require(

@@ -28,7 +28,7 @@ TRAVELLING = (
 """Files that are copied as they are."""
 
 ORIGINAL = "hf_config.json"
-"""The checkpoint's `config.json` in the run directory, for what `ModelConfig` does not hold."""
+"""The checkpoint's `config.json` in the run directory, for keys that `ModelConfig` does not hold."""
 
 LFS = b"version https://git-lfs"
 """First bytes of the file that Git leaves in the place of a large one that was not fetched."""
@@ -107,9 +107,9 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
 
     `model.safetensors` is read alone, as `transformers` does; an index in its folder must list tensors that it has.
     """
-    others = {path.name for path in folder.glob("*.safetensors")}
-    fix = f"{shown(others)} are read by an index alone; fetch it, or save the model again"
-    fix = fix if others else "no other format is read, save it as safetensors"
+    unindexed = {path.name for path in folder.glob("*.safetensors")}
+    fix = f"{shown(unindexed)} are read by an index alone; fetch it, or save the model again"
+    fix = fix if unindexed else "no other format is read, save it as safetensors"
     fix = f"holds neither {SINGLE} nor {INDEX}; {fix}"
     single = (folder / SINGLE).exists()
     require(single or (folder / INDEX).exists(), "path", str(folder), fix)
@@ -147,8 +147,7 @@ def _indexed(folder: Path) -> dict[str, set[str]]:
 def inside(folder: Path, name: str) -> Path:
     """Return the regular file `name` of `folder`; refuse a link that leaves the folder.
 
-    The Hub's own cache, whose snapshots are links into the `blobs` beside them, is one folder in
-    this sense.
+    The Hub's own cache, whose snapshots are links into the folder `blobs`, counts as one folder.
     """
     root, path = folder.resolve(), (folder / name).resolve()
     allowed = path.is_relative_to(root)
@@ -160,9 +159,9 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def require_none(what: str, names: set[str], fault: str) -> None:
+def require_none(subject: str, names: set[str], fault: str) -> None:
     """Raise naming the first few of `names`, unless there are none."""
-    require(not names, what, shown(names), fault)
+    require(not names, subject, shown(names), fault)
 
 
 def shown(names: set[str]) -> list[str]:

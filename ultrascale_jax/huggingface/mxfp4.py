@@ -2,7 +2,7 @@
 
 A matrix `[E, columns, rows]` is two tensors: `NAME_blocks`, `[E, rows, columns / 32, 16]` bytes of two values each, the
 first one in the low bits; and `NAME_scales`, `[E, rows, columns / 32]`, the exponent of two (plus 127) that 32 values
-share. The values are exact in bfloat16, so what is read is what `transformers` computes with.
+share. The values are exact in bfloat16, so they equal the ones that `transformers` computes with.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from ultrascale_jax.config import require
 
 BLOCK = 32
 NO_SCALE = 255
-"""The scale that stands for NaN (section 5.4.1)."""
+"""The scale that means NaN (section 5.4.1)."""
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([VALUES, -VALUES])
@@ -22,20 +22,20 @@ VALUES = np.concatenate([VALUES, -VALUES])
 
 
 def dequantized(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file of each tensor, with each pair of blocks and scales as the one tensor that they are.
+    """Return the file of each tensor, with each pair of blocks and scales as one tensor.
 
-    Raises `UserError` naming a pair that is none.
+    Raises `UserError` naming a pair whose tensor exists too.
     """
-    found = dict(files)
+    tensors = dict(files)
     for name in files:
         scales = name.removesuffix(BLOCKS) + SCALES
         if name.endswith(BLOCKS) and scales in files:
             whole = name.removesuffix(BLOCKS)
             fix = f"is there beside {name}; a checkpoint has one of the two"
             require(whole not in files, "tensors", [whole], fix)
-            views = [found.pop(key).get_slice(key) for key in (name, scales)]
-            found[whole] = Packed(name, views[0], views[1])
-    return found
+            views = [tensors.pop(key).get_slice(key) for key in (name, scales)]
+            tensors[whole] = Packed(name, views[0], views[1])
+    return tensors
 
 
 class Packed:

@@ -19,13 +19,13 @@ ROPE_KEYS = {
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
-"""Keys that a type of rotary positions reads, as well as those of `ANY_ROPE`."""
+"""Keys that a type of rotary positions reads in addition to `ANY_ROPE`."""
 
 ANY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 def remarks(folder: Path) -> list[str]:
-    """Return lines about a Hugging Face folder that loads: keys that stand twice, keys and files without effect.
+    """Return lines about a Hugging Face folder that loads: repeated keys, keys and files without effect.
 
     Raises `UserError` for a `generation_config.json` that is no JSON object.
     """
@@ -53,7 +53,7 @@ def known_keys(model_type: str) -> set[str]:
         "max_window_layers": family.window == "upper",
         "sliding_window_pattern": family.window == "pattern",
     }
-    return keys | {key for key, known in optional.items() if known}
+    return keys | {key for key, is_read in optional.items() if is_read}
 
 
 def _unread_rope(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -62,8 +62,8 @@ def _unread_rope(raw: Mapping[str, Any]) -> Iterator[str]:
         outer = raw.get(name) or {}
         parts = [part for part in outer.values() if isinstance(part, dict)] or [outer]
         for rope in parts:
-            known = ROPE_KEYS[rope.get("rope_type", rope.get("type", "default"))]
-            if unread := rope.keys() - {*ANY_ROPE, *known}:
+            read_keys = ROPE_KEYS[rope.get("rope_type", rope.get("type", "default"))]
+            if unread := rope.keys() - {*ANY_ROPE, *read_keys}:
                 yield f"config.json has {shown(unread)} in {name}, which mean nothing to its rope_type"
 
 

@@ -24,7 +24,7 @@ class Tensor:
     """One parameter of ours and the tensor (of each layer, or of each of its experts) that holds it."""
 
     name: str
-    """Name in the checkpoint; `{}` stands for the layer of a stacked parameter, and then for the expert."""
+    """Name in the checkpoint; `{}` is the layer of a stacked parameter, and then the expert."""
     dims: str
     """Our dims, without the leading L of a stacked parameter."""
     stored: str
@@ -32,7 +32,7 @@ class Tensor:
     sizes: Mapping[str, int]
     """Size of each dim."""
     stack: int | None = None
-    """Number of the stack (`ModelConfig.stacks`) whose layers have the parameter; none: it stands alone."""
+    """Number of the stack (`ModelConfig.stacks`) whose layers have the parameter; none: it is not stacked."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
     column: int | None = None
@@ -101,13 +101,13 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
         """Add the parameters of a stack of layers, or of one layer."""
         for (ours, dims, stored), width in _layer(cfg, kind):
             name, _, column = family.name(ours).partition("[")
-            together = "E" in dims and "{}" not in name
+            is_joined = "E" in dims and "{}" not in name
             last_name = ours.rpartition(".")[2]
             is_weight = last_name.startswith("w_") or last_name.endswith("norm")
             table[path + ours] = Tensor(
-                name=f"{prefix}{name}{'.weight' if is_weight and not together else ''}",
+                name=f"{prefix}{name}{'.weight' if is_weight and not is_joined else ''}",
                 dims=dims,
-                stored=dims if together else stored,
+                stored=dims if is_joined else stored,
                 column=int(column.removesuffix("]")) if column else None,
                 sizes=sizes | {"F": width},
                 float32=ours == "moe.bias",
@@ -146,7 +146,7 @@ MODULE: Rows = [
 
 
 def hf_names(cfg: ModelConfig) -> dict[str, list[str]]:
-    """Return the names in a Hugging Face folder of the tensors that make each parameter of a `Transformer`.
+    """Return the names of the Hugging Face tensors of each parameter of a `Transformer`.
 
     A parameter of a stack of layers, as `stacks.0.attn.w_q`, has a tensor for each of its layers, in their order, and
     for each expert of a layer. `save_hf` writes them, and `read_hf` reads them.

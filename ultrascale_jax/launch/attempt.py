@@ -1,8 +1,8 @@
 """Wait for the processes of one start of a run until all are gone, and tell why they ended.
 
 When one process of a job dies, the others wait in a collective, so all are ended. One that makes no progress ends
-itself (`watchdog.py`). Only one that is stopped by a signal cannot: it is told to write its stacks and to go on, and
-killed with the others, or after `STOPPED_S`.
+itself (`watchdog.py`). Only one that is stopped by a signal cannot: signals make it write its stacks and continue, and
+it is killed with the others, or after `STOPPED_S`.
 """
 
 import math
@@ -26,7 +26,7 @@ STOPPED_S = 60.0
 """Seconds for which a process may be stopped by a signal while no other has ended."""
 
 WAKE_S = 3.0
-"""Seconds that a process that was stopped has to write its stacks when it goes on."""
+"""Seconds that a process that was stopped has to write its stacks when it continues."""
 
 READ_S = 60.0
 """Seconds to read all events of a long run."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ultrascale_jax.config import DistConfig, UserError, require
 
 FIRST_PORT, PORTS = 61440, 4096
-"""Ports of coordinators, beyond those that Linux hands out itself (32768 to 60999); JAX takes the same ones."""
+"""Ports of coordinators, outside Linux's ephemeral range (32768 to 60999); JAX takes the same ones."""
 
 SETTLE = (
     "set JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS, or JAX_NUM_PROCESSES=1 to "
@@ -61,7 +61,7 @@ class Launcher:
 
 
 def _prefixed(method: str, prefix: str) -> Launcher:
-    """Return the launcher whose four variables begin alike."""
+    """Return the launcher whose four variables begin with `prefix`."""
     local_rank, local_size = f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
     return Launcher(method, f"{prefix}_SIZE", f"{prefix}_RANK", local_rank, local_size)
 
@@ -88,7 +88,7 @@ LAUNCHERS = (
     Launcher("leaderworkerset", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
     Launcher("aws batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
 )
-"""Known launchers; an inner one, which another one's process may have started, stands before the outer ones."""
+"""Known launchers; an inner one, which another one's process may have started, precedes the outer ones."""
 
 RANKS = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID")
 """Ranks that `prterun`, `aprun` and HPE's `mpiexec` tell without a number of processes."""
@@ -186,8 +186,8 @@ def _launched(environ: Mapping[str, str], address: Setting) -> Launch | None:
         "set JAX_COORDINATOR_ADDRESS=host:port (mpirun -x, mpiexec -genv), or --dist.address. To replace what the "
         f"launcher says, {SETTLE}"
     )
-    known = launch.address is not None or bool(address.value)
-    require(known, "JAX_COORDINATOR_ADDRESS", "", fix)
+    has_address = launch.address is not None or bool(address.value)
+    require(has_address, "JAX_COORDINATOR_ADDRESS", "", fix)
     return launch
 
 
@@ -218,7 +218,7 @@ def _is_same(environ: Mapping[str, str], one: Launcher, other: Launcher) -> bool
 
 
 def _refuse_incomplete(environ: Mapping[str, str], complete: list[Launcher]) -> None:
-    """Refuse a process that has part of a launch of several, or that runs beside `srun`: it may not be alone."""
+    """Refuse a process that has part of a launch of several, or of a SLURM job without `srun`: it may not be alone."""
     rank = next((name for name in RANKS if name in environ and not complete), None)
     fix = f"nothing tells how many processes there are; {SETTLE}"
     require(rank is None, rank or "", environ.get(rank or ""), fix)
@@ -243,7 +243,7 @@ def _refuse_incomplete(environ: Mapping[str, str], complete: list[Launcher]) -> 
 
 
 def _joined(environ: Mapping[str, str], launcher: Launcher, address: Setting) -> Launch:
-    """Return the process's place among those that `launcher` started; without an address if it tells none."""
+    """Return the process's place in the job of `launcher`; without an address if that gives none."""
     local_id = per_node = gpus = None
     if launcher.local_rank in environ:
         local_id = _number(environ, launcher.local_rank)
@@ -280,7 +280,7 @@ def _torchrun_address(environ: Mapping[str, str]) -> str:
     host = environ.get("MASTER_ADDR", "")
     require(bool(host), "MASTER_ADDR", host, "set it to the host of rank 0")
     port = _number(environ, "MASTER_PORT", 1, 65535)
-    # torchrun itself listens at MASTER_PORT; the port behind it is free as a rule.
+    # torchrun itself listens at MASTER_PORT; the next port is free as a rule.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         fix = "must be below 65535: JAX takes the port behind it"
         require(port < 65535, "MASTER_PORT", environ["MASTER_PORT"], fix)
@@ -351,7 +351,7 @@ def _bind_address(environ: Mapping[str, str], address: str | None) -> str | None
 
 
 def _host(name: str, text: str, host: str) -> str:
-    """Return `host` as it stands before a port. Raises `UserError` about `name` if no host can be called so."""
+    """Return `host` in the form before a port. Raises `UserError` about `name` if no host can have this name."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     fix = "is no host name and no IP address"
     try:
@@ -405,19 +405,19 @@ def own_gpus(
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     """Return CUDA's names of the GPUs that it, or the container, shows this process; None if neither says.
 
-    Container runtimes read NVIDIA_VISIBLE_DEVICES and number what is left anew; CUDA_VISIBLE_DEVICES chooses from it.
+    Container runtimes read NVIDIA_VISIBLE_DEVICES and renumber its GPUs; CUDA_VISIBLE_DEVICES chooses among them.
     """
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         text = environ.get(name, "")
         if text and text not in ("all", "none", "void"):
             names = text.split(",")
-            own = name == "CUDA_VISIBLE_DEVICES"
-            return names if own else [str(number) for number in range(len(names))]
+            is_selection = name == "CUDA_VISIBLE_DEVICES"
+            return names if is_selection else [str(number) for number in range(len(names))]
     return None
 
 
 def _is_number(text: str) -> bool:
-    """Return whether `text` is a whole number that a port, a rank or a count can have."""
+    """Return whether `text` is an integer that a port, a rank or a count can have."""
     return text.isdecimal() and len(text) <= 10
 
 

@@ -35,30 +35,30 @@ def reserved(address: str, tell: Callable[[str], None]) -> Iterator[str]:
         UserError: the port is taken, under a supervisor `NotNow`, or this process may not have it.
     """
     host, _, port = address.rpartition(":")
-    ip, here = _interface(host.strip("[]")), socket.gethostname()
+    ip, name = _interface(host.strip("[]")), socket.gethostname()
     try:
-        held = _bind(ip, int(port))
+        listener = _bind(ip, int(port))
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             text = (
-                f"dist.address={address!r}: process 0 ({here}) cannot listen there: {error.strerror}. If another job, "
+                f"dist.address={address!r}: process 0 ({name}) cannot listen there: {error.strerror}. If another job, "
                 "or a second process 0, has the port, give another one"
             )
             raise refusal(text, lasting=error.errno != errno.EADDRINUSE) from None
         tell(
-            f"note: {address} is no address of this host ({here}); process 0 should run where it is. It listens on "
+            f"note: {address} is no address of this host ({name}); process 0 should run where it is. It listens on "
             "all interfaces"
         )
         ip = _every_interface()
-        held = _bind(ip, int(port))
-    with held:
-        # From here on JAX, which sets this option too, can have the port, and nobody who does not.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener = _bind(ip, int(port))
+    with listener:
+        # From here on JAX can bind the port, as it sets this option too; other programs cannot.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
 def _interface(host: str) -> str:
-    """Return the address of this host that `host` means; that of all interfaces where the name does not tell."""
+    """Return the address of this host that `host` means; the address of all interfaces where the name is ambiguous."""
     try:
         numbers = [
             str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -82,17 +82,17 @@ def _every_interface() -> str:
 
 def _bind(ip: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    held = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Connections that the job before has left do not count, and a socket that listens does.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Ignore closed connections of an earlier job, but not a socket that listens.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind((ip, port))
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((ip, port))
     except OSError:
-        held.close()
+        listener.close()
         raise
-    return held
+    return listener
 
 
 @contextlib.contextmanager
@@ -116,11 +116,11 @@ def ended_by(sigterm: SigtermListener | None, tell: Callable[[str], None]) -> It
             tell("stopped by SIGTERM before all processes were there")
             os._exit(0)
 
-    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    old_fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
     try:
         yield
     finally:
         over.set()
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(old_fd)
         writing.close()

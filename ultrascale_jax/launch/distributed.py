@@ -2,8 +2,8 @@
 
 This module decides nothing that is computed. `initialize` detects whether this process is one of many (`cluster.py`)
 and joins the others through `jax.distributed`, which waits for all of them; it leaves a process on its own alone. From
-then on all end together (`failures.py`). `set_environment` must run before JAX makes its first array, because XLA reads
-the variables once.
+then on all end together (`failures.py`). `set_environment` must run before JAX creates its first array, because XLA
+reads the variables once.
 """
 
 import atexit
@@ -36,17 +36,17 @@ from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.launch.sigterm import SigtermListener, listener
 
 GPU_FLAGS = {
-    # Start collectives early and finish them late, so that they run beside the matrix products.
+    # Start collectives early and finish them late, so that they overlap with matrix products.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
-    # With one collective in flight (the default) a gather and a scatter that meet make one of them wait in the open.
+    # With one collective in flight (the default) a gather that meets a scatter is exposed, or the scatter is.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
     # The scheduler may fill as much memory as the run takes. It counts in hundredths of 80% of the GPU, by default 95;
-    # above that it makes collectives synchronous: on an H100 from 61 GiB on.
+    # above that it runs collectives synchronously: on an H100 from 61 GiB on.
     "xla_gpu_memory_limit_slop_factor": str(round(100 * GPU_MEMORY_SHARE / 0.8)),
 }
 """XLA flags for training on NVIDIA GPUs; a CPU ignores them.
 
-The combine thresholds that older recipes raise to a whole layer are left at XLA's defaults but where a dense layer
+The combine thresholds that older recipes raise to a full layer keep XLA's defaults, except where a dense layer
 gathers ahead (`ONE_GATHER` in train_step/step.py): elsewhere they merge a layer's collectives into one that no matrix
 product hides (seen in the compiled Llama-3-8B step for 8 H100s).
 """
@@ -74,7 +74,7 @@ _failures = Failures()
 
 
 def initialize(dist: DistConfig | None = None) -> Launch | None:
-    """Join the other processes of the job, if there are any; call it before JAX makes its first array.
+    """Join the other processes of the job, if there are any; call it before JAX creates its first array.
 
     Returns:
         How this process was started; none for one on its own.
@@ -126,22 +126,27 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
 
 def _check_job(dist: DistConfig) -> None:
     """Raise `UserError` unless process 0 has this number of processes and this version of JAX too."""
-    here = {
+    local_job = {
         "processes": global_state.num_processes,
         "version": f"jax {jax.__version__} and jaxlib {jax.lib.__version__}",
     }
-    first = from_process0("job", lambda: here, dist.timeout_s)
+    first = from_process0("job", lambda: local_job, dist.timeout_s)
     fix = f"process 0 has {first['processes']}: JAX_NUM_PROCESSES (--dist.num-processes) must be the same"
-    require(here["processes"] == first["processes"], "dist.num_processes", here["processes"], fix)
-    if here["version"] != first["version"]:
+    require(
+        local_job["processes"] == first["processes"],
+        "dist.num_processes",
+        local_job["processes"],
+        fix,
+    )
+    if local_job["version"] != first["version"]:
         raise UserError(
-            f"process {global_state.process_id} on {socket.gethostname()} has {here['version']}, and process 0 "
+            f"process {global_state.process_id} on {socket.gethostname()} has {local_job['version']}, and process 0 "
             f"{first['version']}: install the same everywhere"
         )
 
 
 def from_process0(name: str, make: Callable[[], Any], timeout_s: float) -> Any:
-    """Return `make()` of process 0 on all processes, of which none needs its devices for it.
+    """Return `make()` of process 0 on all processes; no process needs its devices for it.
 
     Args:
       name: its place among what processes share; another one for each call.
@@ -165,11 +170,11 @@ def guarded(
 
 def find_devices() -> list[jax.Device]:
     """Return the devices of the job. Raises `UserError` where JAX_PLATFORMS names a kind that JAX cannot use here."""
-    wanted = jax.config.jax_platforms
+    platforms = jax.config.jax_platforms
     log, errors = logging.getLogger("jax._src.xla_bridge"), []
 
     def hold(record: logging.LogRecord) -> bool:
-        if wanted and record.exc_info:
+        if platforms and record.exc_info:
             errors.append(record.exc_info[1])
         return not errors
 
@@ -178,13 +183,11 @@ def find_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:
-        if not wanted:
+        if not platforms:
             raise
         cause = errors[0] if errors else error
         why = printable(str(cause).partition(" (set ")[0]) or "its plugin did not start"
-        text = (
-            f"JAX_PLATFORMS={wanted!r}: JAX finds no such device on {socket.gethostname()} ({why})"
-        )
+        text = f"JAX_PLATFORMS={platforms!r}: JAX finds no such device on {socket.gethostname()} ({why})"
         fix = "leave it out to take the devices that are there, or say JAX_PLATFORMS=cpu"
         has_gpu = os.path.exists("/dev/nvidiactl")
         raise refusal(f"{text}; {fix}", lasting=not has_gpu) from None
@@ -193,7 +196,7 @@ def find_devices() -> list[jax.Device]:
 
 
 def describe_job(launch: Launch | None) -> str:
-    """Return how many processes and devices the job has, as a line: a process that is alone by mistake tells it."""
+    """Return a line with the numbers of processes and devices of the job, which reveals a process alone by mistake."""
     devices = find_devices()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     processes = counted(jax.process_count(), "process", "processes")
@@ -207,7 +210,7 @@ def counted(number: int, one: str, several: str) -> str:
 
 
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:
-    """Raise `UserError` unless the job has `dist.expect_devices` devices, or else those that the cluster gave it."""
+    """Raise `UserError` unless the job has `dist.expect_devices` devices, or else the number that the cluster gave."""
     devices = find_devices()
     if dist.expect_devices is not None:
         counts = Counter(device.process_index for device in devices)
@@ -220,23 +223,23 @@ def check_devices(launch: Launch | None, dist: DistConfig) -> None:
     expected = None if launch is None else launch.expected_gpus
     if expected is None or wants_cpu(os.environ):
         return
-    found = len(jax.local_devices()) if devices[0].platform == "gpu" else 0
+    seen = len(jax.local_devices()) if devices[0].platform == "gpu" else 0
     fix = (
-        f"process {jax.process_index()} on {socket.gethostname()} sees {found} of the {expected} GPUs that SLURM gave "
+        f"process {jax.process_index()} on {socket.gethostname()} sees {seen} of the {expected} GPUs that SLURM gave "
         f"it (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}, "
         f"NVIDIA_VISIBLE_DEVICES={os.environ.get('NVIDIA_VISIBLE_DEVICES')!r}); ask for them in srun too "
         "(--gpus-per-node), or say --dist.expect-devices N if that is meant"
     )
-    require(found >= expected, "SLURM_GPUS_ON_NODE", os.environ.get("SLURM_GPUS_ON_NODE"), fix)
+    require(seen >= expected, "SLURM_GPUS_ON_NODE", os.environ.get("SLURM_GPUS_ON_NODE"), fix)
 
 
 def _tls(dist: DistConfig) -> dict[str, Any]:
     """Return the options of `jax.distributed.initialize` for mutual TLS."""
     if not dist.mtls_cert:
         return {}
-    known = inspect.signature(jax.distributed.initialize).parameters
+    parameters = inspect.signature(jax.distributed.initialize).parameters
     fix = f"jax {jax.__version__} has no TLS between processes; install jax 0.12, or leave it out"
-    require("mtls_cert_file" in known, "dist.mtls_cert", dist.mtls_cert, fix)
+    require("mtls_cert_file" in parameters, "dist.mtls_cert", dist.mtls_cert, fix)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for name, path, use in (
         ("mtls_ca", dist.mtls_ca, context.load_verify_locations),
@@ -267,7 +270,7 @@ def _avoid_proxies(host: str) -> None:
 
 
 def _watch_each_other(dist: DistConfig) -> None:
-    """Make the failure of one process end all, and keep each process until no other may still fail."""
+    """End all processes when one fails, and keep each process until no other may still fail."""
     global _failures
     client = global_state.client
     assert client is not None
@@ -298,10 +301,10 @@ def set_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def _order_cpu_collectives(environ: MutableMapping[str, str]) -> None:
-    """Make every CPU process of a job run its collectives in one order, because gloo pairs them by their order.
+    """Order the collectives of every CPU process of a job equally, because gloo pairs them by their order.
 
     XLA's default scheduler places a collective before a loop that it does not depend on; a program that is dispatched
-    while another one runs would mix its collectives with that one's. `tests/collective_order.py` checks programs.
+    while another one runs would mix the collectives of both. `tests/collective_order.py` checks programs.
     """
     flags = environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if "xla_cpu_enable_concurrency_optimized" not in flag]
@@ -312,21 +315,21 @@ def _order_cpu_collectives(environ: MutableMapping[str, str]) -> None:
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
-    """Return whether `JAX_PLATFORMS` asks for the CPU."""
+    """Return whether `JAX_PLATFORMS` chooses the CPU."""
     return environ.get("JAX_PLATFORMS", "").startswith("cpu")
 
 
 class StopRequest:
-    """Stop request (SIGTERM) of the job; inside its `with` block all processes ask for it at the same points.
+    """Stop request (SIGTERM) of the job; inside its `with` block all processes poll it at the same points.
 
-    A process on its own listens here; a second signal changes nothing, so a save is not cut short. In a job of many JAX
-    itself listens since they joined, and `reached` is true on all of them at the same question, whichever of them was
-    told: JAX takes the number after the highest that any process has asked. So the questions of a process are counted,
-    all of them: with the numbers of steps a signal that came before the first question would mean step 1, which a run
-    that resumes never asks for.
+    A single process listens here; a second signal changes nothing, so a save is not cut short. In a job of many JAX
+    itself listens since they joined, and `reached` becomes true on all of them at the same poll, whichever process got
+    the signal: JAX takes the number after the highest poll of any process. Polls are therefore numbered from 1 in each
+    process. Numbers of steps would fail: a signal before the first poll would mean step 1, which a run that resumes
+    never polls.
     """
 
-    _questions = itertools.count(1)
+    _polls = itertools.count(1)
 
     def __enter__(self) -> "StopRequest":
         self._alone = not jax.distributed.is_initialized()
@@ -340,7 +343,7 @@ class StopRequest:
         self._stack.close()
 
     def reached(self) -> bool:
-        """Return whether to stop here, after a save if anything needs one; every process asks at the same points."""
+        """Return whether to stop here, after a save if anything needs one; every process calls it at equal points."""
         if self._alone:
             return self._sigterm.received
-        return multihost_utils.reached_preemption_sync_point(next(self._questions))
+        return multihost_utils.reached_preemption_sync_point(next(self._polls))

@@ -85,8 +85,8 @@ def now() -> dict[str, float | str]:
 @functools.cache
 def boot() -> str:
     """Name the boot from which `time.monotonic` counts; equal for all processes of this machine."""
-    found = boot_id()
-    return socket.gethostname() if found is None else found[:8]
+    boot_uuid = boot_id()
+    return socket.gethostname() if boot_uuid is None else boot_uuid[:8]
 
 
 def say(text: str, file: IO[str] | None = None) -> None:
@@ -128,7 +128,7 @@ def to_json(row: Mapping[str, object]) -> str:
 
 
 def finite(value: object) -> object:
-    """Return `value` with null in place of numbers that are not finite, for which JSON has no word."""
+    """Return `value` with null in place of numbers that are not finite, which JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -146,7 +146,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether `value` is a whole number that a process can have counted to."""
+    """Return whether `value` is an integer that a process can have counted to."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 

@@ -4,7 +4,7 @@ REFUSED = 2
 """A `UserError`: the user can fix it, a restart cannot."""
 
 STOPPED = 3
-"""The run diverged, or a checkpoint that was asked for is damaged: a restart would not help either."""
+"""The run diverged, or the checkpoint that the settings name is damaged: a restart cannot help."""
 
 CRASHED = 70
 """An exception ended the process (EX_SOFTWARE of sysexits.h); a restart may help."""

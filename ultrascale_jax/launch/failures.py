@@ -94,7 +94,7 @@ class Failures:
     """End this process when it fails, and when another one has failed; one instance per process."""
 
     def __init__(self, rank: int = 0, store: Store | None = None):
-        """Make it for process `rank` of a job whose processes share `store`, or for a process on its own."""
+        """Watch process `rank` of a job whose processes share `store`, or a single process."""
         self._rank, self._store = rank, store
         self._record: Callable[..., None] | None = None
         self._once = threading.Lock()
@@ -108,7 +108,7 @@ class Failures:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: this process ends in the ordinary way; JAX's client cannot be asked while it shuts down."""
+        """Stop watching: this process ends in the ordinary way; JAX's client answers no calls while it shuts down."""
         sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         self._done.set()
         self._thread.join(timeout=10.0)
@@ -178,7 +178,7 @@ class Failures:
         if self._rank == 0:
             if first != cause and not first.quiet:
                 say(first.text, sys.stderr)
-            # The others need a moment to read the key; and the last words are the last.
+            # Give the others time to read the key, and print the first cause last.
             time.sleep(LINGER_S)
             same = cause is not None and cause.summary == first.summary
             refused = "error" if same else f"error of {who}"

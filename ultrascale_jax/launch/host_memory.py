@@ -20,19 +20,19 @@ from ultrascale_jax.launch import procfs
 from ultrascale_jax.launch.cluster import Launch, visible_gpus
 
 LIMIT, UNSET_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-"""XLA's variable, in GiB, and what it takes without."""
+"""XLA's variable, and its default, in GiB."""
 
 COPIED, TIMES = 2**29, 5
 """Bytes of each GPU in a copy that is timed, some 10 ms of PCIe 5.0, and how often."""
 
 RESERVED = 4 * COPIED
-"""Bytes that each GPU's timed copies, and what is on its way to or from the host otherwise, leave pinned."""
+"""Bytes that each GPU's timed copies and other transfers to and from the host leave pinned."""
 
 
 def set_limit(environ: MutableMapping[str, str], launch: Launch | None) -> None:
-    """Let XLA pin this process's share of the host's memory; keep what the user set. Call it before JAX's first array.
+    """Let XLA pin this process's share of the host's memory; keep the user's setting. Call it before JAX's first array.
 
-    The GPUs of the machine share its memory equally, and those that a container shows what it may take.
+    The GPUs of the machine share its memory equally; the GPUs of a container share the container's limit.
     """
     present = len(procfs.gpu_kinds())
     if present:
@@ -43,10 +43,10 @@ def set_limit(environ: MutableMapping[str, str], launch: Launch | None) -> None:
         environ.setdefault(LIMIT, str(max(1, share // 2**30)))
 
 
-def process_bytes(memory: procfs.Memory, present: int, shown: int, own: int) -> int:
-    """Return the bytes that a process may pin which takes `own` of the `shown` GPUs, of those `present`."""
+def process_bytes(memory: procfs.Memory, present: int, shown: int, used: int) -> int:
+    """Return the bytes that a process with `used` GPUs may pin, of `shown` in its container and `present` in all."""
     one = min(memory.total / present, memory.limit / shown)
-    return int(HOST_MEMORY_SHARE * one * own)
+    return int(HOST_MEMORY_SHARE * one * used)
 
 
 def gpu_bytes(environ: Mapping[str, str], num_gpus: int) -> int:
@@ -69,12 +69,12 @@ def prepare_copies(copied: int = COPIED) -> Callable[[], float]:
     """
     devices = jax.local_devices()
     mesh = Mesh(np.array(devices), ("gpu",), axis_types=(AxisType.Auto,))
-    here = NamedSharding(mesh, P("gpu"))
-    there = here.with_memory_kind("pinned_host")
+    on_device = NamedSharding(mesh, P("gpu"))
+    on_host = on_device.with_memory_kind("pinned_host")
     shape = len(devices), copied
-    x = jax.jit(lambda: jnp.zeros(shape, jnp.uint8), out_shardings=here)()
-    to_host = jax.jit(lambda x: jax.device_put(x, there), out_shardings=there)
-    to_device = jax.jit(lambda x: jax.device_put(x, here), out_shardings=here)
+    x = jax.jit(lambda: jnp.zeros(shape, jnp.uint8), out_shardings=on_device)()
+    to_host = jax.jit(lambda x: jax.device_put(x, on_host), out_shardings=on_host)
+    to_device = jax.jit(lambda x: jax.device_put(x, on_device), out_shardings=on_device)
     y = jax.block_until_ready(to_host(x))
 
     def gbs() -> float:
@@ -86,9 +86,9 @@ def prepare_copies(copied: int = COPIED) -> Callable[[], float]:
 
 def _seconds(copy: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
     """Return the median time of `copy`."""
-    found = []
+    times = []
     for _ in range(TIMES):
         start = time.perf_counter()
         jax.block_until_ready(copy(x))
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

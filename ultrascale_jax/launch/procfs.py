@@ -25,7 +25,7 @@ class ProcessStat:
 def read_stat(pid: int | str) -> ProcessStat | None:
     """Read the stat of process `pid`, or `self`; none if there is no such process, or no /proc."""
     try:
-        # The fields after the name, which stands in brackets and may hold anything: the third of all is the first here.
+        # The fields after the name, which is in brackets and may hold anything: the third of all is the first here.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return ProcessStat(state, int(fields[18]))
     except (OSError, ValueError, IndexError):
@@ -51,12 +51,12 @@ class Memory:
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """Return the memory of the machine at `root`, and what this process's control groups (cgroup v1 or v2) may take."""
+    """Return the memory of the machine at `root`, and the limit of this process's control groups (cgroup v1 or v2)."""
     total, limit, text = 0.0, math.inf, ""
     with contextlib.suppress(OSError):
         text = (root / "proc/meminfo").read_text()
-    if found := re.search(r"^MemTotal:\s*(\d+) kB", text, re.MULTILINE):
-        total = 1024.0 * int(found[1])
+    if match := re.search(r"^MemTotal:\s*(\d+) kB", text, re.MULTILINE):
+        total = 1024.0 * int(match[1])
     text = ""
     with contextlib.suppress(OSError):
         text = (root / "proc/self/cgroup").read_text()
@@ -78,8 +78,8 @@ def memory(root: Path = Path("/")) -> Memory:
 
 def gpu_kinds(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
     """Return the name of each NVIDIA GPU of the machine, JAX's `device_kind`, and leave the GPU alone."""
-    found = []
+    kinds = []
     for path in sorted(folder.glob("*/information")):
         with contextlib.suppress(OSError):
-            found += re.findall(r"^Model:\s*(.*\S)", path.read_text(errors="replace"), re.MULTILINE)
-    return found
+            kinds += re.findall(r"^Model:\s*(.*\S)", path.read_text(errors="replace"), re.MULTILINE)
+    return kinds

@@ -19,7 +19,7 @@ LINK, NO_FILE, NO_FOLDER = "is a symbolic link", "is not a regular file", "is no
 
 
 class NotRegular(UserError, OSError):
-    """Something else is in place of a regular file, or a folder; `strerror` says what."""
+    """Another kind of file is in place of a regular file or a folder; `strerror` names it."""
 
     def __init__(self, number: int, fault: str, path: Path | str):
         super().__init__(number, fault)
@@ -52,13 +52,13 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
 
 
 def read_regular(path: Path | str) -> bytes:
-    """Read a whole file. Raises as `open_regular`."""
+    """Read a file. Raises as `open_regular`."""
     with open(path, "rb", opener=open_regular) as file:
         return file.read()
 
 
 def write_atomic(path: Path, *contents: bytes | memoryview) -> None:
-    """Write a whole file of these parts: a crash leaves the old one or the new one.
+    """Write a file of these parts atomically: a crash leaves the old one or the new one.
 
     A link at `path` or `path.tmp` is replaced.
     """

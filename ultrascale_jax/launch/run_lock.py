@@ -37,7 +37,7 @@ class NotNow(UserError):
 
 
 def refusal(text: str, *, lasting: bool = False) -> UserError:
-    """Return the error for what a run cannot use: `NotNow` if time may fix it and a supervisor can try again."""
+    """Return the error for a resource that a run cannot use: `NotNow` if a supervisor can try again later."""
     return NotNow(text) if is_supervised(os.environ) and not lasting else UserError(text)
 
 

@@ -53,7 +53,7 @@ class Supervisor:
         """
         Args:
             command: what a process runs, given how many restarts there were.
-            environments: asked before every start: the variables of each process.
+            environments: called before every start: the variables of each process.
             ranks: their numbers in the job.
             run_dir: where heartbeats, stacks and events are.
             max_restarts: give up after so many; none: as long as there is progress.

@@ -36,7 +36,7 @@ from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regula
 HEARTBEATS = "heartbeats"
 STACKS = "stacks"
 DUMP_SIGNAL = signal.SIGUSR2
-"""A process that gets it writes the stacks of all its threads to its file in `STACKS`, and goes on."""
+"""A process that gets it writes the stacks of all its threads to its file in `STACKS`, and continues."""
 
 FACTOR = 10.0
 FLOOR_S = 60.0
@@ -145,7 +145,7 @@ class Watch:
         folder_of(self._run_dir, STACKS)
         self._file = open_regular(path, os.O_WRONLY | os.O_CREAT)
         self._open_stacks()
-        # From now on it may be asked for its stacks.
+        # From now on its stacks may be requested by a signal.
         self._write()
         self._arm()
         self._writing.start()
@@ -230,7 +230,7 @@ class Watch:
     def data(self, hidden: Callable[[], bool]) -> Iterator[None]:
         """Count the wait for a batch, with the limit of its section, or `DATA_FLOOR_S` if that is more.
 
-        It is counted as lost, unless at its end `hidden`: the devices are still busy with what they had.
+        It is counted as lost, unless at its end `hidden`: the devices are still busy with earlier steps.
         """
         begun, self._in_data = time.monotonic(), True
         self._arm()
