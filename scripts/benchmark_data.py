@@ -53,9 +53,9 @@ def make(folder: Path, documents: int, count: int, mean: int, sparse: bool) -> N
 def make_sparse(folder: Path, number: int, lengths: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     """Write a shard whose token file is a hole, and return its row of the table."""
     shard, size = shards.describe_shard(lengths, hashes), 2 * int(lengths.sum())
-    whole, rest = divmod(size, shards.CHUNK_BYTES)
+    whole, last_bytes = divmod(size, shards.CHUNK_BYTES)
     digests = [digest_of_zeros(shards.CHUNK_BYTES)] * whole
-    digests += [digest_of_zeros(rest)] if rest else []
+    digests += [digest_of_zeros(last_bytes)] if last_bytes else []
     shards.write_documents(folder, number, shard, lengths, hashes, digests)
     path = folder / f"{shards.shard_name(number)}.tokens"
     path.touch()
@@ -69,10 +69,10 @@ def digest_of_zeros(size: int) -> bytes:
 
 def share(folder: Path, number: int, other: int) -> None:
     """Give a shard the documents of another, and a hole of as many tokens."""
-    name, known = (shards.shard_name(one) for one in (number, other))
-    os.link(folder / f"{known}.documents", folder / f"{name}.documents")
+    name, other_name = (shards.shard_name(one) for one in (number, other))
+    os.link(folder / f"{other_name}.documents", folder / f"{name}.documents")
     (folder / f"{name}.tokens").touch()
-    os.truncate(folder / f"{name}.tokens", (folder / f"{known}.tokens").stat().st_size)
+    os.truncate(folder / f"{name}.tokens", (folder / f"{other_name}.tokens").stat().st_size)
 
 
 def anonymous_mib() -> float:
@@ -124,10 +124,10 @@ def main() -> None:
     words = ("--seq-len", str(args.seq_len), "--steps", str(args.steps), "--child")
     command = [sys.executable, "-m", "scripts.benchmark_data", args.folder, *words]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(args.processes)]
-    found = [json.loads(process.communicate()[0]) for process in started]
-    worst = {name: max(one[name] for one in found) for name in found[0]}
-    worst["million_tokens_per_cpu_s"] = min(one["million_tokens_per_cpu_s"] for one in found)
-    worst["host_data_mib"] = sum(one["data_mib"] for one in found)
+    reports = [json.loads(process.communicate()[0]) for process in started]
+    worst = {name: max(one[name] for one in reports) for name in reports[0]}
+    worst["million_tokens_per_cpu_s"] = min(one["million_tokens_per_cpu_s"] for one in reports)
+    worst["host_data_mib"] = sum(one["data_mib"] for one in reports)
     print(json.dumps({name: round(value, 2) for name, value in worst.items()}))
 
 

@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 def find_pages(names: Sequence[str] = ()) -> list[Path]:
     """Return the pages of these names, or all. `UserError` for one that is not there."""
-    found = (path for name in FOLDERS for path in sorted((ROOT / DOCS / name).glob("*.md")))
-    pages = {path.stem: path for path in found}
+    paths = (path for name in FOLDERS for path in sorted((ROOT / DOCS / name).glob("*.md")))
+    pages = {path.stem: path for path in paths}
     for name in names:
         require(Path(name).stem in pages, "PAGE", name, f"choose from {', '.join(pages)}")
     return [pages[Path(name).stem] for name in names] or list(pages.values())
@@ -158,11 +158,11 @@ def checkout() -> Iterator[Path]:
     """Yield a temporary folder with links to the files of the checkout, and empty folders of figures."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        own = {DOCS.name, *FOLDERS, FIGURES, "out", "build", "dist"}
+        excluded = {DOCS.name, *FOLDERS, FIGURES, "out", "build", "dist"}
         for source in (Path(), DOCS, *(DOCS / name for name in FOLDERS)):
             (folder / source).mkdir(exist_ok=True)
             for path in (ROOT / source).glob("*"):
-                if path.name not in own and not path.name.startswith("."):
+                if path.name not in excluded and not path.name.startswith("."):
                     (folder / source / path.name).symlink_to(path)
         for name in FOLDERS:
             (folder / DOCS / name / FIGURES).mkdir()

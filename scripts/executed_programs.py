@@ -84,14 +84,14 @@ def drop_reduction(step: CompiledStep) -> CompiledStep:
     alone = "{" + ",".join(f"{{{device}}}" for device in range(DEVICES)) + "}"
     groups = r"(?:mesh\[[^\]]*\] \{[^}]*\}|\{\{[^=]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
     pattern = rf"( all-reduce(?:-start)?\([^)]*\), [^\n]*?replica_groups=){groups}"
-    return changed(step, pattern, lambda found: found[1] + alone)
+    return changed(step, pattern, lambda match: match[1] + alone)
 
 
 def shift_permutation(step: CompiledStep) -> CompiledStep:
     """Send to the next sender's receiver."""
 
-    def shifted(found: re.Match[str]) -> str:
-        pairs = re.findall(r"\{(\d+),(\d+)\}", found[0])
+    def shifted(match: re.Match[str]) -> str:
+        pairs = re.findall(r"\{(\d+),(\d+)\}", match[0])
         receivers = [receiver for _, receiver in pairs]
         receivers = receivers[1:] + receivers[:1]
         text = ",".join(f"{{{s},{r}}}" for (s, _), r in zip(pairs, receivers, strict=True))
@@ -103,19 +103,19 @@ def shift_permutation(step: CompiledStep) -> CompiledStep:
 def leave_unwritten(step: CompiledStep) -> CompiledStep:
     """Leave out a write into a stack of activations."""
     pattern = r" dynamic-update-slice\((%[^,]+),[^)]*\)"
-    return changed(step, pattern, lambda found: f" copy({found[1]})")
+    return changed(step, pattern, lambda match: f" copy({match[1]})")
 
 
 def read_before_done(step: CompiledStep) -> CompiledStep:
     """Take what an all-gather gives before it is done."""
     pattern = r"\n  %(\S+) = (\w+\[\S+) all-gather-done\((%\S+)\)([^\n]*)"
 
-    def early(found: re.Match[str]) -> str:
-        name, kind, start, rest = found.groups()
+    def early(match: re.Match[str]) -> str:
+        name, kind, start, line_end = match.groups()
         return (
             f"\n  %early = {kind} get-tuple-element({start}), index=1"
             f"\n  %{name} = {kind} copy(%early)"
-            f"\n  %late = {kind} all-gather-done({start}){rest}"
+            f"\n  %late = {kind} all-gather-done({start}){line_end}"
         )
 
     return changed(step, pattern, early)

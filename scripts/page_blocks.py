@@ -94,7 +94,7 @@ def read_page(path: Path) -> list[Block]:
 
 def _commands(path: Path, lines: Sequence[str], start: int, end: int) -> list[Command]:
     """Return the commands of the block with the lines `start` to `end`."""
-    found: list[Command] = []
+    commands: list[Command] = []
     at = start
     while at < end:
         line, place = at + 1, f"{path.name}:{at + 1}"
@@ -107,10 +107,10 @@ def _commands(path: Path, lines: Sequence[str], start: int, end: int) -> list[Co
         require(words[0] in PROGRAMS, "command", f"{place} {' '.join(words)}", fix)
         at += 1
         output = list(itertools.takewhile(lambda text: not text.startswith("$ "), lines[at:end]))
-        given = Output(lines=output, start=at)
-        found.append(Command(line=line, block=start, words=words, output=given))
+        expected = Output(lines=output, start=at)
+        commands.append(Command(line=line, block=start, words=words, output=expected))
         at += len(output)
-    return found
+    return commands
 
 
 def _output(lines: Sequence[str], at: int) -> Output:
@@ -154,24 +154,24 @@ def _selection(expected: Sequence[str], seen: Sequence[str], key) -> list[str] |
     """Return `expected` with each line replaced by the one of `seen` with an equal key, in order; None without such."""
     groups = [
         list(group)
-        for rest, group in itertools.groupby(expected, lambda line: line == REST)
-        if not rest
+        for is_rest, group in itertools.groupby(expected, lambda line: line == REST)
+        if not is_rest
     ]
     keys = [key(line) for line in seen]
     anchored, open_end = expected[:1] != [REST], expected[-1:] == [REST]
     made: list[str] = [] if anchored else [REST]
     at = 0
     for n, group in enumerate(groups):
-        wanted = [key(line) for line in group]
-        places = range(at, len(keys) - len(wanted) + 1)
+        group_keys = [key(line) for line in group]
+        places = range(at, len(keys) - len(group_keys) + 1)
         if n == 0 and anchored:
             places = places[:1]
         if n == len(groups) - 1 and not open_end:
-            places = [place for place in places if place == len(keys) - len(wanted)]
-        start = next((p for p in places if keys[p : p + len(wanted)] == wanted), None)
+            places = [place for place in places if place == len(keys) - len(group_keys)]
+        start = next((p for p in places if keys[p : p + len(group_keys)] == group_keys), None)
         if start is None:
             return None
-        at = start + len(wanted)
+        at = start + len(group_keys)
         made += seen[start:at]
         if n < len(groups) - 1 or open_end:
             made.append(REST)

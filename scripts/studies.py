@@ -111,9 +111,9 @@ def stack(run: Run, label: str) -> Bar:
     )
 
 
-def by_length(run: Run, own: int) -> list[Bar]:
+def by_length(run: Run, seq_len: int) -> list[Bar]:
     """Return the memory of `run` at one sequence a micro-batch, of a quarter to four times `own` tokens."""
-    lengths = (own // 4, own // 2, own, 2 * own, 4 * own)
+    lengths = (seq_len // 4, seq_len // 2, seq_len, 2 * seq_len, 4 * seq_len)
     return [
         stack(dataclasses.replace(run, seq_len=length, sequences=1), _length(length))
         for length in lengths
@@ -143,8 +143,8 @@ def by_sequence(scenario: Scenario) -> Figure:
 def by_zero(scenario: Scenario) -> Figure:
     """Draw memory by ZeRO stage and number of GPUs that share the state."""
     run = scenario.run
-    rest = run.num_gpus // run.shards // run.mesh.dp
-    sizes = [n for n in powers(max(run.num_gpus, 8)) if rest * n <= max(run.num_gpus, 8)]
+    other_ranks = run.num_gpus // run.shards // run.mesh.dp
+    sizes = [n for n in powers(max(run.num_gpus, 8)) if other_ranks * n <= max(run.num_gpus, 8)]
     keep = {axis: size for axis, size in run.mesh.sizes.items() if axis in ("pp", "sp", "tp")}
     panels: dict[str, list[Bar]] = {}
     for zero in (0, 1, 2, 3):
@@ -164,13 +164,13 @@ def by_zero(scenario: Scenario) -> Figure:
 
 def by_tensor(scenario: Scenario) -> Figure:
     """Draw memory by sequence length with no tensor group, and one of a node as tp and as sp; fsdp takes the rest."""
-    own, gpus = scenario.run.seq_len, scenario.cluster.num_gpus
+    seq_len, gpus = scenario.run.seq_len, scenario.cluster.num_gpus
     node = powers(min(scenario.cluster.gpus_per_node, gpus))[-1]
     panels: dict[str, list[Bar]] = {}
     for axes in ({}, {"tp": node}, {"sp": node}):
         run = scenario.varied({**axes, "fsdp": gpus // math.prod(axes.values())})
         if run is not None:
-            panels[run.mesh.text.replace("=", " ").replace(",", ", ")] = by_length(run, own)
+            panels[run.mesh.text.replace("=", " ").replace(",", ", ")] = by_length(run, seq_len)
     run = scenario.run
     return Bars(
         name="memory_tensor",
@@ -221,12 +221,12 @@ def _length(tokens: int) -> str:
 def fastest(scenario: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
     """Return the mesh with the micro-batch that is fastest among those that fit; with one sequence if none fits."""
     batch = scenario.run.global_batch
-    found: list[StepPrediction] = []
+    steps: list[StepPrediction] = []
     for sequences in powers(64):
         run = scenario.varied(mesh, sequences=sequences)
         if run is not None and run.global_batch == batch:
-            found.append(scenario.estimated(run))
-    fitting = [step for step in found if step.may_fit] or found[:1]
+            steps.append(scenario.estimated(run))
+    fitting = [step for step in steps if step.may_fit] or steps[:1]
     return max(fitting, key=lambda step: step.tokens_per_s_gpu, default=None)
 
 
@@ -235,11 +235,9 @@ def step_parts(scenario: Scenario) -> Figure:
     gpus, panels = scenario.cluster.num_gpus, {}
     for axis, title in SPLITS.items():
         for size in powers(min(gpus, 2 * scenario.cluster.gpus_per_node, 32)):
-            if gpus % size == 0 and (
-                found := fastest(scenario, {axis: size, "fsdp": gpus // size})
-            ):
-                label = f"{size}" + ("" if found.may_fit else "*")
-                bar = Bar(label=label, parts=dict(found.parts))
+            if gpus % size == 0 and (step := fastest(scenario, {axis: size, "fsdp": gpus // size})):
+                label = f"{size}" + ("" if step.may_fit else "*")
+                bar = Bar(label=label, parts=dict(step.parts))
                 panels.setdefault(title, []).append(bar)
     run = scenario.run
     return Bars(
@@ -280,9 +278,9 @@ def scaling(scenario: Scenario) -> Figure:
 
 
 def _axis_point(scenario: Scenario, axis: str, size: int) -> Point | None:
-    if (found := fastest(scenario, {axis: size})) is None:
+    if (step := fastest(scenario, {axis: size})) is None:
         return None
-    return Point(x=size, y=found.tokens_per_s_gpu, solid=found.may_fit)
+    return Point(x=size, y=step.tokens_per_s_gpu, solid=step.may_fit)
 
 
 def communication(scenario: Scenario) -> Figure:
@@ -293,8 +291,8 @@ def communication(scenario: Scenario) -> Figure:
     kinds = ("batch split", ("dp", "fsdp"), gpus), ("model or sequence split", SPLITS, few)
     for title, axes, most in kinds:
         for axis in axes:
-            found = (_ratio_point(scenario, axis, size) for size in powers(most)[1:])
-            if points := [point for point in found if point]:
+            candidates = (_ratio_point(scenario, axis, size) for size in powers(most)[1:])
+            if points := [point for point in candidates if point]:
                 panels.setdefault(title, {})[axis] = points
     return Lines(
         name="communication",
@@ -435,17 +433,20 @@ def scenario_of(argv: Sequence[str]) -> tuple[Scenario, Options]:
 def main(argv: Sequence[str]) -> None:
     with command_line.user_errors():
         names = ("measured", "best", *STUDIES)
-        name, *rest = argv or [""]
+        name, *arguments = argv or [""]
         require(name in names, "name", name, f"choose one of {', '.join(names)}")
         if name == "measured":
             require(
-                len(rest) == 3 and rest[1] == "--out", "file", rest, "give FILE.csv --out FILE.png"
+                len(arguments) == 3 and arguments[1] == "--out",
+                "file",
+                arguments,
+                "give FILE.csv --out FILE.png",
             )
-            print(output.write_figure(measured(Path(rest[0])), Path(rest[2])))
+            print(output.write_figure(measured(Path(arguments[0])), Path(arguments[2])))
             return
-        scenario, options = scenario_of(rest)
+        scenario, options = scenario_of(arguments)
         if name == "best":
-            words = rest[1:] if rest[:1] == [scenario.name] else rest
+            words = arguments[1:] if arguments[:1] == [scenario.name] else arguments
             recipes = (options.models or scenario.name).split(",")
             models = [scenario_of([recipe.strip(), *words])[0] for recipe in recipes]
             with output.working("searching meshes") as tell:

@@ -120,8 +120,8 @@ class Report:
     def save(self) -> None:
         """Write the file whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = {"complete": self.complete, "results": self.rows, "goals": self.goals}
-        write_atomic(self.path, (json.dumps(self._head | found, indent=2) + "\n").encode())
+        content = {"complete": self.complete, "results": self.rows, "goals": self.goals}
+        write_atomic(self.path, (json.dumps(self._head | content, indent=2) + "\n").encode())
 
     def complete_by(self, work: Callable[[], None], console: Console) -> None:
         """Do `work`, which adds the rows, and print them; an interrupt ends the process with what there is."""

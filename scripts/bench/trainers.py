@@ -92,8 +92,10 @@ def compiled(step: Any, *arguments: Any) -> tuple[Any, float]:
 def peak_bytes(program: Any) -> int:
     """Return the bytes of a program's arguments, results and temporary buffers."""
     sizes = program.memory_analysis()
-    held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return held + sizes.temp_size_in_bytes
+    argument_bytes = (
+        sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    )
+    return argument_bytes + sizes.temp_size_in_bytes
 
 
 def pipelined(dispatch: Callable[[], Any], num_steps: int) -> list[float]:

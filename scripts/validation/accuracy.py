@@ -77,9 +77,11 @@ it is no promise.
 def memory_table() -> str:
     """Format the errors of memory, held-out rows first."""
     lines: list[tuple[object, ...]] = []
-    for held, label in (("held", "held out"), ("-", "derived from")):
+    for kind_of_row, label in (("held", "held out"), ("-", "derived from")):
         for name, kind in FILES.items():
-            errors = [abs(float(row["error_pct"])) for row in _rows(name) if row["held"] == held]
+            errors = [
+                abs(float(row["error_pct"])) for row in _rows(name) if row["held"] == kind_of_row
+            ]
             median, worst = statistics.median(errors), max(errors)
             link = f"[{name}](planning/{name}.csv)"
             lines.append((label, link, kind, len(errors), f"{median:.1f}%", f"{worst:.1f}%"))

@@ -81,11 +81,11 @@ def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
     blocks = [("embedding", 0), *[("layers", layer)] * shape.num_layers]
     blocks += [("norm", 0), ("head", head), ("cast", 0), ("loss", 0)]
     share = (shape.num_layers * layer + head) / num_stages
-    found: list[list[str]] = [[] for _ in range(num_stages)]
+    names_by_rank: list[list[str]] = [[] for _ in range(num_stages)]
     rank = cost = 0
     for name, block_cost in blocks:
         cost += block_cost
-        found[rank].append(name)
+        names_by_rank[rank].append(name)
         if cost > share * (rank + 1) and rank < num_stages - 1:
             rank += 1
     return [
@@ -96,7 +96,7 @@ def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
             head="head" in names,
             loss="loss" in names,
         )
-        for names in found
+        for names in names_by_rank
     ]
 
 
@@ -174,7 +174,7 @@ def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) ->
     in_flight = min(run.microbatches, mesh.pp - rank)
     one = sum(activations.values())
     hidden = tokens * shape.d_model if mesh.tensor > 1 else 0
-    ahead = hidden if mesh.pp == 1 and run.microbatches > 1 else 0
+    queued = hidden if mesh.pp == 1 and run.microbatches > 1 else 0
     logits = tokens * shape.vocab_size / mesh.tensor if stage.head or stage.loss else 0
     return MemoryBreakdown(
         {
@@ -186,7 +186,7 @@ def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) ->
             **activations,
             "activations: logits": allocator.logit * logits,
             "pipeline in flight": (in_flight - 1) * one,
-            "communication buffers": allocator.hidden * hidden + allocator.queue * ahead,
+            "communication buffers": allocator.hidden * hidden + allocator.queue * queued,
             "fragmentation": (allocator.activations - 1) * in_flight * one,
             "workspace": allocator.fixed * 2**30,
         }

@@ -192,8 +192,8 @@ def main(argv: Sequence[str]) -> None:
         prog = "python -m scripts.validation.playbook"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         rows, contradictory = read(options.runs)
-    wanted = {"test": (False,), "train": (True,), "all": (False, True)}[options.half]
-    predictions = [predict(row) for row in rows if row.calibration in wanted]
+    halves = {"test": (False,), "train": (True,), "all": (False, True)}[options.half]
+    predictions = [predict(row) for row in rows if row.calibration in halves]
     compared = cells(predictions)
     table = output.table(("", "found", "goal"), ())
     for row in totals(predictions, compared):

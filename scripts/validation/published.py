@@ -66,13 +66,13 @@ class Summary:
 
 def read(path: Path) -> list[Row]:
     """Read the runs of a file like docs/planning/published_runs.csv; a `UserError` names line and column."""
-    found = []
+    rows = []
     for where, line in lines(path, COLUMNS):
         try:
-            found.append(_row(line))
+            rows.append(_row(line))
         except UserError as error:
             raise UserError(where + str(error)) from None
-    return found
+    return rows
 
 
 def _row(line: dict[str, str]) -> Row:
@@ -181,15 +181,15 @@ def _runs(predictions: Iterable[Prediction], sources: Sequence[str]) -> Table:
     names = ("source", "software", "model", "precision", "GPUs", "first mesh")
     table = output.table(names, ("measured", "predicted", "predicted / measured"))
     table.title, table.columns[4].justify = "tokens/s/GPU of published runs", "right"
-    for key, alike in groups.items():
-        first = alike[0].row.run
+    for key, similar in groups.items():
+        first = similar[0].row.run
         table.add_row(
             *map(escape, key),
-            _span([one.row.run.num_gpus for one in alike], "{}"),
+            _span([one.row.run.num_gpus for one in similar], "{}"),
             first.mesh.text if first.num_gpus > 1 else "1 GPU",
-            _span([one.row.tokens_per_s_gpu or math.nan for one in alike], "{:,.0f}"),
-            _span([one.tokens_per_s_gpu for one in alike], "{:,.0f}"),
-            _span([one.ratio for one in alike], "{:.2f}"),
+            _span([one.row.tokens_per_s_gpu or math.nan for one in similar], "{:,.0f}"),
+            _span([one.tokens_per_s_gpu for one in similar], "{:,.0f}"),
+            _span([one.ratio for one in similar], "{:.2f}"),
         )
     return table
 
@@ -199,10 +199,10 @@ def _span(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def _summary(found: Iterable[Summary]) -> Table:
+def _summary(summaries: Iterable[Summary]) -> Table:
     numbers = ("rows", "median predicted / measured", "median |log|", "worst")
     table = output.table(("software", "GPU", "", "precision"), numbers)
-    for one in found:
+    for one in summaries:
         table.add_row(
             escape(one.software),
             one.gpu,

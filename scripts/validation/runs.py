@@ -103,5 +103,5 @@ def measured(field: str, text: str) -> float | None:
 
 def median(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are not None; None if there are none."""
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None

@@ -78,9 +78,9 @@ def config(row: Mapping[str, Any]) -> tuple[Config, int]:
         nodes, overlap = int(row["nodes"]), row["overlap"] == "on"
         moe = MoEConfig(dispatch=row["dispatch"], a2a_groups=nodes, overlap=overlap)
     if row.get("layers", "all") != "all":
-        dense, others = map(int, row["layers"].split("+"))
+        dense, num_moe = map(int, row["layers"].split("+"))
         experts = dataclasses.replace(model.experts, dense_layers=dense)
-        model = dataclasses.replace(model, num_layers=dense + others, experts=experts)
+        model = dataclasses.replace(model, num_layers=dense + num_moe, experts=experts)
     cfg = Config(model=model, mesh=mesh, data=data, train=train, pp=pp, cp=cp, moe=moe)
     return cfg, math.prod(mesh.sizes.values())
 
@@ -119,11 +119,11 @@ def with_formula(row: Row) -> Row:
     run = Run.of(*config(row))
     formula = breakdown(run).peak_bytes
     error = 100 * (formula / int(row["xla_bytes"]) - 1)
-    found = {"formula_bytes": str(formula), "error_pct": f"{error:.1f}"}
+    columns = {"formula_bytes": str(formula), "error_pct": f"{error:.1f}"}
     if "formula_step_s" in row:
         seconds = estimate(run, find_cluster(None, "h100", run.num_gpus)).step_s
-        found["formula_step_s"] = f"{seconds:.3f}"
-    return row | found
+        columns["formula_step_s"] = f"{seconds:.3f}"
+    return row | columns
 
 
 def read(path: Path) -> list[Row]:
@@ -154,16 +154,16 @@ def fill(
     path: Path, runs: Sequence[Row], limit: int, measure: Callable[[Row], Row] = measure
 ) -> list[Row]:
     """Measure up to `limit` of `runs` that `path` lacks; write each at once, in their order, with all formulas."""
-    known = {key(row): row for row in read(path) if row[BYTES[0]]}
+    measured = {key(row): row for row in read(path) if row[BYTES[0]]}
 
     def finished() -> list[Row]:
-        rows = [with_formula(run | known[key(run)]) for run in runs if key(run) in known]
+        rows = [with_formula(run | measured[key(run)]) for run in runs if key(run) in measured]
         write(path, list(runs[0]), rows)
         return rows
 
-    for run in [run for run in runs if key(run) not in known][:limit]:
+    for run in [run for run in runs if key(run) not in measured][:limit]:
         print(" ".join(key(run)), file=sys.stderr)
-        known[key(run)] = measure(run)
+        measured[key(run)] = measure(run)
         finished()
     return finished()
 
@@ -176,29 +176,29 @@ def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """Format median and worst error of the rows that the formulas were derived from, the others, and all."""
-    found = []
+    lines = []
     for name, kinds in (("derived from", "-"), ("held out", "held"), ("all", ("-", "held"))):
         errors = [abs(float(row["error_pct"])) for row in rows if row["held"] in kinds]
         if errors:
-            found.append((name, len(errors), f"{median(errors):.1f}%", f"{max(errors):.1f}%"))
-    return markdown(("rows", "number", "median error", "worst error"), found)
+            lines.append((name, len(errors), f"{median(errors):.1f}%", f"{max(errors):.1f}%"))
+    return markdown(("rows", "number", "median error", "worst error"), lines)
 
 
 def growing(rows: Sequence[Row]) -> list[Row]:
     """Return each schedule's rows of a growing number of micro-batches, one sequence of 4,096 tokens each."""
-    wanted = {"model": "LLAMA3_8B", "mesh": "pp=4,fsdp=2", "remat": "full"}
-    return [row for row in rows if wanted.items() <= row.items()]
+    fields = {"model": "LLAMA3_8B", "mesh": "pp=4,fsdp=2", "remat": "full"}
+    return [row for row in rows if fields.items() <= row.items()]
 
 
 def growth(rows: Sequence[Row]) -> str:
     """Format GiB and seconds to compile by schedule and micro-batches, as Markdown."""
-    found = {(row["schedule"], int(row["microbatches"])): row for row in growing(rows)}
-    counts = sorted({m for _, m in found})
+    by_point = {(row["schedule"], int(row["microbatches"])): row for row in growing(rows)}
+    counts = sorted({m for _, m in by_point})
     lines = []
-    for schedule in dict.fromkeys(schedule for schedule, _ in found):
+    for schedule in dict.fromkeys(schedule for schedule, _ in by_point):
         cells = [schedule]
         for m in counts:
-            row = found.get((schedule, m))
+            row = by_point.get((schedule, m))
             size = int(row["xla_bytes"]) / GIB if row else 0
             cells.append(f"{size:.2f} GiB, {row['compile_s']} s" if row else "")
         lines.append(cells)

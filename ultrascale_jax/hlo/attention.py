@@ -19,9 +19,9 @@ class AttentionCall:
     def scores(self) -> tuple[int, int, int, int]:
         """Batch, heads, queries and keys."""
         shape = r'"intermediate_tensor_shape":.*?"dimensions": *\[([\d", ]+)\]'
-        found = re.search(shape, self.instruction.attributes)
-        assert found  # every such call has them
-        batch, heads, queries, keys = map(int, re.findall(r"\d+", found[1]))
+        match = re.search(shape, self.instruction.attributes)
+        assert match  # every such call has them
+        batch, heads, queries, keys = map(int, re.findall(r"\d+", match[1]))
         return batch, heads, queries, keys
 
     @property
@@ -71,8 +71,8 @@ class AttentionCall:
         return 4 * self.segments * batch * heads * queries * (self.head_dim + 1) * self.backward
 
     def _number(self, name: str) -> int:
-        found = re.search(rf'"{name}": *"?(\d+)', self.instruction.attributes)
-        return int(found[1]) if found else 0
+        match = re.search(rf'"{name}": *"?(\d+)', self.instruction.attributes)
+        return int(match[1]) if match else 0
 
 
 def attention_call(module: Module, computation: str, i: Instruction) -> AttentionCall | None:

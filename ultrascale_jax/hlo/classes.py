@@ -79,5 +79,5 @@ def block_of(module: Module, i: Instruction) -> str:
     """
     inside = [inner.op_name for name in i.called for inner in module.computations.get(name, ())]
     name = i.op_name or next(filter(None, reversed(inside)), "")
-    found = SCOPE.findall(name.partition(":")[0])
-    return found[-1] if found else ELSEWHERE
+    blocks = SCOPE.findall(name.partition(":")[0])
+    return blocks[-1] if blocks else ELSEWHERE

@@ -119,13 +119,13 @@ def _collective(
             break
     work = [i for i in between if _takes_time(i, module)]
     talking = groups(source.attributes, math.prod(axes.values()))
-    given = (i.arrays for name in first.operands for i in body if i.name == name)
+    operand_arrays = (i.arrays for name in first.operands for i in body if i.name == name)
     return Collective(
         kind=source.opcode.removesuffix("-start"),
         name=first.name,
         computation=computation,
         loops=loops,
-        operands=tuple(itertools.chain.from_iterable(given)),
+        operands=tuple(itertools.chain.from_iterable(operand_arrays)),
         results=last.arrays,
         groups=tuple(talking),
         axes=_spanned(talking, axes),
@@ -153,7 +153,7 @@ def groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
         return [tuple(group) for group in ids.reshape(shape).tolist()]
     if mesh := MESH.search(attributes):
         return _mesh_groups(mesh[1], mesh[2])
-    listed = re.findall(r"\{([\d,]+)\}", found[1]) if (found := LISTED.search(attributes)) else []
+    listed = re.findall(r"\{([\d,]+)\}", match[1]) if (match := LISTED.search(attributes)) else []
     everyone = ",".join(map(str, range(num_devices)))
     return [tuple(map(int, group.split(","))) for group in listed or [everyone]]
 
@@ -201,7 +201,9 @@ def collective_inside(instruction: Instruction, module: Module) -> Instruction |
         return instruction
     if instruction.opcode in ("fusion", "fusion-start", "async-start"):
         inside = (i for name in instruction.called for i in module.computations.get(name, ()))
-        return next((found for i in inside if (found := collective_inside(i, module))), None)
+        return next(
+            (collective for i in inside if (collective := collective_inside(i, module))), None
+        )
     return None
 
 

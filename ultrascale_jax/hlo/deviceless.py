@@ -87,9 +87,9 @@ def text_of(compiled: jax.stages.Compiled) -> str:
 @contextlib.contextmanager
 def _dumped(options: dict[str, Any]) -> Iterator[Path]:
     """Let XLA dump, where nobody else asked for it, and yield the directory: only a dump tells the streams."""
-    asked = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    with tempfile.TemporaryDirectory() as own:
-        folder = options.setdefault("xla_dump_to", asked[1] if asked else own)
+    user_folder = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.setdefault("xla_dump_to", user_folder[1] if user_folder else temporary)
         yield Path(str(folder))
 
 
@@ -97,12 +97,12 @@ def _dumped(options: dict[str, Any]) -> Iterator[Path]:
 def uncached() -> Iterator[None]:
     """Keep out of JAX's persistent compilation cache, which cannot read back what it wrote for absent devices."""
     name = "jax_persistent_cache_min_compile_time_secs"
-    own = jax.config.jax_persistent_cache_min_compile_time_secs
+    saved_value = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update(name, float("inf"))
     try:
         yield
     finally:
-        jax.config.update(name, own)
+        jax.config.update(name, saved_value)
 
 
 @contextlib.contextmanager
@@ -116,13 +116,13 @@ def target_checks(capability: tuple[int, int], cudnn: int) -> Iterator[None]:
         "check_compute_capability": lambda least: capability >= _version(least),
         "is_cuda_compute_capability_equal": lambda exact: capability == _version(exact),
     }
-    own = {name: getattr(cudnn_attention, name) for name in answers}
+    saved_checks = {name: getattr(cudnn_attention, name) for name in answers}
     try:
         for name, answer in answers.items():
             setattr(cudnn_attention, name, answer)
         yield
     finally:
-        for name, function in own.items():
+        for name, function in saved_checks.items():
             setattr(cudnn_attention, name, function)
 
 

@@ -140,12 +140,14 @@ class Interpreter:
         if place is None:
             separate = [np.empty(array.dims, dtype_of(array)) for _ in range(self.num_devices)]
             return Buffer(memory, separate)
-        others = self._written.get(place.allocation, [])
-        for other in others:
-            if other.place is not None and other.place.overlaps(place):
-                other.overwritten |= {d: name for d in devices if d not in other.overwritten}
-        others = [other for other in others if len(other.overwritten) < self.num_devices]
-        self._written[place.allocation] = [*others, memory]
+        occupants = self._written.get(place.allocation, [])
+        for occupant in occupants:
+            if occupant.place is not None and occupant.place.overlaps(place):
+                occupant.overwritten |= {d: name for d in devices if d not in occupant.overwritten}
+        occupants = [
+            occupant for occupant in occupants if len(occupant.overwritten) < self.num_devices
+        ]
+        self._written[place.allocation] = [*occupants, memory]
         views = [self._view(device, place, array) for device in range(self.num_devices)]
         return Buffer(memory, views)
 

@@ -98,12 +98,12 @@ class MemoryPlan:
 
 def read_plan(assignment: str, ranges: str) -> MemoryPlan:
     """Parse the texts of a buffer assignment and of its live ranges."""
-    sequence, _, rest = ranges.partition("BufferLiveRange:")
-    lives = {(name, index): (int(a), int(b)) for name, index, a, b in RANGE.findall(rest)}
+    sequence, _, range_lines = ranges.partition("BufferLiveRange:")
+    lives = {(name, index): (int(a), int(b)) for name, index, a, b in RANGE.findall(range_lines)}
     arguments, buffers, places, kind, number, size = {}, [], {}, "", 0, 0
     for line in assignment.splitlines():
-        if found := ALLOCATION.match(line):
-            kind, number, size = found[3] or found[4] or "", int(found[1]), int(found[2])
+        if match := ALLOCATION.match(line):
+            kind, number, size = match[3] or match[4] or "", int(match[1]), int(match[2])
         elif value := VALUE.match(line):
             name, index = value[1], value[2] or "{}"
             at = tuple(int(part) for part in re.findall(r"\d+", index))
@@ -125,11 +125,11 @@ def read_plan(assignment: str, ranges: str) -> MemoryPlan:
 
 def dumped_plan(folder: Path) -> MemoryPlan | None:
     """Return the plan of the program that was dumped last, or none where XLA dumped none."""
-    found = sorted(folder.glob("*-live-range.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
+    dumps = sorted(folder.glob("*-live-range.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if not dumps:
         return None
-    assignment = Path(str(found[-1]).replace("-live-range", "-buffer-assignment"))
-    return read_plan(assignment.read_text(), found[-1].read_text())
+    assignment = Path(str(dumps[-1]).replace("-live-range", "-buffer-assignment"))
+    return read_plan(assignment.read_text(), dumps[-1].read_text())
 
 
 def live_bytes(plan: MemoryPlan, module: Module) -> np.ndarray:
@@ -183,12 +183,12 @@ def _classify(
     end = len(plan.schedule)
     backward = next((position for position, scope in heavy_at if "transpose(" in scope), end)
     update = heavy_at[-1][0] + 1 if heavy_at else end
-    found = [WORKING] * len(plan.buffers)
+    kinds = [WORKING] * len(plan.buffers)
     for chain in _chains(plan.buffers):
         kind = _class_of([plan.buffers[n] for n in chain], instructions, backward, update)
         for n in chain:
-            found[n] = kind
-    return found
+            kinds[n] = kind
+    return kinds
 
 
 def _chains(buffers: tuple[Buffer, ...]) -> list[list[int]]:

@@ -277,12 +277,12 @@ def product(
     """Multiply as HLO's dot: batch dims first, then the free dims of `a`, then those of `b`; floats in float32."""
     sides, free = [], []
     for x, along, over in zip((a, b), contracted, batch, strict=True):
-        others = [dim for dim in range(x.ndim) if dim not in (*along, *over)]
-        lengths = [math.prod(x.shape[dim] for dim in dims) for dims in (over, others, along)]
+        free_dims = [dim for dim in range(x.ndim) if dim not in (*along, *over)]
+        lengths = [math.prod(x.shape[dim] for dim in dims) for dims in (over, free_dims, along)]
         # NumPy runs a loop instead of BLAS for other strides.
-        ordered = widened(x).transpose(*over, *others, *along).reshape(lengths)
+        ordered = widened(x).transpose(*over, *free_dims, *along).reshape(lengths)
         sides.append(np.ascontiguousarray(ordered))
-        free += [x.shape[dim] for dim in others]
+        free += [x.shape[dim] for dim in free_dims]
     shared = [a.shape[dim] for dim in batch[0]]
     return np.matmul(sides[0], sides[1].swapaxes(1, 2)).reshape([*shared, *free])
 
@@ -309,12 +309,12 @@ def _reduce(
     return tuple(x[0] for x in rows)
 
 
-def _sort(values: Sequence[np.ndarray], dim: int, before: Callable) -> tuple[np.ndarray, ...]:
+def _sort(values: Sequence[np.ndarray], dim: int, precedes: Callable) -> tuple[np.ndarray, ...]:
     """Sort stably by the program's own comparator: an element's place is how many stand before it."""
     rows = [np.moveaxis(x, dim, -1) for x in values]
     pairs = itertools.chain.from_iterable((x[..., :, None], x[..., None, :]) for x in rows)
     length = rows[0].shape[-1]
-    smaller = np.broadcast_to(before(*pairs), (*rows[0].shape, length))  # [..., j, i]: j before i
+    smaller = np.broadcast_to(precedes(*pairs), (*rows[0].shape, length))  # [..., j, i]: j before i
     earlier = np.arange(length)[:, None] < np.arange(length)
     rank = (smaller | (~smaller.swapaxes(-1, -2) & earlier)).sum(-2)
     order = np.argsort(rank, axis=-1)

@@ -103,15 +103,15 @@ class Module:
     @cached_property
     def heavy(self) -> frozenset[str]:
         """Computations that hold a matrix product or attention, directly or in what they run."""
-        found: set[str] = set()
+        heavy_names: set[str] = set()
         grew = True
         while grew:
-            old = set(found)
+            old = set(heavy_names)
             for name, body in self.computations.items():
-                if any(is_heavy(instruction, found) for instruction in body):
-                    found.add(name)
-            grew = found != old
-        return frozenset(found)
+                if any(is_heavy(instruction, heavy_names) for instruction in body):
+                    heavy_names.add(name)
+            grew = heavy_names != old
+        return frozenset(heavy_names)
 
     @cached_property
     def by_name(self) -> dict[str, dict[str, Instruction]]:
@@ -143,8 +143,8 @@ class Module:
         left = self.by_name[computation][instruction.operands[0]].arrays[0]
         batched = BATCHED.search(instruction.attributes)
         batch, k = (
-            math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", found[1] if found else ""))
-            for found in (batched, contracted)
+            math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", match[1] if match else ""))
+            for match in (batched, contracted)
         )
         m = math.prod(left.dims) // (batch * k)
         n = math.prod(instruction.arrays[0].dims) // (batch * m)

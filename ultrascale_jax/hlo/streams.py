@@ -24,8 +24,8 @@ def communication_streams(sequence: str, metadata: str) -> dict[str, int]:
 
 def dumped_streams(folder: Path) -> dict[str, int]:
     """Return `communication_streams` of the program that was dumped last; none where XLA wrote no thunks."""
-    found = sorted(folder.glob("*.thunk_metadata.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
+    dumps = sorted(folder.glob("*.thunk_metadata.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if not dumps:
         return {}
-    sequence = Path(str(found[-1]).replace("thunk_metadata", "thunk_sequence"))
-    return communication_streams(sequence.read_text(), found[-1].read_text())
+    sequence = Path(str(dumps[-1]).replace("thunk_metadata", "thunk_sequence"))
+    return communication_streams(sequence.read_text(), dumps[-1].read_text())

@@ -25,9 +25,9 @@ def _pipeline(cfg: Config) -> list[str]:
     if (closed := formula(table)) is not None:
         bubbles = {"by formula": closed, **bubbles}
     stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
-    known = ", ".join(f"{share:.1%} {how}" for how, share in bubbles.items())
+    bubble_text = ", ".join(f"{share:.1%} {how}" for how, share in bubbles.items())
     count = f"{table.microbatches} micro-batch{'es' * (table.microbatches > 1)}"
-    notes = [f"pipeline {table.name}: {stages}, {count}; bubble {known}"]
+    notes = [f"pipeline {table.name}: {stages}, {count}; bubble {bubble_text}"]
     if table.microbatches < table.ranks:
         notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
     return notes
@@ -38,9 +38,9 @@ def _context(cfg: Config) -> list[str]:
     ranks = cfg.mesh.cp
     if ranks == 1:
         return []
-    places, together = cfg.cp.ranks(ranks)
+    places, ulysses = cfg.cp.ranks(ranks)
     strategy = cfg.cp.strategy if places > 1 else "ulysses"
-    shared = f" (a ring of {places} x ulysses {together})" if places > 1 and together > 1 else ""
+    shared = f" (a ring of {places} x ulysses {ulysses})" if places > 1 and ulysses > 1 else ""
     tokens = cfg.data.seq_len // ranks
     return [f"context parallelism: {strategy} over cp={ranks}{shared}, {tokens} tokens a GPU"]
 

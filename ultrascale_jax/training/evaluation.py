@@ -48,18 +48,18 @@ class Evaluation(Hook):
             )
             return
         with run.pause("evaluate"):
-            found = self._losses(run)
-            run.summary |= found
+            losses = self._losses(run)
+            run.summary |= losses
             for hook in run.hooks:
-                hook.on_evaluation(run, {"step": run.step, **found})
+                hook.on_evaluation(run, {"step": run.step, **losses})
 
     def _losses(self, run: Run) -> Row:
         """Return the mean loss in nats and the number of tokens that it counts, and the mean loss by name."""
         sums = {name: self._sums(run, loader) for name, loader in self._loaders.items()}
         nats, tokens = (sum(parts) for parts in zip(*sums.values(), strict=True))
-        found = {"eval_loss": mean_loss(nats, tokens), "eval_tokens": tokens}
+        total = {"eval_loss": mean_loss(nats, tokens), "eval_tokens": tokens}
         named = {f"eval_loss_{name}": mean_loss(n, t) for name, (n, t) in sums.items() if name}
-        return found | named
+        return total | named
 
     def _sums(self, run: Run, loader: Loader) -> tuple[float, int]:
         """Return the sum of nats and the number of tokens that it counts."""
@@ -89,12 +89,12 @@ class PreferenceEvaluation(Evaluation):
         """Return the mean loss of a pair, `preference.metrics` after `eval_`, and the mean loss by name."""
         of = {name: self._pair_sums(run, loader) for name, loader in self._loaders.items()}
         whole = jax.tree.map(lambda *parts: sum(parts), *of.values())
-        told = preference.metrics(whole["sums"], whole["pairs"])
+        means = preference.metrics(whole["sums"], whole["pairs"])
         losses = {"loss": whole} | {f"loss_{name}": sums for name, sums in of.items() if name}
-        told |= {
+        means |= {
             name: sums["loss"] / jnp.maximum(sums["pairs"], 1) for name, sums in losses.items()
         }
-        return {f"eval_{name}": value.tolist() for name, value in jax.device_get(told).items()}
+        return {f"eval_{name}": value.tolist() for name, value in jax.device_get(means).items()}
 
     def _pair_sums(self, run: Run, loader: Loader) -> Metrics:
         """Return the sums of `make_pair_step` over an evaluation."""

@@ -104,10 +104,10 @@ def _batches(run: Run) -> Generator[Batch]:
     """Yield the batch of each step until the last, or until the run is to stop."""
     with contextlib.closing(run.batches) as batches:
         while not run.is_last:
-            asked = time.monotonic()
+            start = time.monotonic()
             with run.watch.data(run.is_busy):
                 _, batch, start_hash = next(batches)
-            run.data_wait_s = time.monotonic() - asked
+            run.data_wait_s = time.monotonic() - start
             run.batch_hash = _start_hash(run, start_hash)
             yield batch
 

@@ -95,9 +95,13 @@ def truncate_rows(
 
 def _missing(rows: list[dict], step: int) -> list[str]:
     """Return the steps from 1 to `step` that none of `rows` describes, as ranges."""
-    there = sorted({row["step"] for row in rows if "eval_loss" not in row and row["step"] > 0})
-    pairs = zip([0, *there], [*there, step + 1], strict=True)
-    holes = [(before + 1, after - 1) for before, after in pairs if after - before > 1]
+    logged_steps = sorted(
+        {row["step"] for row in rows if "eval_loss" not in row and row["step"] > 0}
+    )
+    pairs = zip([0, *logged_steps], [*logged_steps, step + 1], strict=True)
+    holes = [
+        (previous + 1, following - 1) for previous, following in pairs if following - previous > 1
+    ]
     return [f"{first} to {last}" if first < last else f"{first}" for first, last in holes]
 
 
@@ -138,8 +142,8 @@ class RunLog(Hook):
         for text in notes:
             self.note(text)
         if missing:
-            more = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
-            where = f"{', '.join(missing[:3])}{more}"
+            omitted = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
+            where = f"{', '.join(missing[:3])}{omitted}"
             self.note(
                 f"{run_dir / METRICS} has no rows of steps {where}: it was cut; the rest is kept"
             )

@@ -34,8 +34,8 @@ class Profiler(Hook):
             self._try(self._stop)
 
     def wrap_step(self, run: Run, step_fn: StepFn) -> StepFn:
-        wanted = self._steps is not None and jax.process_index() == 0
-        if wanted and isinstance(step_fn, jax.stages.Compiled):
+        is_profiling = self._steps is not None and jax.process_index() == 0
+        if is_profiling and isinstance(step_fn, jax.stages.Compiled):
             self._program, self._mesh = step_fn.as_text() or "", dict(run.mesh.shape)
         return step_fn
 
@@ -83,8 +83,8 @@ class Profiler(Hook):
         self._active = False
         jax.profiler.stop_trace()
         folder = folder_of(self._run_dir, FOLDER)
-        found = (folder / SESSIONS).glob("*/*.xplane.pb")
-        newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+        traces = (folder / SESSIONS).glob("*/*.xplane.pb")
+        newest = max(traces, key=lambda path: path.stat().st_mtime_ns)
         device = jax.local_devices()[0]
         context = {
             "trace": newest.relative_to(folder).as_posix(),

@@ -66,8 +66,8 @@ class Scorer:
     def choices(self, questions: Sequence[Question]) -> list[np.ndarray]:
         """Return the log-likelihood of each choice given its question, float64 [choices] by question."""
         pairs = [(one.question, choice) for one in questions for choice in one.choices]
-        found, ends = self.continuations(pairs), np.cumsum([len(one.choices) for one in questions])
-        return np.split(np.array([likelihood for likelihood, _ in found]), ends[:-1])
+        scores, ends = self.continuations(pairs), np.cumsum([len(one.choices) for one in questions])
+        return np.split(np.array([likelihood for likelihood, _ in scores]), ends[:-1])
 
     def continuations(
         self,
@@ -90,15 +90,15 @@ class Scorer:
         rows = [_continuation_row(context, continuation) for context, continuation in pairs]
         # The longest first: if memory does not suffice, it says so at once.
         order = sorted(range(len(rows)), key=lambda i: -rows[i]["tokens"].size)
-        found = [(0.0, True)] * len(rows)
+        scores = [(0.0, True)] * len(rows)
         for some in itertools.batched(order, self._cfg.train.global_batch):
             length = _padded_length(rows[some[0]]["tokens"].size, mesh.cp * mesh.sp)
             batch = self._on_devices([rows[i] for i in some], length)
             nats, best = jax.device_get(self._row_step(self._params, batch))
             for i, row_nats, row_best in zip(some, nats, best, strict=False):
-                found[i] = -float(row_nats), bool(row_best)
+                scores[i] = -float(row_nats), bool(row_best)
             done(len(some))
-        return found
+        return scores
 
     def _on_devices(self, rows: Sequence[Batch], length: int) -> dict[str, jax.Array]:
         """Fill the rows to `length` and the batch to `train.global_batch` rows with what the loss does not count."""

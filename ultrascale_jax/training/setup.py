@@ -143,7 +143,7 @@ def _all_hooks(
     log: RunLog,
     trackers: Trackers,
     profiler: Profiler,
-    own: Sequence[Hook],
+    user_hooks: Sequence[Hook],
 ) -> list[Hook]:
     """Return the hooks of a run in the order in which they are called, the user's `own` among them."""
     return [
@@ -155,7 +155,7 @@ def _all_hooks(
         # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
         ReplicaCheck(cfg.watch.replicas_every),
         (PreferenceEvaluation if cfg.train.dpo.enabled else Evaluation)(cfg, evaluation),
-        *own,
+        *user_hooks,
         PeriodicSave(checkpoints, loader.fingerprint_at),
         # These see rows that are complete; the last one may end the run.
         log,

@@ -64,32 +64,32 @@ class Answers:
         return answered(lambda: self._sweep(state, state.pop("over", "")))
 
     def _plan(self, state: State) -> dict[str, Any]:
-        asked = self.bases.ask(state)
-        cluster = asked.cluster
+        request = self.bases.ask(state)
+        cluster = request.cluster
         with self._lock, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            cfg, why = choose_auto(asked.cfg, cluster, must_fit=False)
-            hints = find_hints(cfg, asked.options, cluster, meshes=False)
-            step = estimate(Run.of(cfg, asked.options.gpus), cluster)
-        run, held = step.run, MemoryReport.of(step, cluster, hints=hints)
+            cfg, why = choose_auto(request.cfg, cluster, must_fit=False)
+            hints = find_hints(cfg, request.options, cluster, meshes=False)
+            step = estimate(Run.of(cfg, request.options.gpus), cluster)
+        run, memory = step.run, MemoryReport.of(step, cluster, hints=hints)
         return {
-            "state": asked.state,
-            "memory": held.asdict(),
+            "state": request.state,
+            "memory": memory.asdict(),
             "step": step.summary() | {"tokens": run.step_tokens, "sequences": run.sequences},
             "parameters": run.shape.num_params,
             "experts": run.shape.experts is not None,
             "chosen": {"train.remat": str(run.remat), "train.microbatches": str(run.microbatches)},
             "mesh": mesh_of(run, cluster, step.parts),
             "notes": [why, *sorted({str(one.message) for one in caught})],
-            "commands": commands(asked, cfg),
+            "commands": commands(request, cfg),
         }
 
     def _sweep(self, state: State, over: str) -> dict[str, Any]:
         require(over in SWEEPS, "over", over, f"choose one of {', '.join(SWEEPS)}")
-        asked = self.bases.ask(state)
+        request = self.bases.ask(state)
         points = []
-        for value in values_of(over, asked)[:MOST_POINTS]:
-            change = {over: value} | takes_rest(over, asked)
+        for value in values_of(over, request)[:MOST_POINTS]:
+            change = {over: value} | takes_rest(over, request)
             change |= {"cluster": ""} if over == "gpu" else {}
             changed = {**state, **change}
             point = answered(lambda changed=changed: self._point(changed))
@@ -97,12 +97,12 @@ class Answers:
         return {"over": over, "points": points}
 
     def _point(self, state: State) -> dict[str, Any]:
-        asked = self.bases.ask(state)
+        request = self.bases.ask(state)
         with self._lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cfg, _ = choose_auto(asked.cfg, asked.cluster, must_fit=False)
-            run = Run.of(cfg, asked.options.gpus)
-        return {"parts": breakdown(run).parts} | estimate(run, asked.cluster).summary()
+            cfg, _ = choose_auto(request.cfg, request.cluster, must_fit=False)
+            run = Run.of(cfg, request.options.gpus)
+        return {"parts": breakdown(run).parts} | estimate(run, request.cluster).summary()
 
 
 def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -134,9 +134,9 @@ def exposed_axes(part: str) -> list[str]:
     return axes.split("*") if name == "exposed" else []
 
 
-def values_of(over: str, asked: Asked) -> list[str]:
+def values_of(over: str, request: Asked) -> list[str]:
     """Return the values of a sweep over a field, the present one among them where it can be."""
-    cfg, num_gpus = asked.cfg, asked.cluster.num_gpus
+    cfg, num_gpus = request.cfg, request.cluster.num_gpus
     if over in ("data.seq_len", "gpus"):
         now = num_gpus if over == "gpus" else cfg.data.seq_len
         scaled = (now * 2.0**n for n in DOUBLINGS)
@@ -151,25 +151,25 @@ def values_of(over: str, asked: Asked) -> list[str]:
     return [choice for choice in choices if choice != "auto"]
 
 
-def takes_rest(over: str, asked: Asked) -> dict[str, str]:
+def takes_rest(over: str, request: Asked) -> dict[str, str]:
     """Return the change that lets an axis take the GPUs that a sweep over GPUs or another axis leaves."""
-    sizes = asked.cfg.mesh.sizes
-    others = [size for axis, size in sizes.items() if over != f"mesh.{axis}"]
-    if -1 in others or not (over == "gpus" or over.startswith("mesh.")):
+    sizes = request.cfg.mesh.sizes
+    other_sizes = [size for axis, size in sizes.items() if over != f"mesh.{axis}"]
+    if -1 in other_sizes or not (over == "gpus" or over.startswith("mesh.")):
         return {}
     return {f"mesh.{rest_of(sizes)}": "-1"}
 
 
-def commands(asked: Asked, cfg: Config) -> dict[str, str]:
+def commands(request: Asked, cfg: Config) -> dict[str, str]:
     """Return the command lines of what is shown; `cfg` has no field open but an axis of the mesh."""
-    machine = machine_words(asked.options)
+    machine = machine_words(request.options)
 
     def plan(verb: str, of: Config) -> str:
-        return shlex.join(["ultrascale", "plan", verb, *words(asked.recipe, of), *machine])
+        return shlex.join(["ultrascale", "plan", verb, *words(request.recipe, of), *machine])
 
     return {
-        "train": train_command(asked.recipe, cfg),
+        "train": train_command(request.recipe, cfg),
         "memory": plan("memory", cfg),
         "compile": plan("compile", cfg),
-        "serve": plan("serve", asked.cfg),
+        "serve": plan("serve", request.cfg),
     }

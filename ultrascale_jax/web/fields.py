@@ -88,11 +88,13 @@ def _docstrings(owner: type) -> dict[str, str]:
     """Return the docstrings of a dataclass's fields, as plain text."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for before, node in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(node, ast.Expr):
-            found[ast.unparse(before.target)] = inspect.cleandoc(ast.literal_eval(node.value))
-    return {name: " ".join(text.replace("`", "").split()) for name, text in found.items()}
+    docstrings = {}
+    for previous, node in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(previous, ast.AnnAssign) and isinstance(node, ast.Expr):
+            docstrings[ast.unparse(previous.target)] = inspect.cleandoc(
+                ast.literal_eval(node.value)
+            )
+    return {name: " ".join(text.replace("`", "").split()) for name, text in docstrings.items()}
 
 
 FIELDS = {name: Field.of(name) for names in FORM.values() for name in names.split()}
@@ -159,8 +161,8 @@ class Bases:
         fix = f"choose one of {', '.join(self.recipes)}"
         require(recipe in self.recipes, RECIPE, recipe, fix)
         cfg = self.cfg if recipe == self.recipe else command_line.load_recipe(recipe)
-        before = state_of(cfg)
-        changes = {n: state[n] for n in before if state.get(n, before[n]) != before[n]}
+        defaults = state_of(cfg)
+        changes = {n: state[n] for n in defaults if state.get(n, defaults[n]) != defaults[n]}
         cfg = _changed(cfg, {name: _value(name, text) for name, text in changes.items()})
         options = self._machine(state)
         cfg, cluster = common.described(cfg, options)

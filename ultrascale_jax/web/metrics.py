@@ -105,8 +105,8 @@ class RunMetrics:
         """Return the step that had been done at a time."""
         if "time" not in self.columns:
             return None
-        before = int(np.searchsorted(np.array(self.columns["time"]), time))
-        return self.columns["step"][before - 1] if before else 0.0
+        index = int(np.searchsorted(np.array(self.columns["time"]), time))
+        return self.columns["step"][index - 1] if index else 0.0
 
 
 def _float(value: object) -> float:

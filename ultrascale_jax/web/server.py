@@ -79,9 +79,9 @@ class Server:
     def url(self) -> str:
         return f"http://{self._host}:{self.port}/?token={self.token}"
 
-    def serve(self, what: str) -> None:
+    def serve(self, title: str) -> None:
         """Print the address of `what`, and answer until an interrupt."""
-        print(f"{what}: {self.url}", flush=True)
+        print(f"{title}: {self.url}", flush=True)
         if self._host in OPEN_HOSTS:
             tunnel = f"ssh -L {self.port}:127.0.0.1:{self.port} {socket.gethostname()}"
             print(f"Traffic is not encrypted; without --host, this is: {tunnel}", flush=True)
@@ -143,11 +143,11 @@ class _App(bottle.Bottle):
 def _answer(route: Route) -> dict[str, Any]:
     query: Any = bottle.request.query
     try:
-        found = finite(route(dict(query.decode())))
+        answer = finite(route(dict(query.decode())))
     except (KeyError, ValueError, IndexError) as error:
         bottle.abort(HTTPStatus.BAD_REQUEST, f"not understood: {error}")
-    assert isinstance(found, dict)
-    return found
+    assert isinstance(answer, dict)
+    return answer
 
 
 class _Threads(ThreadingMixIn, WSGIServer):

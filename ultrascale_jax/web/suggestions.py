@@ -63,10 +63,10 @@ class Suggestions:
         return {"rows": rows, "answer": result["answer"], "counts": result["counts"]}
 
 
-def search_words(asked: Asked) -> list[str]:
+def search_words(request: Asked) -> list[str]:
     """Return the words behind `plan search` that search for what is asked, with all free that a search chooses."""
-    machine = machine_words(asked.options)
-    open_words = words.search_words(asked.recipe, asked.cfg)
+    machine = machine_words(request.options)
+    open_words = words.search_words(request.recipe, request.cfg)
     return [*open_words, *machine, "--compile", "0", "--top", str(TOP), "--json"]
 
 
