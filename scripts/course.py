@@ -2,7 +2,7 @@
 
     check     run every block of the pages, and compare what it prints with the page
     update    run every block, and write what it prints into the page
-    figures   run the blocks that draw figures, and keep those in the folder `figures` beside the page
+    figures   run the blocks that draw figures, and keep the ones in the folder `figures` of the page
 
 Without PAGE, which is a name such as 01_memory or a path, all pages. Commands run in an empty folder with links to the
 checkout, so a page writes nothing into it. The Python blocks of a page are one process with 8 fake CPU devices, which
@@ -87,7 +87,7 @@ def find_pages(names: Sequence[str] = ()) -> list[Path]:
 
 
 def check(page: Path) -> str:
-    """Compare what each block prints with the page, and the figures that it shows with those that it draws."""
+    """Compare the output of each block with the page, and the figures on the page with the ones that it draws."""
     with checkout() as folder:
         count = 0
         for block, seen in outputs(page, read_page(page), folder):
@@ -199,7 +199,7 @@ def _script(blocks: Sequence[PythonBlock]) -> str:
 
 
 def _run(words: Sequence[str], folder: Path, place: str) -> str:
-    """Run Python with these words in the folder, and return what it prints."""
+    """Run Python with these arguments in the folder, and return its output."""
     environ = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     # Tests give XLA flags of their own, which change the last bits.
     environ.pop("XLA_FLAGS", None)

@@ -1,7 +1,7 @@
 """The blocks of a Markdown page that run: commands with the output they print, and Python with its own.
 
-A block ```console holds lines `$ COMMAND` (a trailing backslash continues one), each followed by what the command
-prints. A block ```python may be followed by a block ```text with what it prints. In an output, a line `...` stands for
+A block ```console holds lines `$ COMMAND` (a trailing backslash continues one), each followed by the command's
+output. A block ```python may be followed by a block ```text with its output. In an output, a line `...` matches
 any lines.
 """
 
@@ -130,7 +130,7 @@ def tidy(text: str) -> list[str]:
 
 
 def matches(expected: Sequence[str], seen: Sequence[str]) -> bool:
-    """Return whether `seen` is `expected`, where a line `...` stands for any lines."""
+    """Return whether `seen` is `expected`, where a line `...` matches any lines."""
     return _selection(tidy("\n".join(expected)), seen, lambda line: line) is not None
 
 

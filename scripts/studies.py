@@ -1,7 +1,7 @@
 """Draw one model in many variants, by the planner's formulas: `python -m scripts.studies NAME [RECIPE] --out FILE.png`.
 
 Figures of the course and of docs/planning.md. NAME is one of memory_sequence, memory_zero, memory_tensor, microbatches,
-step_parts, scaling, communication and best; the options are those of `ultrascale plan memory`. `measured FILE.csv`
+step_parts, scaling, communication and best; the options equal `ultrascale plan memory`'s. `measured FILE.csv`
 draws the fastest runs of a table such as tests/data/plan/playbook_runs.csv.
 """
 
@@ -49,7 +49,7 @@ SPLITS = {
     "cp": "context (cp)",
     "pp": "pipeline (pp)",
 }
-"""Axes that split the model or the sequence, and what they are called in figures."""
+"""Axes that split the model or the sequence, and their names in figures."""
 
 CELL_WIDTH = 17
 """Characters of a line in a cell of the heat map."""
@@ -112,7 +112,7 @@ def stack(run: Run, label: str) -> Bar:
 
 
 def by_length(run: Run, seq_len: int) -> list[Bar]:
-    """Return the memory of `run` at one sequence a micro-batch, of a quarter to four times `own` tokens."""
+    """Return the memory of `run` at one sequence a micro-batch, of a quarter to four times `seq_len` tokens."""
     lengths = (seq_len // 4, seq_len // 2, seq_len, 2 * seq_len, 4 * seq_len)
     return [
         stack(dataclasses.replace(run, seq_len=length, sequences=1), _length(length))
@@ -219,7 +219,7 @@ def _length(tokens: int) -> str:
 
 
 def fastest(scenario: Scenario, mesh: dict[str, int]) -> StepPrediction | None:
-    """Return the mesh with the micro-batch that is fastest among those that fit; with one sequence if none fits."""
+    """Return the mesh with its fastest micro-batch that fits; with one sequence if none fits."""
     batch = scenario.run.global_batch
     steps: list[StepPrediction] = []
     for sequences in powers(64):

@@ -1,6 +1,6 @@
 """Time the implementations of a part of a run, forward and backward, as they take turns in one process.
 
-The parts are those that a run checks at its start (`cli/kernel_numerics.py`). Rates are of the least traffic, or of the
+A run checks the same parts at its start (`cli/kernel_numerics.py`). Rates are of the least traffic, or of the
 products that the mathematics needs. The part `roofline` has no kernel: it is how fast this GPU copies and multiplies.
 """
 
@@ -174,7 +174,7 @@ def step_s(program: Callable, arguments: tuple, calls: int) -> float:
 
 
 def add_times(row: dict[str, Any], case: Case, times: list[float], first: list[float]) -> None:
-    """Add times, times relative to those of the `first` implementation, and the rate."""
+    """Add times, times relative to the `first` implementation's, and the rate."""
     # Ratios of neighbours in time: the clock of a GPU moves by more than the differences that are looked for.
     row["relative"] = statistics.median(a / b for a, b in zip(times, first, strict=True))
     row |= step_deciles(times)

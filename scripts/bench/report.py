@@ -1,6 +1,6 @@
 """A benchmark's results: rows of figures, as a table and as JSON.
 
-The JSON is written anew after every row, so a benchmark that is interrupted keeps what it has. A figure that was not
+The JSON is written anew after every row, so a benchmark that is interrupted keeps its rows. A figure that was not
 measured is absent, and a part that was not run has its reason; nothing is filled in.
 """
 
@@ -113,18 +113,18 @@ class Report:
         return row
 
     def goal(self, goal: str, value: float, met: bool) -> None:
-        """Compare a figure with what the project wants of it."""
+        """Compare a figure with the project's goal."""
         self.goals.append({"goal": goal, "value": value, "met": met})
         self.save()
 
     def save(self) -> None:
-        """Write the file whole."""
+        """Write the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {"complete": self.complete, "results": self.rows, "goals": self.goals}
         write_atomic(self.path, (json.dumps(self._head | content, indent=2) + "\n").encode())
 
     def complete_by(self, work: Callable[[], None], console: Console) -> None:
-        """Do `work`, which adds the rows, and print them; an interrupt ends the process with what there is."""
+        """Do `work`, which adds the rows, and print them; an interrupt ends the process and keeps the rows so far."""
         try:
             work()
             self.complete = True

@@ -107,7 +107,7 @@ class Allocator:
     fixed: float
     """GiB that every run has: workspaces, small tensors."""
     activations: float
-    """Reserved over needed bytes of activations; the surplus is what fragmentation would do, not isolated."""
+    """Reserved over needed bytes of activations; the surplus includes fragmentation, which was not isolated."""
     logit: float
     """Bytes of one logit: bfloat16, float32 and softmax in float32 are 10."""
     hidden: float

@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A row with what the formulas say."""
+    """A row with the formulas' prediction."""
 
     row: Row
     tokens_per_s_gpu: float
@@ -83,7 +83,7 @@ def lines(path: Path, columns: Iterable[str]) -> list[tuple[str, dict[str, str]]
 
 
 def count(field: str, text: str, least: int = 1, most: int = 10**7) -> int:
-    """Parse a whole number from `least` to `most`; a `UserError` names `field`."""
+    """Parse an integer from `least` to `most`; a `UserError` names `field`."""
     few = " or ".join(str(n) for n in range(least, most + 1)) if most < 10 else ""
     right = text.isdecimal() and least <= int(text) <= most
     require(right, field, text, f"must be {few or f'a number, {least} or more'}")

@@ -1,4 +1,4 @@
-"""The planner's formulas beside XLA: `python -m scripts.validation.xla_tables NAME --out docs/planning/NAME.csv`.
+"""Compare the planner's formulas with XLA: `python -m scripts.validation.xla_tables NAME --out docs/planning/NAME.csv`.
 
     memory_xla  memory, 10 to 20 s a row
     pipelines   with the simulated seconds of a step and those by formula, 15 to 60 s a row; prints how memory and
@@ -135,7 +135,7 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Write rows to a file, whole or not at all."""
+    """Write rows to a file atomically."""
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -294,7 +294,7 @@ TEXTS = {
     "experts": experts,
     "context": context,
 }
-"""The tables by name, and what is printed of each beside its errors."""
+"""The tables by name, and the report of each in addition to its errors."""
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ class Batches:
     def microbatches(self, size: int, most: int) -> int:
         """Return the micro-batches of a step of `size` sequences if one of the largest size has `most`.
 
-        They are as large as those of the largest size, or a little smaller, and so is the memory that they take.
+        They are as large as the micro-batches of the largest size, or a little smaller, and so is their memory.
         """
         return -(-size * most // self.sizes[-1])
 

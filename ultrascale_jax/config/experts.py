@@ -20,7 +20,7 @@ class MoEConfig(Section, name="moe"):
     dispatch: Dispatch = "dropless"
     """All-to-alls in as many rounds as it takes, one that drops what is over `capacity_factor`, or all-gather."""
     capacity_factor: Annotated[float, at_least(1)] = 1.25
-    """Rows that a buffer holds, as a multiple of those that balanced routing would send."""
+    """Rows that a buffer holds, as a multiple of the rows that balanced routing would send."""
     a2a_groups: Count = 1
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
     overlap: bool = False

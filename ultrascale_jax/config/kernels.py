@@ -7,7 +7,7 @@ from typing import Literal
 from ultrascale_jax.config.section import Section
 
 Implementation = Literal["auto", "mosaic", "xla"]
-"""`mosaic` is our kernel for Hopper GPUs, `xla` what XLA makes of the definition, `auto` what the table in
+"""`mosaic` is our kernel for Hopper GPUs, `xla` XLA's compilation of the definition, `auto` what the table in
 `kernels/choices.py` has for the GPU: XLA's or cuDNN's until a measurement says otherwise."""
 
 AttentionImplementation = Literal["auto", "cudnn", "cudnn_packed", "mosaic", "xla"]

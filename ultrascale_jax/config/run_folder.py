@@ -26,7 +26,7 @@ class CheckpointConfig(Section, name="checkpoint"):
     allow_change: tuple[str, ...] = ()
     """Fields, as `data.seq_len`, that a resumed run may change though its numbers change with them.
 
-    `data` stands for the tokens themselves."""
+    `data` means the tokens themselves."""
     store: str = ""
     """Object storage that gets a copy of every checkpoint, as `s3://BUCKET/RUN` or `gs://BUCKET/RUN`; a run whose disk
     has none goes on from there."""

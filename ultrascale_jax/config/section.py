@@ -1,6 +1,6 @@
 """Sections of a configuration, whose fields are checked against their types and bounds when one is made.
 
-A bound stands in the annotation: `steps: Annotated[int, at_least(1)] = 100`, or `steps: Count = 100`.
+A bound is in the annotation: `steps: Annotated[int, at_least(1)] = 100`, or `steps: Count = 100`.
 """
 
 import functools
@@ -51,10 +51,10 @@ Count = Annotated[int, at_least(1)]
 """A number of things of which there is at least one."""
 
 Natural = Annotated[int, at_least(0)]
-"""A number of things; 0 has no effect, or stands for a default."""
+"""A number of things; 0 has no effect, or means a default."""
 
 NonNegative = Annotated[float, at_least(0)]
-"""A number that is not negative; 0 has no effect, or stands for a default."""
+"""A number that is not negative; 0 has no effect, or means a default."""
 
 Positive = Annotated[float, POSITIVE]
 

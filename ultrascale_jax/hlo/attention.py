@@ -84,7 +84,7 @@ def attention_call(module: Module, computation: str, i: Instruction) -> Attentio
 
 
 def attention_calls(module: Module) -> Iterator[AttentionCall]:
-    """Yield all of them, those of a loop once."""
+    """Yield all calls of attention, a loop's once."""
     for computation, body in module.computations.items():
         for i in body:
             if call := attention_call(module, computation, i):
@@ -94,7 +94,7 @@ def attention_calls(module: Module) -> Iterator[AttentionCall]:
 def unplanned_workspace(module: Module) -> int:
     """Return the largest workspace of the calls that the text, made without a device, has as `u8[0]`.
 
-    That is a bound from below: the kernel that cuDNN chooses may want more; only cuDNN on a device can say how much.
+    This is a lower bound: cuDNN may choose a kernel that needs more, and only cuDNN on a device can say how much.
     """
     calls = attention_calls(module)
     unplanned = (call for call in calls if not call.instruction.arrays[-1].bytes)

@@ -1,4 +1,4 @@
-"""Classify the instructions of a scheduled program: which kind of kernel they are, and which block of the model asked.
+"""Classify the instructions of a scheduled program: their kind of kernel, and the block of the model that they compute.
 
 The planner times them by kind (`plan/compiled/op_costs.py`), and a profile adds them up by kind and block
 (`plan/profile/`), so that prediction and measurement mean the same.
@@ -74,8 +74,8 @@ def copies_only(module: Module, i: Instruction) -> bool:
 def block_of(module: Module, i: Instruction) -> str:
     """Return the innermost of `BLOCKS` in the place of an instruction, as `jit(f)/jvp(layers)/attention/dot_general`.
 
-    Where XLA joined several instructions into one, `(a/x:b/y)`, the first counts. A fusion without a name has that of
-    its last instruction with one.
+    Where XLA joined several instructions into one, `(a/x:b/y)`, the first counts. A fusion without a name has the
+    name of its last instruction with one.
     """
     inside = [inner.op_name for name in i.called for inner in module.computations.get(name, ())]
     name = i.op_name or next(filter(None, reversed(inside)), "")

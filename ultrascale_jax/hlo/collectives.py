@@ -1,7 +1,7 @@
-"""Find the collectives of a compiled program, and what hides them.
+"""Find the collectives of a compiled program, and the compute that hides them.
 
-Every collective knows how often it runs, over which mesh axes, how many bytes it takes and gives, and what the device
-computes between its start and its done:
+Every collective knows how often it runs, over which mesh axes, how many bytes it takes and gives, and which
+instructions the device computes between its start and its done:
 
     %g = (...) all-gather-start(%w), replica_groups=[2,4]<=[4,2]T(1,0), ...     start
     %y = bf16[32768,7168] fusion(%x, %u), kind=kCustom, calls=%gemm ...          compute that hides it
@@ -63,11 +63,11 @@ class Collective:
     results: tuple[Array, ...]
     """Arrays that a device gets."""
     groups: tuple[tuple[int, ...], ...]
-    """Devices that talk to each other, by their ranks; of a collective-permute, senders and receivers."""
+    """Devices that communicate with each other, by their ranks; of a collective-permute, senders and receivers."""
     axes: tuple[str, ...]
-    """Mesh axes along which they talk, in mesh order."""
+    """Mesh axes along which they communicate, in mesh order."""
     asynchronous: bool
-    """Whether it is overlapped with what stands between its start and its done."""
+    """Whether it overlaps with the instructions between its start and its done."""
     hidden_by: int
     """Instructions between start and done that take time on the device."""
     hidden_by_heavy: int
@@ -109,7 +109,7 @@ def _collective(
     source: Instruction,
     axes: Mapping[str, int],
 ) -> Collective:
-    """Describe the collective `source`, which stands in, or inside, instruction number `start` of `computation`."""
+    """Describe the collective `source`, which instruction number `start` of `computation` is or holds."""
     body = module.computations[computation]
     first = last = body[start]
     between: list[Instruction] = []

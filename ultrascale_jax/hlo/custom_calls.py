@@ -41,7 +41,7 @@ def backend_config(i: Instruction, kind: str) -> dict[str, Any]:
 
 
 def results_of(values: Sequence[np.ndarray], i: Instruction) -> Any:
-    """Round values to the declared types; what a call returns behind them is workspace."""
+    """Round values to the declared types; further results of a call are workspace."""
     arrays = [convert(x, dtype_of(array)) for x, array in zip(values, i.arrays, strict=False)]
     arrays += [unwritten(array) for array in i.arrays[len(values) :]]
     return tuple(arrays) if i.type.startswith("(") else arrays[0]
@@ -104,7 +104,7 @@ def attention(i: Instruction, *operands: np.ndarray) -> Any:
     def by_head() -> np.ndarray:  # float32 [batch, heads, tokens, head dim]
         x = widened(next(unread))
         x = x.swapaxes(1, 2) if tokens_first else x
-        # Documents may lie across the rows of a packed batch, which is one row of all tokens.
+        # Documents may cross the rows of a packed batch, which is one row of all tokens.
         return x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3]) if is_packed else x
 
     is_backward, is_packed = "Backward" in target, int(config.get("max_seg_per_batch", 1)) > 1
@@ -146,7 +146,7 @@ def documents(
 ) -> list[Span]:
     """Find the documents of queries and keys `[rows, heads, tokens, head dim]`.
 
-    Offsets count elements of the first row, which is the whole batch, and each document has statistics of its own.
+    Offsets count elements of the first row, which is the full batch, and each document has statistics of its own.
     Without offsets a row has one document at its start.
     """
     counts, spans = [x.reshape(-1) for x in lengths], []

@@ -1,4 +1,4 @@
-"""Compile for GPUs that are not there: XLA's options, and what JAX would ask of the devices.
+"""Compile for GPUs that are not there: XLA's options, and the checks by which JAX queries devices.
 
 XLA's CUDA plugin compiles for a described chip. Without devices the autotuner's choice of kernels is not known.
 """
@@ -30,14 +30,14 @@ DEVICELESS_OPTIONS = {
 }
 
 TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
-"""Where XLA looks for ptxas, after PATH and before the wheels beside its plugin."""
+"""Where XLA looks for ptxas, after PATH and before the wheels of its plugin."""
 
-# As compiler options, unlike in XLA_FLAGS, XLA takes no words for booleans.
+# XLA reads booleans as text in XLA_FLAGS, but not as compiler options.
 BOOLEANS = {"true": True, "false": False}
 
 
 class Compilation(NamedTuple):
-    """A program compiled for GPUs that are not there, and what XLA tells of it in a dump alone."""
+    """A program compiled for GPUs that are not there, and the properties that XLA reveals only in a dump."""
 
     compiled: jax.stages.Compiled
     seconds: float
@@ -49,7 +49,7 @@ class Compilation(NamedTuple):
 
 
 def has_assembler() -> bool:
-    """Tell whether XLA will find ptxas, without which it fails in many words, or crashes."""
+    """Return whether XLA will find ptxas, without which it fails or crashes."""
     if "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", ""):
         return True
     nvidia = importlib.util.find_spec("nvidia")
@@ -86,7 +86,7 @@ def text_of(compiled: jax.stages.Compiled) -> str:
 
 @contextlib.contextmanager
 def _dumped(options: dict[str, Any]) -> Iterator[Path]:
-    """Let XLA dump, where nobody else asked for it, and yield the directory: only a dump tells the streams."""
+    """Let XLA dump, unless XLA_FLAGS do already, and yield the directory: only a dump contains the streams."""
     user_folder = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.setdefault("xla_dump_to", user_folder[1] if user_folder else temporary)
@@ -95,7 +95,7 @@ def _dumped(options: dict[str, Any]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Keep out of JAX's persistent compilation cache, which cannot read back what it wrote for absent devices."""
+    """Keep out of JAX's persistent compilation cache, which cannot read back its entries for absent devices."""
     name = "jax_persistent_cache_min_compile_time_secs"
     saved_value = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update(name, float("inf"))
@@ -107,7 +107,7 @@ def uncached() -> Iterator[None]:
 
 @contextlib.contextmanager
 def target_checks(capability: tuple[int, int], cudnn: int) -> Iterator[None]:
-    """Let JAX's cuDNN attention hear these, of the target, not this machine's compute capability and cuDNN version.
+    """Show JAX's cuDNN attention the target's compute capability and cuDNN version, not this machine's.
 
     JAX looks at local devices and at the installed cuDNN when it traces the call; XLA needs neither to compile it.
     """

@@ -41,7 +41,7 @@ type Results = list[list[np.ndarray]]
 
 
 class RaceError(RuntimeError):
-    """Two instructions of the program use one piece of memory at once."""
+    """Two instructions of the program use one region of memory at once."""
 
 
 class DeadlockError(RuntimeError):
@@ -50,7 +50,7 @@ class DeadlockError(RuntimeError):
 
 @dataclass(eq=False)
 class Memory:
-    """A piece of every device's memory, and which instruction has written it."""
+    """A region of every device's memory, and which instruction has written it."""
 
     writer: str
     place: Place | None
@@ -99,7 +99,7 @@ class Interpreter:
         self._allocations: dict[tuple[int, int], np.ndarray] = {}
         """Bytes of each device's allocations, by device and allocation."""
         self._written: dict[int, list[Memory]] = {}
-        """Allocation to its pieces that hold values."""
+        """Allocation to its regions that hold values."""
         self._sizes: dict[int, int] = {}
         for place in self._places.values():
             size = self._sizes.get(place.allocation, 0)
@@ -387,7 +387,7 @@ def results_type(i: Instruction, count: int) -> tuple[list[Array], bool]:
 
 
 def buffers_of(value: Value) -> list[Buffer]:
-    """Return the buffers of a value; those of a start have its results."""
+    """Return the buffers of a value; an asynchronous start has the buffers of its results."""
     parts = [part.result if isinstance(part, InFlight) else part for part in leaves(value)]
     return [buffer for part in parts for buffer in leaves(part)]
 

@@ -1,6 +1,6 @@
-"""Read from XLA's dump which buffers of a program live when, and what they hold.
+"""Read from XLA's dump the live ranges of a program's buffers, and classify their contents.
 
-XLA prints its plan of a GPU's memory where it is told to dump (`xla_dump_to`):
+XLA prints its plan of a GPU's memory into a dump (`xla_dump_to`):
 
     buffer-assignment.txt   allocation 272: size 182932128, page 0, preallocated-temp:
                              value: <3156 all-gather.34{0} @0> (size=524288,offset=110563840): bf16[512,8,64]
@@ -8,7 +8,7 @@ XLA prints its plan of a GPU's memory where it is told to dump (`xla_dump_to`):
                             BufferLiveRange:      all-gather.34{0}:159-300
 
 All temporary buffers share one allocation, and a value that is updated in place keeps the place of the old one. The
-schedule has the instructions of a loop's body once, and the loop itself behind them.
+schedule has the instructions of a loop's body once, followed by the loop itself.
 """
 
 import re
@@ -39,7 +39,7 @@ WORKSPACE, KEPT, WORKING = "workspace", "activations: kept", "activations: worki
 CLASSES = (PARAMETERS, COMPUTE, MOMENTS, BATCH, GRADIENTS, COMMUNICATION, WORKSPACE, KEPT, WORKING)
 """Classes of the contents of a buffer."""
 ARGUMENTS = {"state.params": PARAMETERS, "state.frozen": COMPUTE, "state.opt_state": MOMENTS}
-"""Beginning of an argument's name in the trainer's step to what it holds; the others are of the batch."""
+"""Beginning of an argument's name in the trainer's step to its class; other arguments are of the batch."""
 
 
 class Place(NamedTuple):
@@ -84,7 +84,7 @@ class MemoryPlan:
     schedule: tuple[str, ...]
     """Names of all instructions, in the order in which they run."""
     arguments: Mapping[str, int]
-    """Entry parameter to bytes; they live for the whole program, and results may take the place of donated ones."""
+    """Entry parameter to bytes; they live for all of the program, and results may take the place of donated ones."""
     buffers: tuple[Buffer, ...]
     """Temporary values, by their start."""
     places: Mapping[tuple[str, tuple[int, ...]], Place] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def read_plan(assignment: str, ranges: str) -> MemoryPlan:
             places[name, at] = Place(number, int(value[4]), int(value[3]))
             if kind == "parameter":
                 arguments.setdefault(name, size)
-                kind = ""  # what follows takes its place
+                kind = ""  # the next values reuse its place
             elif (name, index) in lives:
                 place = int(value[4]), int(value[3])
                 buffers.append(Buffer(name, value[5], *lives[name, index], *place))
@@ -135,7 +135,7 @@ def dumped_plan(folder: Path) -> MemoryPlan | None:
 def live_bytes(plan: MemoryPlan, module: Module) -> np.ndarray:
     """Return the bytes of each of `CLASSES` at each position of the schedule, `[positions, classes]`.
 
-    Buffers that share a place count once, as what was made last.
+    Buffers that share a place count once, as the class of the last one.
     """
     instructions = {i.name: i for body in module.computations.values() for i in body}
     kinds = [CLASSES.index(kind) for kind in _classify(plan, instructions, module.heavy)]
@@ -170,10 +170,10 @@ def argument_class(instruction: Instruction) -> str:
 def _classify(
     plan: MemoryPlan, instructions: Mapping[str, Instruction], heavy: frozenset[str]
 ) -> list[str]:
-    """Return which of `CLASSES` each buffer is, by who made it and by how long its place is kept.
+    """Return which of `CLASSES` each buffer is, by its writer and by how long its place is kept.
 
     The backward pass begins with its first matrix product, for XLA moves smaller operations of it forward, and the
-    optimizer's update behind the last one, or the last loop around one.
+    optimizer's update after the last one, or the last loop around one.
     """
     heavy_at = [
         (position, instructions[name].op_name)

@@ -9,7 +9,7 @@ import math
 from ultrascale_jax.hlo.program import Array, Instruction, Module
 
 ELEMENTWISE = ("bitcast", "reshape", "transpose", "copy", "convert", "negate")
-"""Operations that a fusion applies to the slice alone, though they stand before the slicing."""
+"""Operations that a fusion applies to the slice alone, though they precede the slicing."""
 
 
 def touched(module: Module, computation: str, instruction: Instruction) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def _share_read(body: list[Instruction], name: str) -> float:
 
 
 def _returned_alone(body: list[Instruction], made: Instruction) -> bool:
-    """Return whether `body` returns what this instruction computes, and reads it for nothing else."""
+    """Return whether `body` returns the result of this instruction, and reads it for nothing else."""
     users = [i for i in body if made.name in i.operands]
     views = ("tuple", "bitcast", "reshape")
     return all(user.opcode in views and _returned_alone(body, user) for user in users)

@@ -64,7 +64,7 @@ def unwritten(array: Array) -> np.ndarray:
 
 
 def reinterpreted(values: np.ndarray, old: Array, new: Array) -> np.ndarray:
-    """Return the bytes of an array in the layout of `old` as one in that of `new`: a view where they lie so."""
+    """Return the bytes of an array in the layout of `old` as an array in the layout of `new`."""
     flat = np.ascontiguousarray(values.transpose(old.layout[::-1])).reshape(-1)
     return laid_out(flat.view(dtype_of(new)), new)
 
@@ -204,7 +204,7 @@ def _slice(i: Instruction, x: np.ndarray) -> np.ndarray:
 
 
 def _place(starts: Sequence[Any], dims: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of these sizes that begin at `starts`, moved to lie inside."""
+    """Return the slices of these sizes that begin at `starts`, clamped to the dims."""
     firsts = [min(max(int(s), 0), d - n) for s, d, n in zip(starts, dims, sizes, strict=True)]
     return tuple(slice(first, first + n) for first, n in zip(firsts, sizes, strict=True))
 
@@ -274,7 +274,7 @@ def product(
     contracted: tuple[Sequence[int], Sequence[int]],
     batch: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> np.ndarray:
-    """Multiply as HLO's dot: batch dims first, then the free dims of `a`, then those of `b`; floats in float32."""
+    """Multiply as HLO's dot: batch dims first, then the free dims of `a`, then of `b`; floats in float32."""
     sides, free = [], []
     for x, along, over in zip((a, b), contracted, batch, strict=True):
         free_dims = [dim for dim in range(x.ndim) if dim not in (*along, *over)]
@@ -310,7 +310,7 @@ def _reduce(
 
 
 def _sort(values: Sequence[np.ndarray], dim: int, precedes: Callable) -> tuple[np.ndarray, ...]:
-    """Sort stably by the program's own comparator: an element's place is how many stand before it."""
+    """Sort stably by the program's own comparator: an element's place is the number of elements before it."""
     rows = [np.moveaxis(x, dim, -1) for x in values]
     pairs = itertools.chain.from_iterable((x[..., :, None], x[..., None, :]) for x in rows)
     length = rows[0].shape[-1]
@@ -358,7 +358,7 @@ class Functions:
             raise
 
     def call(self, computation: str, *arguments: Value) -> Value:
-        """Return what a computation makes of its parameters."""
+        """Return the result of a computation for these parameters."""
         return self._call(computation, arguments, self.apply)
 
     def elementwise(self, computation: str) -> Any:
@@ -432,7 +432,7 @@ class Functions:
         return _reduce([seen], [initial], range(x.ndim, seen.ndim), combine)[0].astype(x.dtype)
 
     def _scatter(self, i: Instruction, x: np.ndarray, indices: Any, updates: Any) -> np.ndarray:
-        """Combine updates with their places; those that do not lie inside are left out."""
+        """Combine updates with their places; updates outside `x` are dropped."""
         numbers = lax.ScatterDimensionNumbers(
             update_window_dims=ints_of(i, "update_window_dims"),
             inserted_window_dims=ints_of(i, "inserted_window_dims"),

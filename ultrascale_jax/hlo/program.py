@@ -54,7 +54,7 @@ class Instruction:
     operands: tuple[str, ...]
     """Names of instructions of the same computation."""
     attributes: str
-    """The rest of the line."""
+    """Text after the operands."""
     argument: str = ""
     """Text in the parentheses: a parameter's number, a constant's elements."""
     type: str = ""
@@ -95,14 +95,14 @@ class Dot:
 
 @dataclass(frozen=True)
 class Module:
-    """A whole program: its computations by name, each a list in the order of the schedule."""
+    """A program: its computations by name, each a list in the order of the schedule."""
 
     entry: str
     computations: dict[str, list[Instruction]]
 
     @cached_property
     def heavy(self) -> frozenset[str]:
-        """Computations that hold a matrix product or attention, directly or in what they run."""
+        """Computations that hold a matrix product or attention, directly or in a computation that they call."""
         heavy_names: set[str] = set()
         grew = True
         while grew:

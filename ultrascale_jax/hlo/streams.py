@@ -1,6 +1,6 @@
 """Read from XLA's dump of a program's thunks on which stream each collective runs.
 
-XLA:GPU chooses the streams after the schedule, and prints them only where it is told to dump (`xla_dump_to`):
+XLA:GPU chooses the streams after the schedule, and prints them only into a dump (`xla_dump_to`):
 
     thunk_sequence.txt   014: kAsyncStart [prev=013 ...] stream=communication_stream[0], async_id=14
     thunk_metadata.txt   thunk_info { profile_annotation: "all-gather-start.1"  thunk_id: 14 }

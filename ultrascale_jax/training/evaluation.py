@@ -23,7 +23,7 @@ def mean_loss(nats: float, tokens: int) -> float:
 class Evaluation(Hook):
     """Takes the mean loss over the same first batches of each loader every time.
 
-    `loaders` are those of `Loader.evaluation`. A loader with a name has a loss of its own beside that of all tokens.
+    `Loader.evaluation` returns `loaders`. A loader with a name has its own loss in addition to the loss of all tokens.
     """
 
     def __init__(self, cfg: Config, loaders: Mapping[str, Loader]):
@@ -33,7 +33,7 @@ class Evaluation(Hook):
         run.summary |= {"eval_loss": None, "eval_tokens": None}
 
     def after_step(self, run: Run) -> None:
-        # That of the last step waits until it is saved.
+        # The evaluation of the last step waits until it is saved.
         if run.every(run.cfg.train.eval_every) and not run.is_last:
             self._evaluate(run)
 

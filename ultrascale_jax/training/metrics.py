@@ -1,9 +1,9 @@
 """Report a run: rows of `metrics.jsonl`, and lines or a progress bar on the console.
 
-`metrics.jsonl` is the record; docs/metrics.md describes its fields. Each row is one JSON object, written whole and
+`metrics.jsonl` is the record; docs/metrics.md describes its fields. Each row is one JSON object, written at once and
 flushed, and a row of step n describes the n-th optimizer step (n = 1 is the first). A number that is not finite is
-written as null, because JSON has no word for it. A run that resumes at step n first drops the rows after n, so that
-every step stands in the file once. Only process 0 writes.
+written as null, because JSON cannot express it. A run that resumes at step n first drops the rows after n, so that
+every step is in the file once. Only process 0 writes.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ def truncate_rows(
 ) -> list[str]:
     """Drop the rows of `path` after `step`, and a last line that was cut short; return the steps without a row.
 
-    They are in words, such as `3 to 7`. A run that is `finished` at `step` will be evaluated again, so its evaluation
-    there is dropped too. `tell` gets a line if steps stand twice or out of order; their rows are kept.
+    They are ranges, such as `3 to 7`. A run that is `finished` at `step` will be evaluated again, so its evaluation
+    there is dropped too. `tell` gets a line if steps are repeated or out of order; their rows are kept.
     """
     if not os.path.lexists(path):
         return _missing([], step)
@@ -111,7 +111,7 @@ class RunLog(Hook):
     def __init__(
         self, run_dir: Path, *, first_step: int, num_steps: int, console: Console | None = None
     ):
-        """Open the files of `run_dir` behind step `first_step`, of `num_steps` in all."""
+        """Open the files of `run_dir` after step `first_step`, of `num_steps` in all."""
         self._active = jax.process_index() == 0
         self._stack = contextlib.ExitStack()
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Trace some steps of a run with JAX's profiler, and keep what a report of the trace needs (`plan/profile/`)."""
+"""Trace some steps of a run with JAX's profiler, and keep the program for a report of the trace (`plan/profile/`)."""
 
 import json
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class Profiler(Hook):
         self._active, self._first = True, self._done + 1
 
     def _stop(self) -> None:
-        """End the trace, and write what it is of."""
+        """End the trace, and write its context."""
         self._active = False
         jax.profiler.stop_trace()
         folder = folder_of(self._run_dir, FOLDER)

@@ -1,4 +1,4 @@
-"""Score text with a trained model: the loss of whole sources, and the log-likelihood of continuations."""
+"""Score text with a trained model: the loss of sources, and the log-likelihood of continuations."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ class Loss(NamedTuple):
     tokens: int
     """Predicted tokens: all but the first of a document, or with `data.document_mask` off of the source."""
     text_bytes: int | None
-    """Bytes of text that these tokens stand for, separators none; None where the tokenizer does not say."""
+    """Bytes of the text of these tokens, without separators; None where the tokenizer does not say."""
 
 
 class Question(NamedTuple):
@@ -42,7 +42,7 @@ class Question(NamedTuple):
 
 
 class Scorer:
-    """Scores with one model; make and call it inside the mesh of `params`.
+    """Scores with one model; create and call it inside the mesh of `params`.
 
     `cfg` is checked for that mesh. `train.global_batch` rows are scored at once, in `train.microbatches` parts.
     """
@@ -101,7 +101,7 @@ class Scorer:
         return scores
 
     def _on_devices(self, rows: Sequence[Batch], length: int) -> dict[str, jax.Array]:
-        """Fill the rows to `length` and the batch to `train.global_batch` rows with what the loss does not count."""
+        """Pad the rows to `length` and the batch to `train.global_batch` rows with tokens outside the loss."""
         cfg, batch = self._cfg, {}
         order = sequence_order(length, cfg.mesh.cp, cfg.cp)
         for name in rows[0]:

@@ -51,7 +51,7 @@ from ultrascale_jax.training.throughput import Throughput
 from ultrascale_jax.training.trackers import Trackers, chosen
 
 MOST_COMPARED = 1 << 24
-"""Documents of the sources of a run among which those of `data.eval_source` are looked up: a minute's work."""
+"""Most documents of a run's sources that are compared with `data.eval_source`: a minute's work."""
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def open_run(
 ) -> Iterator[Run]:
     """Take the run directory, and yield the run with its state: the newest checkpoint's, or a new one.
 
-    Inside the block `mesh` is set. See `train` for the arguments and for what it raises.
+    Inside the block `mesh` is set. See `train` for the arguments and the errors.
     """
     check_mesh(cfg.mesh, mesh)
     cfg = cfg.check(mesh.size)
@@ -82,7 +82,7 @@ def _enter(
     hooks: Sequence[Hook],
     profile: tuple[int, int] | None,
 ) -> Run:
-    """Enter what a run needs, in this order; `stack` leaves it in the opposite one."""
+    """Enter the contexts of a run in this order; `stack` leaves it in the opposite one."""
     started, run_dir = time.monotonic(), Path(cfg.log.run_dir)
     require_type("hooks", hooks, Sequence, "[MyHook()] say")
     for hook in hooks:
@@ -145,14 +145,14 @@ def _all_hooks(
     profiler: Profiler,
     user_hooks: Sequence[Hook],
 ) -> list[Hook]:
-    """Return the hooks of a run in the order in which they are called, the user's `own` among them."""
+    """Return the hooks of a run in the order in which they are called, with `user_hooks` among them."""
     return [
         profiler,  # it reads the compiled step, before others wrap it
         Heartbeat(),
         *([Rerun()] if cfg.watch.rerun else []),
         StragglerCheck(cadence(cfg.train.steps)),
         Throughput(cfg, mesh),
-        # In this order: what is not equal is not evaluated, and an evaluation is on record before its checkpoint.
+        # In this order: unequal replicas are not evaluated, and an evaluation is on record before its checkpoint.
         ReplicaCheck(cfg.watch.replicas_every),
         (PreferenceEvaluation if cfg.train.dpo.enabled else Evaluation)(cfg, evaluation),
         *user_hooks,
@@ -165,7 +165,7 @@ def _all_hooks(
 
 
 def make_loader(cfg: Config) -> Loader:
-    """Return the training batches of `cfg`, as `train` reads them, in the order of tokens that its mesh and `cp` want.
+    """Return the training batches of `cfg`, as `train` reads them, in the order of tokens of its mesh and `cp`.
 
     Every process of a job calls it. `held_out()` of the loader has the batches of an evaluation.
 
@@ -269,7 +269,7 @@ def packs_documents(cfg: Config) -> bool:
 def _state(
     cfg: Config, mesh: Mesh, model: type[Transformer], loader: Loader, checkpoints: Checkpoints
 ) -> tuple[TrainState, int, list[str]]:
-    """Restore the newest checkpoint, or make a new state; return it, its step, and lines to print about it."""
+    """Restore the newest checkpoint, or create a new state; return it, its step, and lines to print about it."""
 
     abstract = abstract_state(cfg, mesh, model)
     saved = cfg
@@ -304,7 +304,7 @@ def _state(
 def _first_state(
     cfg: Config, mesh: Mesh, model: type[Transformer], abstract: TrainState
 ) -> tuple[TrainState, int, list[str]]:
-    """Make a new state without what is frozen; return it, step 0, and lines to print about it."""
+    """Create a new state without frozen arrays; return it, step 0, and lines to print about it."""
     if not cfg.train.init_from:
         return init_state(cfg, mesh, model), 0, []
     notes = [f"parameters of {cfg.train.init_from}"]

@@ -1,4 +1,4 @@
-"""Measure how fast a run is and what memory it takes."""
+"""Measure how fast a run is and how much memory it takes."""
 
 import math
 import time

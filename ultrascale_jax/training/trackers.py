@@ -41,7 +41,7 @@ NO_SERIES = ("step", "time")
 """Numbers of a row that are not series."""
 
 CLOSE_S, FAILED_S = 45.0, 5.0
-"""Seconds that trackers may take to send the rest at the end of a run, and of a run that an exception ends."""
+"""Seconds that trackers may take to send all rows at the end of a run, and of a run that an exception ends."""
 
 
 class Tracker(Protocol):
@@ -59,14 +59,14 @@ class Tracker(Protocol):
         """Send finite numbers by name, of optimizer step `step`; steps do not decrease."""
 
     def close(self, *, failed: bool) -> None:
-        """Send the rest and end the run; `failed`: by an exception."""
+        """Send all rows and end the run; `failed`: by an exception."""
 
 
 class TensorBoard:
     """Writes one file of events for TensorBoard to `RUN_DIR/tensorboard`.
 
     It uses tensorboardX's `RecordWriter`: on a full disk `SummaryWriter`, which writes in a thread, prints three
-    tracebacks of its own beside the error.
+    tracebacks of its own in addition to the error.
     """
 
     run_id: str | None = None
@@ -189,7 +189,7 @@ class Trackers(Hook):
     """Sends complete rows to the trackers of a run; a context manager."""
 
     def __init__(self, cfg: Config, first_step: int):
-        """Prepare the trackers of `cfg` behind step `first_step`. Raises as `chosen`."""
+        """Prepare the trackers of `cfg` after step `first_step`. Raises as `chosen`."""
         names = chosen(cfg.log.to)
         self._names = names if jax.process_index() == 0 else ()
         self._cfg, self._step = cfg, first_step

@@ -1,6 +1,6 @@
-"""Answer what the planner's page asks: one configuration by formula, or a row of them; no JAX.
+"""Answer the planner's page: one configuration by formula, or a sweep; no JAX.
 
-The formulas are those of `ultrascale plan memory` and `search`, and so are the numbers.
+The formulas and the numbers equal the ones of `ultrascale plan memory` and `search`.
 """
 
 import shlex
@@ -43,12 +43,12 @@ LINK = ("axis", "size", "splits", "sends", "nodes", "gbs", "volume", "ratio")
 
 
 class Answers:
-    """Answers by path; an answer to what is not legal is `{"error": {"field": ..., "text": ...}}`."""
+    """Answers by path; the answer to an illegal request is `{"error": {"field": ..., "text": ...}}`."""
 
     def __init__(self, bases: Bases):
         self.bases = bases
         self._lock = threading.Lock()
-        """Warnings are caught for the whole process."""
+        """Warnings are caught for all threads of the process."""
 
     def form(self, query: State) -> dict[str, Any]:
         """Answer /form: the fields of the page, the sweeps, and the state that it begins with."""
@@ -106,7 +106,7 @@ class Answers:
 
 
 def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `work` returns, or its `UserError` and the field that it names."""
+    """Return the result of `work`, or its `UserError` and the field that it names."""
     try:
         return work()
     except UserError as error:
@@ -114,7 +114,7 @@ def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str, Any]:
-    """Return how the axes lie on the nodes; `parts` are the seconds of the step."""
+    """Return how the axes map to the nodes; `parts` are the seconds of the step."""
     return {
         "axes": [{"name": axis, "size": size} for axis, size in run.mesh.sizes.items()],
         "gpus": cluster.num_gpus,
@@ -129,7 +129,7 @@ def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str,
 
 
 def exposed_axes(part: str) -> list[str]:
-    """Return the axes whose communication a part of the step waits for: those of `exposed fsdp*cp`."""
+    """Return the axes whose communication a part of the step waits for, as `fsdp` and `cp` of `exposed fsdp*cp`."""
     name, _, axes = part.partition(" ")
     return axes.split("*") if name == "exposed" else []
 
@@ -161,7 +161,7 @@ def takes_rest(over: str, request: Asked) -> dict[str, str]:
 
 
 def commands(request: Asked, cfg: Config) -> dict[str, str]:
-    """Return the command lines of what is shown; `cfg` has no field open but an axis of the mesh."""
+    """Return the command lines of the shown run; `cfg` has no open field but an axis of the mesh."""
     machine = machine_words(request.options)
 
     def plan(verb: str, of: Config) -> str:

@@ -69,7 +69,7 @@ class Field:
     choices: tuple[str, ...]
     """Values in a list; none for a number."""
     is_open: bool
-    """Whether values beside the choices may be written."""
+    """Whether values other than the choices may be written."""
 
     @classmethod
     def of(cls, name: str) -> "Field":
@@ -102,11 +102,11 @@ FIELDS = {name: Field.of(name) for names in FORM.values() for name in names.spli
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Run and machine that a state asks to plan."""
+    """The run and the machine that a state describes."""
 
     recipe: str
     cfg: Config
-    """With the mesh as it was given, perhaps with an axis that takes the rest, and `auto` fields open."""
+    """With the mesh of the state, which may have an axis of size -1, and `auto` fields open."""
     options: common.Options
     cluster: Cluster
 
@@ -154,7 +154,7 @@ class Bases:
         return {"recipes": self.recipes, "sections": sections, "start": self.start}
 
     def ask(self, state: State) -> Asked:
-        """Return what `state` asks for; raise a `UserError` that begins with the name of the field that is wrong."""
+        """Return the request of `state`; raise a `UserError` that begins with the name of a wrong field."""
         for name, text in state.items():
             require(name == RECIPE or name in FIELDS, name, text, "is no field of the page")
         recipe = state.get(RECIPE, self.recipe)

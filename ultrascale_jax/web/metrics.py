@@ -1,6 +1,6 @@
 """Read a run's `metrics.jsonl` as it grows, and thin its columns out for a chart.
 
-A chart has some hundred points, a run up to millions of rows. Each point stands for neighbouring rows: their mean, and
+A chart has some hundred points, a run up to millions of rows. Each point summarizes neighbouring rows: their mean, and
 their least and largest value, so that no spike is lost.
 """
 
@@ -19,7 +19,7 @@ BLOCK = 1 << 24
 """Bytes that are read at once."""
 
 EVALUATION = "eval_loss"
-"""Field of the rows that an evaluation writes; those of training have none."""
+"""Field of the rows that an evaluation writes; rows of training lack it."""
 
 
 class RunMetrics:

@@ -26,13 +26,13 @@ from ultrascale_jax.launch.events import finite
 STATIC = Path(__file__).parent / "static"
 
 type Route = Callable[[Mapping[str, str]], dict[str, Any]]
-"""Answers the query of a request with what becomes JSON; may raise `KeyError`, `ValueError` or `IndexError`."""
+"""Answers the query of a request with an object for JSON; may raise `KeyError`, `ValueError` or `IndexError`."""
 
 SHORTEST_TOKEN = 8
 """Characters of a token that a user chooses."""
 
 OPEN_HOSTS = ("0.0.0.0", "::")
-"""Addresses that stand for every interface of this machine."""
+"""Addresses that mean every interface of this machine."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -53,8 +53,8 @@ class Server:
 
         Args:
           page: name of the page's file in `static`.
-          routes: path, as `/state`, to what answers it.
-          token: the secret of the address; None makes one.
+          routes: path, as `/state`, to its route.
+          token: the secret of the address; None chooses one at random.
 
         Raises:
           UserError: the port or the token is not one, or nothing can listen there.
@@ -80,7 +80,7 @@ class Server:
         return f"http://{self._host}:{self.port}/?token={self.token}"
 
     def serve(self, title: str) -> None:
-        """Print the address of `what`, and answer until an interrupt."""
+        """Print the address of the page after `title`, and answer until an interrupt."""
         print(f"{title}: {self.url}", flush=True)
         if self._host in OPEN_HOSTS:
             tunnel = f"ssh -L {self.port}:127.0.0.1:{self.port} {socket.gethostname()}"

@@ -64,14 +64,14 @@ class Suggestions:
 
 
 def search_words(request: Asked) -> list[str]:
-    """Return the words behind `plan search` that search for what is asked, with all free that a search chooses."""
+    """Return the arguments of `plan search` for a request, with every field open that a search chooses."""
     machine = machine_words(request.options)
     open_words = words.search_words(request.recipe, request.cfg)
     return [*open_words, *machine, "--compile", "0", "--top", str(TOP), "--json"]
 
 
 def state_of_row(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the state that shows a row of the search; one axis takes the rest, so that another can be changed."""
+    """Return the state that shows a row of the search; one axis has size -1, so that another can be changed."""
     chosen = dict(row["chosen"])
     sizes = {axis: chosen[f"mesh.{axis}"] for axis in MeshConfig().sizes}
     chosen[f"mesh.{rest_of(sizes)}"] = -1

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the run directories among `paths`, and in those that are none themselves."""
+    """Return the run directories among `paths`, and inside the other paths."""
     runs: list[Path] = []
     for path in paths:
         inside = [path] if _is_run(path) else sorted(filter(_is_run, path.glob("*")))
@@ -119,7 +119,7 @@ class WatchedRun:
         self._ledger: dict[str, Any] = {}
 
     def state(self, x: str, first: float, last: float, points: int) -> dict[str, Any]:
-        """Return what the page shows, with what the run has written since the last call.
+        """Return the state for the page, with the rows since the last call.
 
         Every metric has at most so many `points` over `x` from `first` to `last`, as `Columns.thinned` has them.
         """
@@ -171,7 +171,7 @@ class WatchedRun:
         return step if is_number(step) else self.metrics.step_at(event["time"])
 
     def _total(self) -> float | None:
-        """Return the steps of the whole run, by its configuration."""
+        """Return the steps of the run, by its configuration."""
         try:
             steps = read_json(self.run_dir / "config.json")["train"]["steps"]
         except (UserError, OSError, LookupError, TypeError):
@@ -180,7 +180,7 @@ class WatchedRun:
 
 
 def sentence(event: Mapping[str, Any]) -> str:
-    """Return what an event says beside its kind, step and time, as text that people read, and who says it."""
+    """Return the details of an event and its writer as text, without its kind, step and time."""
     details = {name: value for name, value in event.items() if name not in UNTOLD}
     said = ", ".join(_phrase(*item) for item in details.items() if item[1] not in ({}, [], ""))
     writer = "supervisor" if event.get("rank") is None else f"rank {event['rank']}"
