@@ -1,8 +1,8 @@
 """The bubbles of pipeline schedules, measured: `python -m scripts.bench_pipelines --ranks 4 --microbatches 8 16`.
 
 The executor runs every schedule on fake CPU devices, with layers that sleep instead of computing: so long for the
-forward pass, so long for the input gradient and so long for the weight gradient. Sleeping ranks need no cores, so that
-what is measured is the table and the executor. Beside it stands what the table says of itself.
+forward pass, so long for the input gradient and so long for the weight gradient. Sleeping ranks need no cores, so
+the time measures the table and the executor. The script prints it next to the table's own prediction.
 """
 
 import importlib.metadata

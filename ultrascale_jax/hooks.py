@@ -169,7 +169,7 @@ class Run:
     def pause(self, section: str = "hook") -> Iterator[None]:
         """Inside, all steps are done and on record, and no clock of steps runs.
 
-        `section` is what the watchdog and the ledger are told: a key of `launch.watchdog.FIRST_S`.
+        `section` names the pause for the watchdog and the ledger: a key of `launch.watchdog.FIRST_S`.
         """
         self.read_metrics()
         with self.watch.section(section):

@@ -32,17 +32,17 @@ class Exchange(Figure):
 
     def paint(self, canvas: Any) -> None:
         rows = -(-len(self.panels) // self.columns)
-        height = max(len(before) for before, _ in self.panels.values())
+        height = max(len(left) for left, _ in self.panels.values())
         canvas.set_size_inches(4.4 * self.columns, 0.5 + rows * (0.3 + 0.36 * height))
         axes = canvas.subplots(rows, self.columns, squeeze=False).ravel()
         for spare in axes[len(self.panels) :]:
             spare.remove()
         width = max(len(row) for sides in self.panels.values() for side in sides for row in side)
-        for ax, (title, (before, after)) in zip(axes, self.panels.items(), strict=False):
+        for ax, (title, (left, right)) in zip(axes, self.panels.items(), strict=False):
             ax.set(xlim=(-1.2, 2 * width + 1.3), ylim=(height, 0))
             ax.set_axis_off()
             ax.set_title(title, loc="left", fontweight="bold", x=0.02)
-            for gpu, sides in enumerate(zip(before, after, strict=True)):
+            for gpu, sides in enumerate(zip(left, right, strict=True)):
                 ax.text(-0.15, gpu + 0.5, f"GPU {gpu}", ha="right", va="center", fontsize=8)
                 for start, row in zip((0, width + 1.2), sides, strict=True):
                     for place, value in enumerate(row):
@@ -54,9 +54,9 @@ class Exchange(Figure):
 
 def _number(ax: Any, x: float, y: float, value: int) -> None:
     """Draw a number in its place, with a stripe in the colour of each GPU that gave it."""
-    given = givers(value) if value else []
-    for n, gpu in enumerate(reversed(given)):  # the highest decimal place is on the left
-        left, right = x + 0.04 + 0.92 * n / len(given), x + 0.04 + 0.92 * (n + 1) / len(given)
+    gpus = givers(value) if value else []
+    for n, gpu in enumerate(reversed(gpus)):  # the highest decimal place is on the left
+        left, right = x + 0.04 + 0.92 * n / len(gpus), x + 0.04 + 0.92 * (n + 1) / len(gpus)
         colour = shade(SERIES[gpu % len(SERIES)], 1, 3)
         ax.fill_between([left, right], y + 0.06, y + 0.94, color=colour, linewidth=0)
     edge = [x + 0.04, x + 0.96, x + 0.96, x + 0.04, x + 0.04]

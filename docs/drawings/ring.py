@@ -39,7 +39,7 @@ class Ring(Figure):
                     self._ring(ax, name, step)
 
     def _ring(self, ax: Any, name: str, step: int) -> None:
-        """Paint the ranks clockwise, in a box above the queries and below the keys, and what each sends on."""
+        """Paint the ranks clockwise, in a box above the queries and below the keys, and the keys that each sends on."""
         pieces, shares = self.pieces[name], self.needed[name]
         ranks = len(pieces)
         places = [

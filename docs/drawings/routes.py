@@ -84,8 +84,8 @@ def _places(count: int, ranks: int, height: float) -> list[float]:
 
 def _middle(places: Sequence[float], rank: int, ranks: int) -> float:
     part = len(places) // ranks
-    own = places[rank * part : (rank + 1) * part]
-    return sum(own) / len(own)
+    of_rank = places[rank * part : (rank + 1) * part]
+    return sum(of_rank) / len(of_rank)
 
 
 def _box(

@@ -2,7 +2,7 @@
 
 PATH starts at the repository's root; NAME is a function, a class, a constant, or a dotted name such as `Class.method`.
 `#NAME` may be left out. A file or a name that does not exist is a warning, thus an error of `make docs`. viewcode has
-pages only for what autodoc imports; these exist for every file that a page names.
+pages only for modules that autodoc imports; these exist for every file that a page names.
 
 The path of a source file in backquotes is such a link too, from the repository's root, the package or the tests:
 `sharding/rules.py`. If its folder is one of ours, but the file is not there, that is a warning.
@@ -54,12 +54,12 @@ def find_line(path: Path, name: str) -> int:
         raise ValueError(f"{path.name} is not Python: leave '#{name}' out")
     node: Any = ast.parse(path.read_text())
     for part in name.split("."):
-        found = dict(reversed([*definitions(node)]))  # the first of a name wins
-        if part not in found:
-            near = get_close_matches(part, found)
+        named = dict(reversed([*definitions(node)]))  # the first of a name wins
+        if part not in named:
+            near = get_close_matches(part, named)
             hint = f"; near it: {', '.join(near)}" if near else ""
             raise ValueError(f"{path.name} defines no '{name}'{hint}")
-        node = found[part]
+        node = named[part]
     return node.lineno
 
 
@@ -68,13 +68,13 @@ class SourceRole(ReferenceRole):
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         """Return the reference, whose address `link` fills in for the builder."""
-        given, _, name = self.target.partition("#")
-        path = (ROOT / given).resolve()
+        file, _, name = self.target.partition("#")
+        path = (ROOT / file).resolve()
         kind = nodes.inline if self.has_explicit_title else nodes.literal
-        text = kind(self.rawtext, self.words(given, name))
+        text = kind(self.rawtext, self.words(file, name))
         try:
             if not (path.is_file() and path.is_relative_to(ROOT)):
-                raise ValueError(f"the repository has no file {given}")
+                raise ValueError(f"the repository has no file {file}")
             line = find_line(path, name) if name else None
         except ValueError as error:
             logger.warning("{src}`%s`: %s", self.target, error, location=self.get_location())
