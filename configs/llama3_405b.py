@@ -1,6 +1,6 @@
 """Llama 3.1 405B, meant for 512 to 4,096 GPUs of 80 GB: tensor and sequence parallel over pairs, sharded across.
 
-16 M tokens a step; learning rate, warm-up and final rate are those of arXiv 2407.21783, section 3.4.
+16 M tokens a step; learning rate, warm-up and final rate as in arXiv 2407.21783, section 3.4.
 Recomputation and micro-batches are the fastest that fit the GPUs at hand.
 """
 
