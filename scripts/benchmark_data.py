@@ -1,4 +1,4 @@
-"""Measure what a run costs before and beside its steps to read token shards.
+"""Measure the cost of reading token shards, before a run and during its steps.
 
     python -m scripts.benchmark_data FOLDER --documents 10000000 --shards 20 --mean 64
     python -m scripts.benchmark_data FOLDER --documents 1000000000 --shards 220000 --mean 15000 --sparse --processes 8

@@ -18,7 +18,7 @@ REST = "..."
 """The line of an output that matches any lines."""
 
 PROGRAMS = ("ultrascale", "python")
-"""Words with which a command may begin."""
+"""Programs with which a command may begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def matches(expected: Sequence[str], seen: Sequence[str]) -> bool:
 def updated(expected: Sequence[str], seen: Sequence[str]) -> list[str] | None:
     """Return the lines of `seen` that `expected` selects; None if some of them are gone.
 
-    Without `...` these are all. With it, a line is found again by its words, whatever its numbers are.
+    Without `...` these are all. With it, a line matches by its words; its numbers may differ.
     """
     expected = tidy("\n".join(expected))
     if REST not in expected or matches(expected, seen):

@@ -163,7 +163,7 @@ def by_zero(scenario: Scenario) -> Figure:
 
 
 def by_tensor(scenario: Scenario) -> Figure:
-    """Draw memory by sequence length with no tensor group, and one of a node as tp and as sp; fsdp takes the rest."""
+    """Draw memory by sequence length with no tensor group, and one of a node as tp and as sp; the others are fsdp."""
     seq_len, gpus = scenario.run.seq_len, scenario.cluster.num_gpus
     node = powers(min(scenario.cluster.gpus_per_node, gpus))[-1]
     panels: dict[str, list[Bar]] = {}

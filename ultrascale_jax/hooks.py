@@ -1,4 +1,4 @@
-"""The hooks of the training loop: the place to add a metric, a check or anything else that a run does beside its steps.
+"""The hooks of the training loop: the place to add a metric, a check or any other work between steps.
 
 `training/loop.py` runs the compiled step and calls hooks. All else is a hook: metrics, throughput, evaluation,
 checkpoints, the profiler, health checks (`training/setup.py` lists them). To add a metric of
@@ -35,7 +35,7 @@ StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 class Hook:
-    """Base class of hooks: override what you need, the rest does nothing.
+    """Base class of hooks: override the methods that you need; the others do nothing.
 
     Every process calls every method at the same steps, so a hook may communicate. `run.step` is the number of the
     optimizer step, from 1, and `run.state` the newest state. After a step is dispatched its state is still being
@@ -69,7 +69,7 @@ class Hook:
         """A checkpoint of step `run.step` is about to be written; everything up to it is on record. Raise to refuse."""
 
     def on_save(self, run: "Run") -> None:
-        """The save of step `run.step` has begun; it goes on in the background unless `run.is_last`."""
+        """The save of step `run.step` has begun; it continues in the background unless `run.is_last`."""
 
     def on_resume(self, run: "Run") -> None:
         """A pause is over: restart clocks."""
@@ -148,7 +148,7 @@ class Run:
             self.device_wait_s += time.monotonic() - begun
 
     def dispatched(self, metrics: Metrics) -> None:
-        """Keep the metrics of step `step`, which is being computed, and read those of the step before."""
+        """Keep the metrics of step `step`, which is being computed, and read the metrics of the previous step."""
         self.read_metrics()
         host = {"data_wait_s": self.data_wait_s, "batch_hash": self.batch_hash}
         self._unread = ({"step": self.step, **host}, metrics)

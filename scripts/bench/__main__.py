@@ -1,11 +1,11 @@
 """Time the trainer and its kernels: `python -m scripts.bench [peer|gpu|kernels] [--out FILE.json] [--steps N]`.
 
-    peer     the recipe gpt_peer on one core of this machine's CPU, beside the same model in bare JAX. They take turns,
+    peer     the recipe gpt_peer on one core of this machine's CPU, against the same model in bare JAX. They take turns,
              two steps each, so all see the same disturbances; tokens per second of CPU time is the figure to compare,
              since it says little about what else the machine is doing.
     gpu      the recipe llama32_1b at sequence 4096 and 8192 in bfloat16 on one GPU, with each way of recomputing.
-    kernels  each part of a run that has a kernel, forward and backward, on the shapes of Llama 3 and of experts, beside
-             XLA's own version or cuDNN, and beside how fast this GPU copies and multiplies in the same run.
+    kernels  each part of a run that has a kernel, forward and backward, on shapes of Llama 3 and of experts, against
+             XLA's own version or cuDNN, and against the rates at which this GPU copies and multiplies in the same run.
 
 Every part is a process of its own. A part that cannot run here is reported as skipped, with its reason.
 """
@@ -34,7 +34,7 @@ TINY_MODEL = (
 ).split()
 
 GPU_TOKENS = 16384
-"""Tokens of one step in the suite gpu: they fit beside the state of a billion parameters in 80 GB."""
+"""Tokens of one step in the suite gpu: they fit with the state of a billion parameters in 80 GB."""
 
 REMAT = ("none", "dots", "full")
 """Ways of recomputing that the suite gpu tries, by the memory that they need."""

@@ -1,6 +1,6 @@
 """Write docs/accuracy.md: `python -m scripts.validation.accuracy`.
 
-Every number comes from a CSV: docs/planning/NAME.csv (formulas beside XLA), tests/data/plan/playbook_runs.csv (the half
+Every number comes from a CSV: docs/planning/NAME.csv (formulas and XLA), tests/data/plan/playbook_runs.csv (the half
 of the playbook's runs on which no constant was fitted) and docs/planning/published_runs.csv. Held-out rows come first.
 """
 

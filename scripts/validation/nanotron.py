@@ -64,7 +64,7 @@ class Stage:
     """The layers and parameters of one pipeline rank."""
 
     blocks: int
-    """Pieces of the model, the final norm and the logits' cast among them; nanotron cannot run with none."""
+    """Pipeline blocks of the model, the final norm and the logits' cast among them; nanotron cannot run with none."""
     layers: int
     embedding: bool
     head: bool
@@ -209,7 +209,7 @@ class Constants:
     gather: float
     """By how much each further node lengthens the gathering of updated parameters (ZeRO-1)."""
     send_s: float
-    """Handing over to the next stage of a pipeline, beside the bytes."""
+    """Latency of a transfer to the next stage of a pipeline, without its bytes."""
     stall_s: float
     """Delay of a micro-batch for each neighbour in the pipeline, when a step stalls."""
     network_stall_s: float
@@ -252,7 +252,7 @@ class NanotronLayer(LayerTime):
 class NanotronStep(Step):
     """One step of nanotron: stages are cut by cost and run 1F1B as separate programs; the last backward pass reduces.
 
-    It reduces a tensor at a time, and hides that behind the share `hide` of itself.
+    It reduces a tensor at a time, and overlaps it with the share `hide` of itself.
     """
 
     def __init__(self, run: Run, cluster: Cluster, constants: Constants = NANOTRON):
@@ -289,7 +289,7 @@ class NanotronStep(Step):
         return parts | {"step overhead": self.overheads.step_s}
 
     def loss(self) -> float:
-        """Return the seconds of the cross-entropy of one micro-batch, whose logits are whole."""
+        """Return the seconds of the cross-entropy of one micro-batch, whose logits are not sharded."""
         logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         return costs.memory_seconds(self.gpu, logits * self.overheads.logit_bytes)
 

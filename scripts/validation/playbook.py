@@ -1,4 +1,4 @@
-"""The formulas beside the playbook's benchmark: `python -m scripts.validation.playbook RUNS.csv [--half NAME]`.
+"""Compare the formulas with the playbook's benchmark: `python -m scripts.validation.playbook RUNS.csv [--half NAME]`.
 
 Every row is predicted with nanotron's settings (bf16 with fp32 accumulation, no recomputation, 1F1B, TP with sequence
 parallelism, full logits) and compared, by model and number of nodes. Constants were fitted on the half `train`

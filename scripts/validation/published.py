@@ -1,4 +1,4 @@
-"""Runs that others published, beside the estimate for this trainer: `python -m scripts.validation.published RUNS.csv`.
+"""Compare published runs with the estimate for this trainer: `python -m scripts.validation.published RUNS.csv`.
 
 A row names its model by sizes, or by its name in `configs/shapes.py` where it has experts, and its machine by
 `find_cluster`, so any run can be added to the file. None of the planner's constants was fitted to these runs.
@@ -120,7 +120,7 @@ def run_of(line: dict[str, str]) -> Run:
 
 
 def _shape(line: dict[str, str]) -> ModelShape:
-    """Return the model that `shape` names, or the sizes make."""
+    """Return the model that `shape` names, or its sizes."""
     if name := line["shape"]:
         model: Any = getattr(shapes, name, None)
         fix = "must be the name of a model in configs/shapes.py"

@@ -245,7 +245,7 @@ def speed(row: Row, run: Run, *shares: str) -> list[str]:
 
 
 def ways(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the whole Qwen3 30B-A3B on 128 H100s, one for each way to the experts."""
+    """Return the rows of the full Qwen3 30B-A3B on 128 H100s, one for each way to the experts."""
     return [row for row in rows if (row["model"], row["layers"]) == ("QWEN3_30B_A3B", "all")]
 
 

@@ -59,7 +59,7 @@ def require_type(name: str, value: object, kind: type, fix: str = "") -> None:
 
 
 def shown(value: object) -> str:
-    """Return the value as an error shows it: neither a number of a million digits nor a long list as a whole."""
+    """Return the value as an error shows it: a number of a million digits and a long list are shortened."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits

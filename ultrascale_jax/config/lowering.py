@@ -21,7 +21,7 @@ type XlaOptions = tuple[tuple[str, int | bool | str], ...]
 class Delay:
     """Collectives of a backward pass that start only once a part of the layer has its gradient.
 
-    XLA has one stream for all collectives, so a reduction that the layer waits for queues behind those that started
+    XLA has one stream for all collectives, so a reduction that the layer waits for queues after the ones that started
     earlier. With a tensor group the MLP's input gradient is reduced halfway through the backward pass; collectives with
     a delay start after it, and overlap with the MLP's weight gradients and attention.
     """
@@ -103,7 +103,7 @@ class Traits:
     dispatch: str
     fp8: bool
     post_norm: bool = False
-    """They stand after the halves, and nowhere else."""
+    """They follow the halves, and are nowhere else."""
 
     @classmethod
     def of(cls, cfg: Config) -> "Traits":
@@ -125,7 +125,7 @@ class Traits:
 
     @property
     def parameters_alone(self) -> bool:
-        """Whether the only collectives of a layer are those of its parameters and sp's: no ring's sends, no tensor
+        """Whether the only collectives of a layer move its parameters or are sp's: no ring's sends, no tensor
         group's all-reduces, no tokens on their way to experts, which would queue behind them on XLA's one stream."""
         return self.mesh.tp == 1 and self.ring == 1 and not self.experts
 
@@ -238,7 +238,7 @@ RULES: tuple[Rule, ...] = (
             (run.zero == 3 and run.parameters_alone and (run.mesh.pp > 1 or lowering.gathers_ahead))
             or (lowering.orders_exchanges and run.ring == run.mesh.tensor == 1)
         ),
-        # XLA has one stream for all: what starts late holds up what comes behind it.
+        # XLA has one stream for all: a collective that starts late delays the next ones.
         xla={"xla_gpu_experimental_collective_start_as_early_as_possible": True},
         effect="gathers and scatters of parameters, and exchanges in a given order, start as early as they can",
         evidence="70B on 512: 8.7 -> 7.7 s. Elsewhere it costs: Mixtral on 64 15.8 -> 18.2 s; 70B, tp 2, 8.4 -> 8.5 s; "
@@ -349,7 +349,7 @@ H100 = Speeds(flops=5e14, memory=2.8e12, node=4e11, network=5e10)
 """The shares that programs reach of the peaks in `plan/targets/gpus.csv`."""
 
 ORDERED_LAYERS = 2
-"""Most layers of a pipeline's stage whose passes are ordered as a whole where they hide exchanges."""
+"""Most layers of a pipeline's stage whose passes are ordered together where they hide exchanges."""
 
 
 def orders_whole_stage(layers: int, *, split: bool) -> bool:

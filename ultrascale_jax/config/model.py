@@ -33,8 +33,9 @@ class RopeScaling(Section, name="model.rope_scaling"):
     """Stretch of the rotary frequencies for a context longer than that of the pre-training.
 
     `linear` divides all frequencies by `factor` (arXiv 2306.15595); `ntk` raises their base, so that the highest stays
-    and the lowest is divided. `llama3` (arXiv 2407.21783) and `yarn` (arXiv 2309.00071) keep those that turn often in
-    `original_seq_len`, divide those that hardly turn, and blend between them: llama3 along the turns, yarn the dims.
+    and the lowest is divided. `llama3` (arXiv 2407.21783) and `yarn` (arXiv 2309.00071) keep frequencies that turn
+    often in `original_seq_len`, divide frequencies that hardly turn, and blend between them: llama3 along the turns,
+    yarn the dims.
     """
 
     kind: Literal["linear", "ntk", "yarn", "llama3"] = "llama3"
@@ -53,7 +54,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
     """Coefficient of yarn in latent attention: multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2
     (DeepSeek)."""
     truncate: bool = True
-    """Whether yarn rounds the dims between which it blends outwards to whole ones; gpt-oss does not."""
+    """Whether yarn rounds the dims between which it blends outwards to integers; gpt-oss does not."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -113,7 +114,7 @@ class Experts(Section, name="model.experts"):
     scale: Positive = 1.0
     """Multiplies the weights of the routed experts (DeepSeek's `routed_scaling_factor`)."""
     groups: Count = 1
-    """Groups of neighbouring experts (DeepSeek's `n_group`): one group's experts rest on as few nodes as possible."""
+    """Groups of neighbouring experts (DeepSeek's `n_group`): one group's experts are on as few nodes as possible."""
     groups_per_token: Count = 1
     """Groups that a token may visit: those with the highest sum of their two best scores."""
     bias: bool = False
@@ -150,7 +151,7 @@ class LatentAttention(Section, name="model.latent"):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, name="model"):
-    """Shape of one decoder; the families it covers are those of `huggingface/checkpoint.py`."""
+    """Shape of one decoder; it covers the families of `huggingface/checkpoint.py`."""
 
     vocab_size: Count = 256
     """Number of token ids (V)."""
@@ -205,7 +206,7 @@ class ModelConfig(Section, name="model"):
     """Multi-head latent attention, or none: grouped-query attention."""
     mtp_layers: Annotated[int, between(0, MOST_PARTS)] = 0
     """Modules that each predict one token further than the one before (multi-token prediction, DeepSeek-V3): a layer
-    like the last one, behind the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
+    like the last one, after the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -311,5 +312,5 @@ class ModelConfig(Section, name="model"):
 
     @property
     def score_scale(self) -> float:
-        """Factor of the queries beside 1/sqrt(head_dim), so that scores are divided by the root of `query_scale`."""
+        """Factor of the queries after 1/sqrt(head_dim), so that scores are divided by the root of `query_scale`."""
         return math.sqrt(self.head_dim / self.query_scale) if self.query_scale else 1.0

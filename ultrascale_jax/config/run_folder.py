@@ -29,7 +29,7 @@ class CheckpointConfig(Section, name="checkpoint"):
     `data` means the tokens themselves."""
     store: str = ""
     """Object storage that gets a copy of every checkpoint, as `s3://BUCKET/RUN` or `gs://BUCKET/RUN`; a run whose disk
-    has none goes on from there."""
+    has none continues there."""
 
     def __post_init__(self):
         put_home(self, "branch_from")

@@ -35,7 +35,7 @@ class OptimConfig(Section, name="optim"):
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`adamw`, or `muon` for the matrices of the blocks and AdamW for the rest."""
+    """`adamw`, or `muon` for the matrices of the blocks and AdamW for all other parameters."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr_ratio: Annotated[float, between(0, 1)] = 0.1
@@ -75,7 +75,7 @@ class TrainConfig(Section, name="train"):
     """The training step and the loop around it."""
 
     steps: Count = 100
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the run."""
     global_batch: Count = 16
     """Sequences of one optimizer step, over all devices and micro-batches."""
     batch_ramp: tuple[tuple[Count, Count], ...] = ()

@@ -278,7 +278,7 @@ class Loader:
             spec: how a mesh of your own shards rows and their tokens, as `P("data")` or `P("data", "seq")`.
 
         Raises:
-            UserError: the mesh splits a row over another number of ranks than `cp`, so attention would want another
+            UserError: the mesh splits a row over another number of ranks than `cp`, so attention would need another
                 order of its tokens; it has other axes than this library's, and there is no `spec`; or a shard was
                 altered or cut short under the run.
             UnreadableError: the file system failed.
