@@ -56,7 +56,11 @@ def test_a_gpu_without_fp8_says_so(name):
     ("name", "message"),
     [
         ("tpu", r"gpu='tpu': choose one of a100,.*l40s, or give the file"),
-        ("h10", r"gpu='h10': did you mean h100\? choose"),
+        ("h100-sxm6", r"gpu='h100-sxm6': did you mean h100 or h100-96gb or h100-pcie\? choose"),
+        *(
+            (name, rf"gpu='{name}': choose one of")
+            for name in ("h800", "h20", "v100", "a6000", "l4")
+        ),
         ("", r"gpu='': choose"),
         ("/nowhere/h100.txtpb", r"gpu='/nowhere/h100.txtpb': there is no such file"),
         ("h100:nowhere.txtpb", r"gpu='h100:nowhere.txtpb': there is no such file"),
@@ -67,8 +71,24 @@ def test_a_gpu_that_there_is_not(name, message):
         find_gpu(name)
 
 
-def test_names_may_be_in_capitals():
-    assert find_gpu("H100") is GPUS["h100"]
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("H100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100-SXM", "h100"),
+        ("h100-80gb", "h100"),
+        ("H100_PCIe", "h100-pcie"),
+        ("A100-80GB", "a100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("h200-141gb", "h200"),
+        ("b200-180gb", "b200"),
+        *((gpu.kind, name) for name, gpu in GPUS.items() if name != "h100-96gb"),
+    ],
+)
+def test_a_gpu_has_the_names_that_people_and_cuda_write(name, card):
+    assert find_gpu(name) is GPUS[card]
 
 
 def test_a_description_of_a_real_host_replaces_the_chip_and_keeps_the_links(tmp_path):

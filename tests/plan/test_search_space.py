@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import statistics
 
 import pytest
 
@@ -23,6 +24,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.mixtral_8x7b import config as mixtral
+from ultrascale_jax.plan.formulas.memory import breakdown, least_bytes
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
     OFFLOADED,
@@ -259,3 +261,15 @@ def test_choices_that_mean_nothing_are_refused(text, message):
     with pytest.raises(UserError) as error:
         parse_choices("fixed", text)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("cfg", [debug, with_changes(debug, mesh=debug.mesh, global_batch=1)])
+def test_what_is_left_out_for_its_state_needs_more_than_the_limit(cfg):
+    """The lower bound is one, and each mesh, stage and schedule that is left out is shown by one run."""
+    every = enumerate_runs(cfg, cluster(), {}, SPLIT)
+    peaks = {run: breakdown(run).peak_bytes for run in every.runs}
+    assert all(least_bytes(run) <= peak for run, peak in peaks.items())
+    limit = statistics.median(peaks.values())
+    some = enumerate_runs(cfg, cluster(), {}, SPLIT, limit_bytes=limit)
+    assert {run for run, peak in peaks.items() if peak <= limit} <= set(some.runs)
+    assert all(least_bytes(run) > limit for run in some.oversized)

@@ -127,6 +127,18 @@ def _gpu(row: dict[str, str]) -> Gpu:
 
 GPUS = {row["name"]: _gpu(row) for row in _table("gpus.csv")}
 
+ALIASES = {
+    "a100": ("a100-80gb", "a100-sxm", "a100-sxm4", "a100-sxm-80gb", "a100-sxm4-80gb"),
+    "a100-40gb": ("a100-sxm-40gb", "a100-sxm4-40gb"),
+    "h100": ("h100-80gb", "h100-sxm", "h100-sxm5", "h100-sxm-80gb", "h100-sxm5-80gb", "h100-hbm3"),
+    "h200": ("h200-141gb", "h200-sxm", "h200-sxm-141gb"),
+    "b200": ("b200-180gb", "b200-sxm", "b200-sxm-180gb"),
+    "h100-pcie": ("h100-pcie-80gb",),
+    "gb200": ("gb200-nvl72",),
+    "l40s": ("l40s-48gb",),
+}
+"""Name in `GPUS` to other names of the same card; it is also known by its `kind`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -170,7 +182,7 @@ is the memory of a host, where it is another than that of the GPU's usual machin
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find the GPU of that name, or the one that `FILE` or `NAME:FILE` describes.
+    """Find the GPU of that name, as people or CUDA write it, or the one that `FILE` or `NAME:FILE` describes.
 
     A file is a `GpuTargetConfig` of a real host: a program that runs there with `XLA_FLAGS=--xla_dump_to=DIR` writes it
     as `DIR/*gpu_target_config.pbtxt`. The chip is read from the file; peaks and links are those of the named GPU, or
@@ -180,9 +192,13 @@ def find_gpu(name: str) -> Gpu:
     """
     base, _, path = name.rpartition(":")
     if not base and "/" not in path and "." not in path:
+        known = _known_gpu(path)
+        chip = _plain(path).partition("-")[0]
+        alike = [gpu for gpu in GPUS if gpu.partition("-")[0] == chip]
         fix = f"choose one of {', '.join(GPUS)}, or give the file of a GpuTargetConfig"
-        require(path.lower() in GPUS, "gpu", name, _near(path.lower(), GPUS) + fix)
-        return GPUS[path.lower()]
+        fix = f"did you mean {' or '.join(alike)}? {fix}" if alike else fix
+        require(known is not None, "gpu", name, fix)
+        return GPUS[known or ""]
     require(Path(path).is_file(), "gpu", name, "there is no such file")
     described = _describe(read_foreign(Path(path), name="gpu").decode(errors="replace"))
     missing = [key for key in ("kind", "memory_gib", "hbm_gbs", "cores") if not described[key]]
@@ -240,6 +256,21 @@ def _with_host(gpu: Gpu, host_gib: str | None, host_gbs: str | None, per_node: i
     """Return `gpu` with its share of a host of `host_gib`, and a link to it; what is empty stays the usual one's."""
     own = gpu.host_gib if not host_gib else float(host_gib) / min(per_node, gpu.host)
     return replace(gpu, host_gib=own, host_gbs=float(host_gbs or gpu.host_gbs))
+
+
+def _plain(name: str) -> str:
+    """Return the name of a GPU in small letters, with hyphens and without the maker's."""
+    return re.sub(r"[\s_-]+", "-", name.strip().lower()).removeprefix("nvidia-")
+
+
+def _known_gpu(name: str) -> str | None:
+    """Return the name in `GPUS` of the card that `name` or another name of it says; none for any other."""
+    plain = _plain(name)
+    for known in GPUS:
+        if plain in (known, *ALIASES.get(known, ())):
+            return known
+    # Two cards may have one kind: the first is the usual one.
+    return next((known for known, gpu in GPUS.items() if _plain(gpu.kind) == plain), None)
 
 
 def _near(name: str, known: Iterable[str]) -> str:
