@@ -90,3 +90,12 @@ def test_bad_input(arguments, message, capsys):
     with pytest.raises(SystemExit):
         plan.main(["guide", "debug", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_other_numbers_of_gpus_have_a_search_of_their_own(capsys):
+    """One sequence over four GPUs by cp=4: with half as many another mesh has to, which a search finds."""
+    run = ["llama32_1b", "--train.global-batch", "1", "--data.seq-len", "65536"]
+    found = answer(capsys, "guide", *run, "--gpus", "4", "--train.remat", "full")
+    other = {row["what"]: row for row in found["other_clusters"]}["0.5 x the GPUs"]
+    own = answer(capsys, "search", *run, "--gpus", "2", "--train.remat", "full", "--compile", "0")
+    assert other["step_s"] == own["rows"][0]["step_s"]

@@ -148,12 +148,12 @@ class GuideReport:
     def _batch(self) -> str:
         b = self.batch
         tokens = decimal(b["global_batch"] * b["seq_len"])
-        size = f"{b['global_batch']:,} sequences of {b['seq_len']:,} tokens, {tokens}"
+        size = f"{counted(b['global_batch'], 'sequence')} of {b['seq_len']:,} tokens, {tokens}"
         text = f"A step trains on {size} in all; {b['sharing']}."
         if "batch_shards" in b:
             text += (
-                f" The best mesh below splits them into {b['batch_shards']:,} parts; each computes "
-                f"{b['sequences']:,} at once, {b['microbatches']:,} times a step."
+                f" The best mesh below splits them over {counted(b['batch_shards'], 'shard')}; each computes "
+                f"{counted(b['sequences'], 'sequence')} at once, {counted(b['microbatches'], 'time')} a step."
             )
         return text
 
@@ -261,7 +261,12 @@ def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, An
         ("every GPU holds the whole model", one(dp=n), 0, "none"),
         ("layers are computed again in the backward pass", one(dp=n), 0, "full"),
         ("ZeRO-1 splits the optimizer's state", one(fsdp=n), 1, "full"),
-        ("ZeRO-2 splits the gradients too", one(fsdp=n), 2, "full"),
+        (
+            "ZeRO-2 splits the sums of gradients too: one micro-batch has none",
+            one(fsdp=n),
+            2,
+            "full",
+        ),
         ("ZeRO-3 splits the parameters too", one(fsdp=n), 3, "full"),
         ("ZeRO-1, and a node shares each matrix", one(fsdp=rest, sp=node), 1, "full"),
         ("ZeRO-3, and a node shares each matrix", one(fsdp=rest, sp=node), 3, "full"),
@@ -315,12 +320,17 @@ def batch(cfg: Config, cluster: Cluster, best: StepPrediction | None) -> dict[st
     }
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number and its noun, as `1 part` or `2,048 parts`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def _sharing(sequences: int, cluster: Cluster) -> str:
     gpus = cluster.num_gpus
     if gpus > sequences:
         return (
-            f"{gpus:,} GPUs are more than {sequences:,} sequences: several GPUs have to share one, by tensor or "
-            "context parallelism, or the layers, by a pipeline"
+            f"{gpus:,} GPUs are more than {counted(sequences, 'sequence')}: several GPUs have to share one, by tensor "
+            "or context parallelism, or the layers, by a pipeline"
         )
     each = f"each GPU can take {sequences / gpus:,.4g} of them whole"
     even = "" if sequences % gpus == 0 else "; data parallelism alone cannot split them evenly"
@@ -368,6 +378,8 @@ def others(
 ) -> list[dict[str, Any]]:
     """Return the bill on other clusters, with the best's pipeline, tensor, context and expert groups.
 
+    Other numbers of GPUs are searched as the one at hand was, within what the command line names but the mesh.
+
     `even_price` is the price of a GPU hour there at which the training costs as much as on `cluster`.
     """
     n, replace = cluster.num_gpus, dataclasses.replace
@@ -400,11 +412,15 @@ def others(
 def _best_on(
     cfg: Config, cluster: Cluster, like: Run, options: Options
 ) -> tuple[StepPrediction | None, str]:
+    """Return the best step on `cluster`, or none and the reason."""
     axes = ("pp", "ep", "cp", "sp", "tp")
-    choices: dict[str, Any] = {axis: (getattr(like.mesh, axis),) for axis in axes}
-    choices |= {"zero": (like.zero,)}
-    if like.mesh.pp > 1:
-        choices |= {"schedule": (like.schedule,), "virtual_stages": (like.virtual_stages,)}
+    if cluster.num_gpus != like.num_gpus:
+        named = {name for name in options.named if name.partition(".")[0] != "mesh"}
+        choices: dict[str, Any] = dict(named_choices(cfg, named, cluster.num_gpus))
+    else:
+        choices = {axis: (getattr(like.mesh, axis),) for axis in axes} | {"zero": (like.zero,)}
+        if like.mesh.pp > 1:
+            choices |= {"schedule": (like.schedule,), "virtual_stages": (like.virtual_stages,)}
     found = Search(cfg, cluster, choices)
     try:
         found.predict()
@@ -412,4 +428,6 @@ def _best_on(
         return None, str(error)
     if found.winner is not None:
         return found.winner.best, ""
-    return None, found.answer if found.counts["candidates"] else "the batch does not divide"
+    if found.counts["candidates"]:
+        return None, found.answer
+    return None, search.illegal(found, cluster.num_gpus)
