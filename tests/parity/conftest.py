@@ -1,10 +1,10 @@
-"""Fixtures of this folder's tables: a run on its mesh must equal the same run on one device."""
+"""Compare a run on its mesh with the same run on one device: losses, gradients, evaluation."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,19 +12,21 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.pairs import write_pairs
+from tests.parity.rows import Row
+from tests.runs import change
 from tests.states import some_state
 from ultrascale_jax.config import Config, ContextConfig, MeshConfig, PipelineConfig
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.forward_steps import make_eval_step, make_pair_step
-from ultrascale_jax.train_step.objective import Sums
+from ultrascale_jax.train_step.objective import Sums, count_terms
 from ultrascale_jax.train_step.step import apply_gradients, gradients, position_weight
 from ultrascale_jax.training.setup import make_loader
 
 TOLERANCE = 1e-5
-BOUND = 8.0
-"""Times the balanced rows is room for all tokens at one of 8 experts: no second round."""
+SEEDS = 0, 1
+"""Added to `train.seed`: each row is compared with these weights and data."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,68 +70,94 @@ def masked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return batch | {"targets": np.where(batch["tokens"] % every == 0, batch["targets"], -1)}
 
 
-def run(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
-    """Train `cfg`, which is checked, from `start(cfg, mesh)` on the first devices; evaluate at the end if told to."""
+def run(
+    cfg: Config, evaluates: bool, start: Callable, seeds: tuple[int, ...] = SEEDS
+) -> list[Outcome]:
+    """Train `cfg`, which is checked, from `start(cfg, mesh)` on the first devices, once for each of `seeds`.
+
+    The seeds share one program. A run of one step has no update; `evaluates` adds an evaluation at the end.
+    """
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
-    loader = make_loader(cfg)
 
     @jax.jit
     def step(state, batch):
         weight = position_weight(state, batch)
         found = gradients(cfg, state.params, batch, weight, state.frozen)
+        if cfg.train.steps == 1:
+            return (state, {"loss": mean_loss(cfg, batch, found[1])}), found
         return apply_gradients(cfg, state, batch, *found), found
 
-    losses, first = [], {}
     with jax.set_mesh(mesh):
-        state = start(cfg, mesh)
-        sharding = NamedSharding(mesh, act("BT"))
-        for i in range(cfg.train.steps):
-            batch = loader.batch(i)
-            batch = jax.device_put(masked(batch) if cfg.model.experts else batch, sharding)
-            (state, metrics), found = step(state, batch)
-            losses.append([metrics["loss"], *metrics.get("mtp_loss", ())])
-            if i == 0:
-                first = by_name(*found)
-        evaluation = None
-        if evaluates and cfg.train.dpo.enabled:
-            sums = make_pair_step(cfg)(state, batch)
-            evaluation = float(sums["loss"]) / int(sums["pairs"])
-        elif evaluates:
-            nats, tokens = make_eval_step(cfg)(state.model, batch)
-            evaluation = float(nats) / int(tokens)
+        return [
+            run_seed(change(cfg, train={"seed": cfg.train.seed + seed}), step, evaluates, start)
+            for seed in seeds
+        ]
+
+
+def mean_loss(cfg: Config, batch: dict[str, jax.Array], sums: Sums) -> jax.Array:
+    return sums.loss * batch["targets"].size / count_terms(cfg, batch)
+
+
+def run_seed(cfg: Config, step: Callable, evaluates: bool, start: Callable) -> Outcome:
+    mesh = jax.sharding.get_mesh()
+    loader, sharding = make_loader(cfg), NamedSharding(mesh, act("BT"))
+    state, losses, first, evaluation = start(cfg, mesh), [], {}, None
+    for i in range(cfg.train.steps):
+        batch = loader.batch(i)
+        batch = jax.device_put(masked(batch) if cfg.model.experts else batch, sharding)
+        (state, metrics), found = step(state, batch)
+        losses.append([metrics["loss"], *metrics.get("mtp_loss", ())])
+        first = first or by_name(*found)
+    if evaluates and cfg.train.dpo.enabled:
+        sums = make_pair_step(cfg)(state, batch)
+        evaluation = float(sums["loss"]) / int(sums["pairs"])
+    elif evaluates:
+        nats, tokens = make_eval_step(cfg)(state.model, batch)
+        evaluation = float(nats) / int(tokens)
     return Outcome(losses, first, evaluation)
 
 
 @functools.cache
-def run_alone(cfg: Config, evaluates: bool, start: Callable) -> Outcome:
-    return run(cfg, evaluates, start)
+def run_alone(cfg: Config, *settings: Any) -> list[Outcome]:
+    return run(cfg, *settings)
 
 
-def compare(cfg: Config, evaluates: bool = True, start: Callable = some_state) -> None:
+def compare(
+    cfg: Config,
+    evaluates: bool = False,
+    start: Callable = some_state,
+    seeds: tuple[int, ...] = SEEDS,
+) -> None:
     """Refuse a config whose losses, gradients or evaluation are not those of one device, to 1e-5 in float32.
 
-    That device has no accumulation, no sharding, no recomputation, the natural order of tokens and room for every
-    choice of experts; it trains each model and data once.
+    That device has no accumulation, no sharding, no recomputation, no rule of lowering and the natural order of tokens;
+    it trains each model and data once a session.
     """
     alone = dataclasses.replace(
         cfg,
         mesh=MeshConfig(fsdp=1),
         pp=PipelineConfig(),
         cp=ContextConfig(),
-        moe=dataclasses.replace(
-            cfg.moe, dispatch="dropless", capacity_factor=BOUND, a2a_groups=1, overlap=False
+        moe=dataclasses.replace(cfg.moe, a2a_groups=1),
+        train=dataclasses.replace(
+            cfg.train, microbatches=1, zero=0, remat="none", lowering="plain"
         ),
-        train=dataclasses.replace(cfg.train, microbatches=1, zero=0, remat="none"),
     )
-    outcome, expected = run(cfg, evaluates, start), run_alone(alone, evaluates, start)
-    np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
-    if evaluates:
+    settings = evaluates, start, seeds
+    outcomes, expected = run(cfg, *settings), run_alone(alone, *settings)
+    for seed, outcome, one_device in zip(seeds, outcomes, expected, strict=True):
+        assert_close(outcome, one_device, f"seed {seed}")
+
+
+def assert_close(outcome: Outcome, expected: Outcome, seed: str) -> None:
+    np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE, err_msg=seed)
+    if expected.evaluation is not None:
         np.testing.assert_allclose(outcome.evaluation, expected.evaluation, rtol=TOLERANCE)
     assert outcome.gradients.keys() == expected.gradients.keys()
     for path, gradient in expected.gradients.items():
         largest = np.abs(gradient).max() or 1.0  # the bias of experts has no gradient
         error = np.abs(outcome.gradients[path] - gradient).max() / largest
-        assert error < TOLERANCE, f"{path}: relative error {error:.1e}"
+        assert error < TOLERANCE, f"{seed}, {path}: relative error {error:.1e}"
 
 
 @pytest.fixture(scope="session")
@@ -141,3 +169,15 @@ def pairs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def assert_equals_one_device():
     return compare
+
+
+@pytest.fixture(scope="session")
+def assert_row_equals_one_device():
+    def check(row: Row) -> None:
+        """Compare losses and gradients; without a pipeline also the second step, after an update."""
+        cfg = row.config
+        if cfg.mesh.pp > 1:
+            cfg = change(cfg, train={"steps": 1})
+        compare(cfg, row.evaluates)
+
+    return check

@@ -64,9 +64,8 @@ TABLE = {
         {"bf16_first": 1},
     ),
 }  # fmt: skip
-# One scale for a tensor over three axes that split it. Scales of rows and blocks need no other device: their products
-# are in models/test_fp8.py. Stages and experts run the same products.
-SLOW = {"fsdp2_sp2_tp2"}
+# One row for each form. Stages and experts run the same products.
+SLOW = {"fsdp2_sp2_tp2", "rowwise_sp2_tp2", "block_cp2_fsdp2"}
 
 
 @pytest.mark.parametrize(
@@ -85,4 +84,4 @@ def test_fp8_on_a_mesh_is_fp8_on_one_device(name, assert_equals_one_device, monk
         train=dataclasses.replace(BASE.train, **train),
     )
     evaluates = name not in SLOW  # the products of a forward pass are those of training
-    assert_equals_one_device(cfg.check(math.prod(mesh.values())), evaluates)
+    assert_equals_one_device(cfg.check(math.prod(mesh.values())), evaluates, seeds=(0,))

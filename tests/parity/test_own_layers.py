@@ -11,7 +11,7 @@ from tests.states import some_state
 from ultrascale_jax.config import MeshConfig
 
 START = functools.partial(some_state, model=OwnModel)
-WIDE = pytest.mark.wide  # the other rows, and `test_meshes.py`, imply these
+WIDE = pytest.mark.wide  # the first row, and those of `rows.py`, imply these
 
 
 @pytest.mark.slow
@@ -29,4 +29,4 @@ WIDE = pytest.mark.wide  # the other rows, and `test_meshes.py`, imply these
 def test_own_layers_and_an_own_head_train_as_on_one_device(mesh, train, assert_equals_one_device):
     cfg = change(BASE, train={"steps": 2, **train})
     cfg = change(cfg, model={"num_kv_heads": 4}, mesh=MeshConfig.parse(mesh).sizes).check(8)
-    assert_equals_one_device(cfg, start=START)
+    assert_equals_one_device(cfg, evaluates=True, start=START)

@@ -37,13 +37,13 @@ class Frozen(us.Transformer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [Lion, Frozen])
 @pytest.mark.parametrize(
-    ("mesh", "train"),
+    ("model", "mesh", "train"),
     [
-        ("pp=2,fsdp=2,sp=2", {"microbatches": 2}),
-        ("dp=2,fsdp=2,cp=2", {"microbatches": 2, "zero": 2}),
-        ("fsdp=4,tp=2", {}),
+        (Lion, "pp=2,fsdp=2,sp=2", {}),
+        # Implied by the first, and by the rows of `rows.py`.
+        pytest.param(Lion, "dp=2,fsdp=2,cp=2", {"zero": 2}, marks=pytest.mark.wide),
+        pytest.param(Frozen, "fsdp=4,tp=2", {"microbatches": 1}, marks=pytest.mark.wide),
     ],
 )
 def test_it_trains_as_on_one_device(model, mesh, train, assert_equals_one_device):
@@ -106,7 +106,8 @@ def test_an_update_that_is_not_finite_changes_nothing():
     assert metrics["skipped"] and not changed(before, after)
 
 
-@pytest.mark.slow
+# Implied by training/test_loop.py, which resumes runs, and by the states of checkpoint/test_manager.py.
+@pytest.mark.wide
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     cfg = change(BASE, train={"steps": 4}, mesh=MeshConfig.of(fsdp=2, tp=2).sizes)
     whole = run(cfg, tmp_path / "whole", model=Lion)

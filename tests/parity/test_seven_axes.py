@@ -13,47 +13,30 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ultrascale_jax.config import (
-    AXES,
-    FP8,
-    Config,
-    DataConfig,
-    Experts,
-    MeshConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from tests.parity.rows import SEVEN_AXES
+from tests.runs import change
+from ultrascale_jax.config import AXES, FP8, Config, Experts, ModelConfig, PipelineConfig
 
 DEVICES = 2 ** len(AXES)
-BASE = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=16, d_ff=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-        experts=Experts(num=4, top_k=2, d_ff=8),
-    ),
-    mesh=MeshConfig(**dict.fromkeys(AXES, 2)),
-    data=DataConfig(source="synthetic", seq_len=32),
-    moe=MoEConfig(capacity_factor=1.0, aux_weight=0.1, aux_over="sequence", z_loss=0.01),
-    optim=OptimConfig(lr=1e-2, warmup_steps=2),
-    train=TrainConfig(steps=2, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
+
+
+# Widths whose pieces fp8 takes.
+WIDE = ModelConfig(
+    vocab_size=64, d_model=64, d_ff=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16,
+    experts=Experts(num=4, top_k=2, d_ff=64, shared=1),
 )  # fmt: skip
-# Widths whose pieces fp8 takes; why there is one step stands in `test_fp8.py`.
-WIDER = {"d_model": 64, "num_kv_heads": 4, "head_dim": 16}
-ROWS = {
-    "fp32": BASE,
-    "fp8": dataclasses.replace(
-        BASE,
-        model=dataclasses.replace(
-            BASE.model, **WIDER, experts=Experts(num=4, top_k=2, d_ff=64, shared=1)
-        ),
-        train=dataclasses.replace(BASE.train, steps=1, precision="fp8", remat="none"),
-    ),
-}
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ROWS)
+def rows() -> dict[str, Config]:
+    """Return the rows by name; why fp8 has one step and one seed stands in `test_fp8.py`."""
+    cfg = SEVEN_AXES.config
+    low = dataclasses.replace(cfg, model=WIDE, pp=PipelineConfig())
+    low = change(low, data={"seq_len": 32}, train={"steps": 1, "precision": "fp8"})
+    return {"fp32": cfg, "fp8": low.check(DEVICES)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp32", pytest.param("fp8", marks=pytest.mark.wide)])
 def test_all_seven_axes_train_as_one_device(name):
     # A collective of 128 threads on few cores takes long: the limit of the other tests is for 8.
     limit = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -70,18 +53,18 @@ def test_all_seven_axes_train_as_one_device(name):
 
 def main(name: str) -> None:
     """Compare a row with one device; `AssertionError` says where they differ."""
-    from tests.parity.conftest import compare
+    from tests.parity.conftest import SEEDS, compare
     from ultrascale_jax.train_step import precision
     from ultrascale_jax.train_step.state import init_state
     from ultrascale_jax.training.setup import make_loader
 
     precision.COMPUTE |= dict.fromkeys(FP8, jnp.float32)
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    cfg = ROWS[name].check(DEVICES)
+    cfg = rows()[name]
     segments = make_loader(cfg).batch(0)["segment_ids"]
     assert (segments.max(axis=1) > segments.min(axis=1)).any(), "no row has two documents"
     # The trainer's own small weights: with larger ones sums in another order push some value to another one of fp8.
-    compare(cfg, start=init_state)
+    compare(cfg, start=init_state, seeds=SEEDS if name == "fp32" else (0,))
     print(f"{name}: {jax.device_count()} devices train as one")
 
 

@@ -154,31 +154,6 @@ def trained(cfg):
         return jax.jit(lambda start: jax.lax.scan(update, start, length=2)[0])(start)
 
 
-# Implied by parity of pipelines with uneven layers.
-@pytest.mark.wide
-@pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw", pytest.param("muon", marks=pytest.mark.wide)])
-def test_layers_of_padding_stay_zero_and_the_others_train_as_on_one_device(optim):
-    base = dataclasses.replace(BASE, optim=OptimConfig(name=optim, lr=0.1))
-    cfg = on("pp4_1f1b", base)
-    padding = np.array([layer is None for layer in ORDERS["pp4_1f1b"]])
-    here, alone = trained(cfg), trained(base)
-    stacked = 0
-    for leaf, moved, expected in zip(
-        jax.tree.leaves(here),
-        jax.tree.leaves(to_checkpoint_layout(here)),
-        jax.tree.leaves(alone),
-        strict=True,
-    ):
-        if leaf.shape != expected.shape:
-            stacked += 1
-            assert not np.asarray(leaf)[padding].any()
-        np.testing.assert_allclose(moved, expected, rtol=1e-3, atol=1e-5)
-    # Parameters and both moments, or for Muon the one moment of matrices and both of vectors.
-    matrices, vectors = 7, 5
-    assert stacked == {"adamw": 3 * (matrices + vectors), "muon": 2 * matrices + 3 * vectors}[optim]
-
-
 @pytest.mark.slow
 def test_muon_updates_layers_of_both_kinds_in_a_pipeline_as_on_one_device():
     alone = dataclasses.replace(MIXED, optim=OptimConfig(name="muon", lr=0.1))

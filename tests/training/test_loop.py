@@ -254,15 +254,6 @@ def test_what_comes_after_a_checkpoint_may_change_and_what_came_before_may_not(s
             run(change(branch, checkpoint={"branch_from": place}), tmp_path / "none")
 
 
-# Implied by test_a_ramp_of_the_batch..., and tests/parity of a step on any mesh.
-@pytest.mark.wide
-def test_a_ramp_of_the_batch_has_the_same_losses_in_a_pipeline(staged, tmp_path):
-    cfg = dataclasses.replace(STAGED, mesh=MeshConfig.of(pp=2, fsdp=2))
-    run(cfg, tmp_path)
-    losses = [[row["loss"] for row in step_rows(f)] for f in (tmp_path, staged[0])]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-
-
 # Implied by test_manager.py's states on any mesh, tests/parity, and a loader that has no mesh.
 @pytest.mark.wide
 def test_a_run_resumes_on_another_mesh_with_the_same_batches(straight, tmp_path, capsys):
