@@ -262,7 +262,7 @@ def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, An
         ("layers are computed again in the backward pass", one(dp=n), 0, "full"),
         ("ZeRO-1 splits the optimizer's state", one(fsdp=n), 1, "full"),
         (
-            "ZeRO-2 splits the sums of gradients too: one micro-batch has none",
+            "ZeRO-2 splits sums of gradients: none here",
             one(fsdp=n),
             2,
             "full",
