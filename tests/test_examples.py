@@ -50,6 +50,17 @@ def test_a_tree_comes_back_as_it_was_on_another_mesh():
 
 
 @pytest.mark.slow
+def test_a_term_of_the_loss_and_captured_states_are_those_of_one_device_on_any_mesh():
+    example = load("research_hooks")
+    one, many = example.main()
+    rows, states = example.train(us.MeshConfig(fsdp=2, cp=2, sp=2), jax.devices())
+    in_a_pipeline, _ = example.train(us.MeshConfig(pp=2, fsdp=2, sp=2), jax.devices())
+    for found in (many[0], rows, in_a_pipeline):
+        np.testing.assert_allclose(found, one[0], rtol=1e-5)
+    same((many[1], states), (one[1], one[1]))
+
+
+@pytest.mark.slow
 def test_own_layers_train_on_a_pipeline_and_over_cp_as_on_one_device():
     example = load("own_layer")
     one, many = example.main()

@@ -44,7 +44,14 @@ if TYPE_CHECKING:
     from ultrascale_jax.models.fp8 import fp8_dot, linear
     from ultrascale_jax.models.generate import generate
     from ultrascale_jax.models.inputs import LayerInputs
-    from ultrascale_jax.models.layers import MLP, gather_sequence, param, rms_norm, scatter_sequence
+    from ultrascale_jax.models.layers import (
+        MLP,
+        gather_params,
+        gather_sequence,
+        param,
+        rms_norm,
+        scatter_sequence,
+    )
     from ultrascale_jax.models.rotary import rotate
     from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.parallel.context.attention import (
@@ -122,7 +129,7 @@ _HOME = {
     "models.fp8": "fp8_dot linear",
     "models.generate": "generate",
     "models.inputs": "LayerInputs",
-    "models.layers": "MLP gather_sequence param rms_norm scatter_sequence",
+    "models.layers": "MLP gather_params gather_sequence param rms_norm scatter_sequence",
     "models.rotary": "rotate",
     "models.transformer": "Transformer",
     "parallel.context.attention": (

@@ -80,7 +80,22 @@ def mlp_of(dims: str, shape: tuple[int, ...], act_dims: str = "BTD") -> type:
     return OfDims
 
 
+class WithoutInputs(GatedAttention):
+    def __call__(self, x_BRD):
+        return x_BRD
+
+
+class NoCall:
+    def __init__(self, cfg):
+        pass
+
+
 FAULTS = {
+    "call": (
+        {"attention": WithoutInputs},
+        r"layers\.attention='WithoutInputs': .*\(x_BRD, inputs\)",
+    ),
+    "no call": ({"norm": NoCall}, r"layers\.norm='NoCall': .*must be callable with \(x_BRD\)"),
     "type": ({"mlp": InFloat32}, r"layers\.mlp='InFloat32': returned float32\["),
     "split": ({"mlp": Gathered}, r"layers\.mlp='Gathered': .*must return bfloat16\[8"),
     "whole sums": ({"attention": WholeSums}, r"layers\.attention='WholeSums': .*partial=True"),

@@ -13,6 +13,7 @@ from tests.parity.test_meshes import BASE
 from tests.runs import change, mesh_of, run
 from tests.states import some_state
 from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.train_step.state import abstract_batch
 from ultrascale_jax.train_step.step import make_train_step
 
 
@@ -93,6 +94,24 @@ def test_a_step_of_lion_is_the_sign_of_the_gradient():
     step = (new - old) / 1e-3 + 0.1 * old
     np.testing.assert_allclose(np.abs(step), 1.0, rtol=2e-2)
     assert not metrics["skipped"]
+
+
+def test_the_optimizer_is_made_once_for_the_state_and_once_for_the_step():
+    made = []
+
+    class Counted(Lion):
+        @staticmethod
+        def make_optimizer(cfg):
+            made.append(cfg)
+            return Lion.make_optimizer(cfg)
+
+    cfg = change(BASE, mesh=MeshConfig.of(fsdp=8).sizes).check(8)
+    mesh = mesh_of(cfg)
+    with jax.set_mesh(mesh):
+        state, batch = us.abstract_state(cfg, mesh, Counted), abstract_batch(cfg, mesh)
+        assert len(made) == 1
+        jax.eval_shape(make_train_step(cfg), state, batch)
+    assert made == [cfg, cfg]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from ultrascale_jax.sharding.primitives import (
     repeat_kv_heads,
     reshard,
 )
-from ultrascale_jax.sharding.rules import act, mesh_size, specs
+from ultrascale_jax.sharding.rules import act, mesh_size, out_sharding, specs
 
 type Partial = jax.Array | tuple[jax.Array, jax.Array]
 """Partial sums `[B, T, D]` of the tensor group, and `[B, R, D]` to add to their sum if there is an adapter."""
@@ -167,7 +167,9 @@ def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs, si
         )  # fmt: skip
 
     T, segments = q_BTNH.shape[1], None
-    index_T = start + offset("T", T) + jnp.arange(T, dtype=jnp.int32, out_sharding=act("T"))
+    index_T = (
+        start + offset("T", T) + jnp.arange(T, dtype=jnp.int32, out_sharding=out_sharding(act("T")))
+    )
     if inputs.segment_ids_BT is not None:
         segments = (inputs.segment_ids_BT, reshard("BT->BS", inputs.segment_ids_BT))
     documents = None if segments is None else (act("BT"), act("BS"))

@@ -1,6 +1,7 @@
 """One layer of the decoder, `Block`, and the classes of its parts, `Layers`."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,7 @@ class Layers:
         """Make a norm of the residual stream: a module, or the scale of RMSNorm."""
         if self.norm is None:
             return param(None, "D", "BRD", (cfg.d_model,), std=1)
-        return self.norm(cfg)
+        return _with_call("norm", self.norm(cfg), "x_BRD")
 
     @property
     def own(self) -> dict[str, str]:
@@ -63,6 +64,16 @@ class Layers:
 
 def _name(cls: Any) -> str:
     return getattr(cls, "__name__", str(cls))
+
+
+def _with_call(part: str, module: Any, *arguments: str) -> Any:
+    """Return a part's module; refuse one that cannot be called with these positional arguments."""
+    try:
+        inspect.signature(module).bind(*arguments)
+    except TypeError as error:
+        fix = f"makes a module that must be callable with ({', '.join(arguments)}): {error}"
+        require(False, f"layers.{part}", _name(type(module)), fix)
+    return module
 
 
 def _check_result(part: str, module: Any, y: Any, like: jax.Array) -> None:
@@ -118,14 +129,15 @@ class Block(nnx.Module):
         self.cfg, self.kernels = cfg, kernels
         k_attention, k_feed_forward = jax.random.split(key)
         attention = layers.attention or (Attention if cfg.latent is None else MLA)
-        self.attn_norm, self.attn = layers.make_norm(cfg), attention(cfg, k_attention, kernels)
+        self.attn_norm = layers.make_norm(cfg)
+        self.attn = _with_call("attention", attention(cfg, k_attention, kernels), "x_BRD", "inputs")
         self.mlp_norm = layers.make_norm(cfg)
         if cfg.norm_placement == "both":
             self.attn_out_norm, self.mlp_out_norm = layers.make_norm(cfg), layers.make_norm(cfg)
         if kind == "moe":
             self.moe = MoE(cfg, k_feed_forward, kernels=kernels)
         else:
-            self.mlp = layers.mlp(cfg, k_feed_forward)
+            self.mlp = _with_call("mlp", layers.mlp(cfg, k_feed_forward), "x_BRD")
 
     @property
     def feed_forward(self) -> Any:

@@ -25,6 +25,8 @@ from ultrascale_jax.sharding.rules import (
     axes_of,
     check_letters,
     mesh_size,
+    out_sharding,
+    present,
     specs,
     stored_spec,
 )
@@ -63,7 +65,7 @@ def param(
         axes = () if letter in "KV" else act_axes(letter)
         fix = f"{letter} is {size}, and must be divisible by mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}"
         require(size % mesh_size(*axes) == 0, "shape", shape, fix)
-    spec = stored_spec(dims, shape)
+    spec = out_sharding(stored_spec(dims, shape))
     if key is None:
         value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
     else:
@@ -119,8 +121,13 @@ def zero_sizes(cfg: ModelConfig) -> dict[str, int]:
     return {"D": cfg.d_model} | latents
 
 
-def gather_params[M](module: M, dtype: jax.typing.DTypeLike, sizes: Mapping[str, int]) -> M:
-    """Apply `gather_param` to each parameter of `module`, or to one parameter."""
+def gather_params[M](
+    module: M, dtype: jax.typing.DTypeLike, sizes: Mapping[str, int] | None = None
+) -> M:
+    """Apply `gather_param` to each parameter of `module`, or to one parameter.
+
+    `sizes` are needed in a region that is manual over all axes.
+    """
 
     def leaf(param):
         given = param.get_value(), param.dims, param.act_dims
@@ -162,7 +169,7 @@ def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:
 
 def scatter_sequence(partial_BTD: jax.Array) -> jax.Array:
     """Reduce-scatter partial sums of a tensor group to the residual stream over sp (Megatron's g-bar)."""
-    return reshard("BTD->BRD", partial_BTD, summed=frozenset(TENSOR))
+    return reshard("BTD->BRD", partial_BTD, summed=frozenset(present(TENSOR)))
 
 
 def rms_norm(

@@ -18,7 +18,7 @@ from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import all_reduce, offset
-from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, mesh_size, specs, vary
+from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, mesh_size, place, specs, vary
 
 MOST_ABOVE_TARGET = 40.0
 """Log-sum-exp above the target's logit, in nats, from which on the exponentials are made from the highest logit.
@@ -136,7 +136,7 @@ def _backward(z_loss, kept, g):
 def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Multiply a partial sum by a scalar, whose type says that it is the same on every device."""
     unreduced = jax.typeof(x).sharding.spec.unreduced
-    return x * jax.reshard(factor.astype(x.dtype), P(reduced=unreduced))
+    return x * place(factor.astype(x.dtype), P(reduced=unreduced))
 
 
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -191,7 +191,7 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained
             dhead = leave_partial(dhead, partial[1].unreduced)
         return (leave_partial(dx, partial[0].unreduced), dhead), tuple(losses)
 
-    inputs = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
+    inputs = x_BTD, head_DV, place(targets_BT, act("BT")), weight
     results = (partial[0], partial[1] if trained else None) if with_gradients else act("BT")
     results = results, (act("BT"), act("BT"))
     return smap(local, in_specs=specs(inputs), out_specs=results)(*inputs)
@@ -346,6 +346,6 @@ def cross_entropy_of_pieces(
         )
         return tuple(leave_partial(value, partial.unreduced) for value in values)
 
-    inputs = x_BTD, head_DV, jax.reshard(targets_BT, act("BT")), weight
+    inputs = x_BTD, head_DV, place(targets_BT, act("BT")), weight
     losses = smap(local, in_specs=specs(inputs), out_specs=(partial, partial))(*inputs)
-    return jax.reshard(losses, P())
+    return place(losses, P())

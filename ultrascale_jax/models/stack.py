@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,6 +26,8 @@ class Piece(NamedTuple):
     """Their parts of `LayerInputs.stacked`."""
     inputs: LayerInputs
     """The inputs of all of them."""
+    last_layer: int
+    """Number of the last one in the model."""
 
 
 class LayerOutputs(NamedTuple):
@@ -42,46 +44,28 @@ def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
     return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
 
 
-def run(
-    stack: Block,
-    layers: range,
-    x_BRD: jax.Array,
-    inputs: LayerInputs,
-    remat: Callable,
-    offload: Sequence[str],
-) -> tuple[jax.Array, list[LayerOutputs]]:
-    """Run a stack of these layers of the model: the residual stream, and the other results of each piece.
-
-    `remat` and `offload` as in `Transformer.__call__`.
-    """
-    outputs = []
-    for piece in _pieces(stack, layers, inputs):
-        with jax.named_scope("layers"):
-            x_BRD, output = _run(piece, x_BRD, remat, offload)
-        outputs.append(output)
-    return x_BRD, outputs
-
-
-def _pieces(stack: Block, layers: range, inputs: LayerInputs) -> Iterator[Piece]:
-    """Cut a stack where window or precision change."""
+def pieces(
+    stack: Block, layers: range, inputs: LayerInputs, ends: Collection[int] = ()
+) -> Iterator[Piece]:
+    """Cut a stack of these layers of the model where window or precision change, and after the layers in `ends`."""
     cfg, fp8 = stack.cfg, inputs.fp8
 
-    def traits(layer: int) -> tuple[int | None, bool]:
+    def traits(layer: int) -> tuple[int | None, bool, int]:
         in_fp8 = fp8 is not None and fp8.recipe.covers(layer, cfg.num_layers)
-        return cfg.loop_window(layer), in_fp8
+        return cfg.loop_window(layer), in_fp8, sum(end < layer for end in ends)
 
-    for (window, in_fp8), group in itertools.groupby(layers, traits):
-        first, *others = group
-        stop = first + 1 + len(others)
-        alike = dataclasses.replace(inputs, window=window, fp8=fp8 if in_fp8 else None)
+    for (window, in_fp8, _), group in itertools.groupby(layers, traits):
+        numbers = list(group)
+        first, stop = numbers[0], numbers[-1] + 1
+        inputs_of_piece = dataclasses.replace(inputs, window=window, fp8=fp8 if in_fp8 else None)
         block = cut(stack, first - layers.start, stop - layers.start)
-        yield Piece(block, cut(alike.stacked, first, stop), alike)
+        yield Piece(block, cut(inputs_of_piece.stacked, first, stop), inputs_of_piece, stop - 1)
 
 
-def _run(
+def run(
     piece: Piece, x_BRD: jax.Array, remat: Callable, offload: Sequence[str]
 ) -> tuple[jax.Array, LayerOutputs]:
-    """Run the layers of a piece."""
+    """Run the layers of a piece; `remat` and `offload` as in `Transformer.__call__`."""
     num_layers = len(jax.tree.leaves(piece.block)[0])
     if piece.inputs.lowering.gathers_ahead and num_layers > 1:
         return _gathering_ahead(piece, x_BRD, remat, offload)

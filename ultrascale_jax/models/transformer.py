@@ -17,7 +17,7 @@ training those of the next layer, otherwise its own.
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ultrascale_jax.config import Config, KernelsConfig, ModelConfig
+from ultrascale_jax.config import Config, KernelsConfig, ModelConfig, require, require_type
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.kernels.device import takes
 from ultrascale_jax.models.block import Block, Layers, normed
@@ -39,7 +39,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.mtp import MTPModule
-from ultrascale_jax.models.stack import LayerOutputs, run
+from ultrascale_jax.models.stack import LayerOutputs, pieces, run
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.primitives import (
     einsum,
@@ -47,18 +47,18 @@ from ultrascale_jax.sharding.primitives import (
     gather_param,
     reshard,
 )
-from ultrascale_jax.sharding.rules import stored_spec
+from ultrascale_jax.sharding.rules import mesh_size, place, stored_spec
 
 
 def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder) -> Block:
     """Stack `make(key)` of the layers in `order`, each made where it rests, the same on any mesh and in any order."""
     layers = np.array([layer or 0 for layer in order])
     spec = stored_spec("L", layers.shape)
-    keys = jax.reshard(jax.random.split(key, cfg.num_layers)[layers], spec)
+    keys = place(jax.random.split(key, cfg.num_layers)[layers], spec)
     stack = jax.vmap(make)(keys)
     if None not in order:
         return stack
-    real = jax.reshard(jnp.array([layer is not None for layer in order]), spec)
+    real = place(jnp.array([layer is not None for layer in order]), spec)
 
     def clear(p):
         spread = jax.lax.broadcast_in_dim(real, p.shape, (0,), out_sharding=jax.typeof(p).sharding)
@@ -85,6 +85,8 @@ class ModelOutputs(NamedTuple):
     """`Routed.statistics_Z` of each layer of experts, if there are any."""
     cache: Cache | None
     """With a cache, the same with these positions added."""
+    captured: dict[int, jax.Array]
+    """Residual stream `[B, R, D]` after the layers that `capture` names."""
 
 
 class Transformer(nnx.Module):
@@ -96,6 +98,10 @@ class Transformer(nnx.Module):
 
     layers: ClassVar[Layers] = Layers()
     """Classes of the parts of each layer."""
+
+    loss_terms: ClassVar[tuple[str, ...]] = ()
+    """Names of the scalars that `loss` returns in a dict, its third result. Each is a sum over positions times
+    `weight`, as the bare loss is; a step's metrics have its mean over the targets, beside `loss`."""
 
     @staticmethod
     def make_optimizer(cfg: Config) -> optax.GradientTransformation | None:
@@ -172,21 +178,33 @@ class Transformer(nnx.Module):
         *,
         remat: Callable[[Callable], Callable] = lambda layer: layer,
         offload: Sequence[str] = (),
+        capture: Collection[int] = (),
     ) -> ModelOutputs:
-        """Run the model on token ids (int32).
+        """Run the model on token ids (int32), and keep the residual stream after the layers in `capture`, from 0.
 
         `remat` wraps a layer's function, to say what its backward pass recomputes. Where `inputs.lowering` gathers
         ahead, what `remat` keeps by the names in `offload` waits in the host's memory; not with a cache.
         """
-        assert not self.staged, (
-            "the layers rest as a pipeline's stages want them: only a pipeline runs them"
+        require_type(
+            "inputs", inputs, LayerInputs, "as LayerInputs.of(cfg.model, positions, segment_ids)"
+        )
+        fix = "the layers lie in the order of a pipeline's stages, which only a pipeline runs; use a mesh without pp"
+        require(not self.staged, "mesh.pp", mesh_size("pp"), fix)
+        unknown = sorted(set(capture) - set(range(self.cfg.num_layers)))
+        require(
+            not unknown, "capture", unknown, f"must be layers from 0 to {self.cfg.num_layers - 1}"
         )
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
         outputs: list[LayerOutputs] = []
+        captured: dict[int, jax.Array] = {}
         for stack, layers in zip(self.stacks, self.cfg.stacks, strict=True):
-            x_BRD, of_pieces = run(stack, layers, x_BRD, inputs, remat, offload)
-            outputs += of_pieces
+            for piece in pieces(stack, layers, inputs, capture):
+                with jax.named_scope("layers"):
+                    x_BRD, output = run(piece, x_BRD, remat, offload)
+                outputs.append(output)
+                if piece.last_layer in capture:
+                    captured[piece.last_layer] = x_BRD
         routers = [output.routed for output in outputs if output.routed is not None]
         balance = sum((jnp.sum(router.balance_BR) for router in routers), jnp.float32(0.0))
         statistics_LZ = _joined([router.statistics_Z for router in routers]) if routers else None
@@ -194,7 +212,7 @@ class Transformer(nnx.Module):
         if inputs.cache is not None:
             keys, values = _joined([output.kv for output in outputs if output.kv is not None])
             cache = keys, values, inputs.cache[2] + tokens_BT.shape[1]
-        return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache)
+        return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache, captured)
 
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Look up the residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
@@ -223,10 +241,11 @@ class Transformer(nnx.Module):
         *,
         z_loss: float = 0.0,
         dtype: jax.typing.DTypeLike = jnp.float32,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return objective and bare loss of hidden states after the final norm, as `cross_entropy` defines them.
 
-        In training and evaluation; `generate` reads `unembed`, and scores of single rows `head_weight`.
+        A subclass with `loss_terms` returns a dict of them too. In training and evaluation; `generate` reads `unembed`,
+        and scores of single rows `head_weight`.
         """
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)

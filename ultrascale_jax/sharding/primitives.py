@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import require, require_choice
+from ultrascale_jax.config import UserError, require, require_choice
 from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
@@ -40,6 +40,8 @@ from ultrascale_jax.sharding.rules import (
     is_matrix,
     manual,
     mesh_size,
+    out_sharding,
+    present,
     shard_axes,
     stored_spec,
     vary,
@@ -149,9 +151,8 @@ def einsum(
     """
     check_subscripts(subscripts)
     out, summed = subscripts.split("->")[1], contracted_axes(subscripts)
-    y = product(
-        subscripts, *operands, out_sharding=act(out, unreduced=summed), preferred_element_type=dtype
-    )
+    spec = out_sharding(act(out, unreduced=summed))
+    y = product(subscripts, *operands, out_sharding=spec, preferred_element_type=dtype)
     if partial:
         return y
     if summed or to:
@@ -195,7 +196,7 @@ def gather_param(
     dims: str,
     act_dims: str,
     dtype: jax.typing.DTypeLike,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, int] | None,
 ) -> jax.Array:
     """Cast a parameter, and all-gather it over the axes (fsdp, cp, ep) that shard it at rest.
 
@@ -214,9 +215,15 @@ def gather_param(
         spec = gathered_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims))
         return jax.reshard(_row_major(cast(value, dims, dtype)), spec)
     value = vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
-    if not is_matrix(dims) or value.shape[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]:
-        return value
     axes = shard_axes(dims)
+    if not is_matrix(dims) or not axes:
+        return value
+    if sizes is None:
+        raise UserError(
+            "sizes=None: a region that is manual over all axes needs zero_sizes(cfg.model)"
+        )
+    if value.shape[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]:
+        return value
     return jax.lax.all_gather(_row_major(value), axes, axis=zero_dim(dims), tiled=True)
 
 
@@ -409,12 +416,12 @@ def embed_lookup(
     reduced = gradient_axes("VD", "BT") - set(columns)
     # One move at a time: XLA gives a wrong gradient for a reshard that gathers over one axis and moves another.
     if columns:
-        table_VD = jax.reshard(table_VD, P(TENSOR, columns, reduced=reduced))
+        table_VD = jax.reshard(table_VD, P(present(TENSOR), columns, reduced=reduced))
     else:
         table_VD = gather_param(table_VD, "VD", "BT", dtype, sizes)
         if mesh_size("pp") > 1:
-            table_VD = jax.reshard(table_VD, P(TENSOR, None, reduced=reduced))
-    table_VD = jax.reshard(table_VD, P(None, (*columns, "tp", "sp"), reduced=reduced))
+            table_VD = jax.reshard(table_VD, P(present(TENSOR), None, reduced=reduced))
+    table_VD = jax.reshard(table_VD, P(None, present((*columns, "tp", "sp")), reduced=reduced))
     return _look_up_columns(table_VD, tokens_BT, dtype, columns)
 
 
@@ -422,7 +429,7 @@ def _look_up_rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Look up tokens in this device's rows; return their sum over the tensor group, `[B, R, D]`."""
     rows = table_VD.at[tokens_BT - offset("V", table_VD.shape[0])]
     x_BTD = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return reshard("BTD->BRD", x_BTD, summed=frozenset(TENSOR))
+    return reshard("BTD->BRD", x_BTD, summed=frozenset(present(TENSOR)))
 
 
 def _look_up_columns(
@@ -433,8 +440,8 @@ def _look_up_columns(
         tuple(axis for axis in act_axes(dim) if axis not in columns) for dim in "BTR"
     )
     rows = table_VD.at[jax.reshard(tokens_BT, P(batch, sequence))]
-    x_BTD = rows.get(out_sharding=P(batch, sequence, (*columns, "tp", "sp")), mode="clip")
-    x_BRD = jax.reshard(x_BTD.astype(dtype), P(batch, residual, (*columns, "tp")))
+    x_BTD = rows.get(out_sharding=P(batch, sequence, present((*columns, "tp", "sp"))), mode="clip")
+    x_BRD = jax.reshard(x_BTD.astype(dtype), P(batch, residual, present((*columns, "tp"))))
     x_BRD = jax.reshard(x_BRD, P(batch, residual, columns))
     if "cp" in columns:
         assert columns[-1] == "cp", "cp is the last axis of SHARD"

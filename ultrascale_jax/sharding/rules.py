@@ -17,10 +17,10 @@ Two terms of JAX's explicit sharding do the work of Megatron's conjugate pairs a
 there and has an unreduced cotangent. So a parameter gathered as `reduced` over the batch axes collects its gradient
 locally, and the reduction happens once, where the gradient is resharded.
 
-Inside a region that is manual over all axes (`sharding/manual.py`) the same text works on this device's shards: specs
-come out empty, and the operations of `sharding/primitives.py` communicate by `jax.lax` collectives. Both kinds of
-value, `reduced` and `unreduced`, are *varying* there: a cotangent of a varying value stays local, and is summed where
-the text says so.
+A mesh may lack some of the axes: nothing is split over these. Inside a region that is manual over all axes
+(`sharding/manual.py`), and without a mesh, the same text works on this device's shards: specs come out empty, and the
+operations of `sharding/primitives.py` communicate by `jax.lax` collectives. Both kinds of value, `reduced` and
+`unreduced`, are *varying* there: a cotangent of a varying value stays local, and is summed where the text says so.
 """
 
 import math
@@ -86,9 +86,9 @@ def check_axes(axes: object) -> None:
 
 
 def manual() -> bool:
-    """Return whether values are this device's shards: the call stands in a region that is manual over all axes."""
+    """Return whether values are this device's shards: in a region that is manual over all axes, or without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 def axes_of(dims: str) -> frozenset[str]:
@@ -110,10 +110,16 @@ def act_axes(dim: str) -> tuple[str, ...]:
 
 
 def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
-    """Return the axes that split `dim`; pp only in a pipeline: a scan over layers needs an unsharded dim."""
+    """Return the axes of the mesh that split `dim`; pp only in a pipeline: a scan needs an unsharded dim of layers."""
     if dim not in LETTERS and dim != WHOLE:
         check_letters("dims", dim)
-    return tuple(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
+    return present(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
+
+
+def present(axes: Iterable[str]) -> tuple[str, ...]:
+    """Return those of these axes that the mesh has."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(axis for axis in axes if axis in names)
 
 
 def _spec(parts, reduced=frozenset(), unreduced=frozenset()) -> P:
@@ -128,6 +134,16 @@ def act(
 ) -> P:
     """Return the sharding of an activation: `act("BTF")` is `P((dp, fsdp, ep), cp, (sp, tp))`."""
     return _spec((act_axes(dim) for dim in dims), reduced, unreduced)
+
+
+def out_sharding(spec: P) -> P | None:
+    """Return a spec as JAX's functions take it for their results: None without a mesh."""
+    return None if jax.sharding.get_abstract_mesh().empty else spec
+
+
+def place[T](x: T, spec: P) -> T:
+    """Reshard a tree of arrays; without a mesh it stays as it is."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.reshard(x, spec)
 
 
 def zero_dim(dims: str) -> int:
@@ -148,7 +164,7 @@ def is_matrix(dims: str) -> bool:
 def shard_axes(dims: str) -> tuple[str, ...]:
     """Return the axes over which ZeRO splits a matrix: those of `SHARD` that split none of its dims already."""
     taken = {axis for dim in dims for axis in PARAMETER.get(dim, ())}
-    return tuple(axis for axis in SHARD if axis not in taken)
+    return present(axis for axis in SHARD if axis not in taken)
 
 
 def gathered_spec(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:

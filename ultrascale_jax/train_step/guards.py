@@ -26,12 +26,21 @@ class Verdict:
 
 
 def judge(
-    cfg: Config, state: TrainState, loss: jax.Array, norm: jax.Array, terms: jax.Array
+    cfg: Config,
+    state: TrainState,
+    loss: jax.Array,
+    norm: jax.Array,
+    terms: jax.Array,
+    *,
+    built_in: bool,
 ) -> Verdict:
-    """Judge a step by its loss, its gradient norm, the number of its terms and the first moments before it."""
+    """Judge a step by its loss, its gradient norm and the number of its terms.
+
+    With a `built_in` optimizer, also by the first moments before it: `check_update` need not read the update.
+    """
     finite, spike = jnp.isfinite(loss) & jnp.isfinite(norm), None
     ok = finite & (terms > 0)
-    if type(state.params).make_optimizer(cfg) is None:
+    if built_in:
         ok &= jnp.isfinite(jnp.square(norm) + first_moments_norm(state.opt_state))
     if state.spikes is not None:
         spike = finite & state.spikes.is_spike(loss, norm, cfg.watch.spike_sigma)
@@ -39,10 +48,8 @@ def judge(
     return Verdict(finite, ok, spike)
 
 
-def check_update(cfg: Config, state: TrainState, verdict: Verdict, updates: Transformer) -> Verdict:
-    """Refuse an update that is not finite; `judge` needs no pass over the updates of the built-in optimizers."""
-    if type(state.params).make_optimizer(cfg) is None:
-        return verdict
+def check_update(verdict: Verdict, updates: Transformer) -> Verdict:
+    """Refuse an update of a model's own optimizer that is not finite."""
     return dataclasses.replace(verdict, ok=verdict.ok & jnp.isfinite(global_norm(updates)))
 
 

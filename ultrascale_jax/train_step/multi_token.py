@@ -58,7 +58,7 @@ def predict_ahead(
             # Without a barrier XLA looks up again in the backward pass, and keeps the table until then.
             token_BRD = jax.lax.optimization_barrier(used.embedding(tokens_BT, inputs.dtype))
             x_BRD, routed = remat(cfg)(type(module).__call__)(module, x_BRD, token_BRD, inputs)
-            total, bare = used.loss(
+            total, bare, *_ = used.loss(
                 x_BRD, targets_BT, weight * factor, z_loss=cfg.train.z_loss, dtype=inputs.dtype
             )
         objective += total

@@ -37,6 +37,8 @@ class Sums(NamedTuple):
     """Bare cross-entropies times the weight, and targets, of each of `model.mtp_layers`: `[mtp_layers]`."""
     pairs: jax.Array | None = None
     """With `train.dpo` the sums over pairs of `preference.SUMS`."""
+    terms: dict[str, jax.Array] | None = None
+    """Sums of `Transformer.loss_terms` times the weight of a position; none without any."""
 
 
 class Objective(Protocol):
@@ -61,6 +63,8 @@ class NextToken:
     """Factor of a position's loss."""
     router_weight: jax.Array | float = 0.0
     """Factor of a position's routers' losses."""
+    terms: tuple[str, ...] = ()
+    """`Transformer.loss_terms` of the model."""
 
     def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
         """Return what `Objective.loss` says."""
@@ -69,23 +73,26 @@ class NextToken:
         out = run_layers(cfg, model, batch, inputs)
         model = model.with_whole_head(dtype) if model.cfg.mtp_layers else model
         z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
-        total, nats = model.loss(out.x_BRD, targets_BT, self.weight, z_loss=z_loss, dtype=dtype)
+        total, nats, terms = model_loss(
+            model, out.x_BRD, targets_BT, self.weight, z_loss=z_loss, dtype=dtype
+        )
         total, routed = total + self.router_weight * out.balance, out.statistics_LZ
         if not model.cfg.mtp_layers:
-            return total, Sums(nats, routed)
+            return total, Sums(nats, routed, terms=terms)
         later_tokens = predict_ahead(
             cfg, model, out.x_BRD, batch, inputs, self.weight, self.router_weight
         )
         if routed is not None:
             routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in later_tokens.statistics)])
         mtp = later_tokens.nats, later_tokens.counts
-        return total + later_tokens.objective, Sums(nats, routed, mtp)
+        return total + later_tokens.objective, Sums(nats, routed, mtp, terms=terms)
 
     def zeros(self) -> Sums:
         """Return what `Objective.zeros` says."""
         modules = self.cfg.model.mtp_layers
         mtp = (jnp.zeros(modules, jnp.float32), jnp.zeros(modules, jnp.int32)) if modules else None
-        return Sums(jnp.float32(0.0), balance.statistics_start(self.cfg), mtp)
+        terms = dict.fromkeys(self.terms, jnp.float32(0.0)) or None
+        return Sums(jnp.float32(0.0), balance.statistics_start(self.cfg), mtp, terms=terms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +151,22 @@ def run_layers(cfg: Config, model: Transformer, batch: Batch, inputs: LayerInput
     return model(batch["tokens"], inputs, remat=remat(cfg), offload=offload)
 
 
+def model_loss(
+    model: Transformer, x_BRD: jax.Array, targets_BT: jax.Array, weight: jax.Array, **options
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array] | None]:
+    """Return objective, bare loss and terms of `Transformer.loss`; None for the terms of a model without any.
+
+    Raises:
+      UserError: the terms are not those that `loss_terms` names.
+    """
+    objective, nats, *terms = model.loss(x_BRD, targets_BT, weight, **options)
+    terms = dict(terms[0]) if terms else {}
+    fix = f"loss returned the terms {sorted(terms)}; the attribute names each, and no other"
+    names = model.loss_terms
+    require(sorted(terms) == sorted(names), f"{type(model).__name__}.loss_terms", names, fix)
+    return objective, nats, {name: jnp.float32(terms[name]) for name in names} or None
+
+
 def check_batch(batch: Batch) -> None:
     """Refuse what is no batch of `hooks.Batch`."""
     require_type("batch", batch, dict, "of tokens, targets and positions, [B, T] int32")
@@ -183,6 +206,8 @@ def metrics(cfg: Config, batch: Batch, sums: Sums, mean: jax.Array) -> Metrics:
     if sums.mtp is not None:
         nats, counts = sums.mtp
         values["mtp_loss"] = mean * count(batch) * nats / jnp.maximum(counts, 1)
+    if sums.terms is not None:
+        values |= {name: mean * term for name, term in sums.terms.items()}
     if sums.pairs is not None:
         values |= preference.metrics(sums.pairs, preference.count_pairs(batch))
     return values

@@ -10,7 +10,6 @@ import optax
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import each_param, map_params
-from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.rules import is_matrix, specs, zero_dim
 from ultrascale_jax.train_step.rounding import in_bfloat16
 
@@ -56,13 +55,11 @@ def rate_change(saved: Config, now: Config, updates: int) -> list[str]:
     ]
 
 
-def optimizer(cfg: Config, model: type[Transformer] = Transformer) -> optax.GradientTransformation:
-    """Return the optimizer of a model's class, or without one that of `cfg.optim`.
+def optimizer(cfg: Config) -> optax.GradientTransformation:
+    """Return the optimizer of `cfg.optim`, for models whose `make_optimizer` returns None.
 
     That is AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only.
     """
-    if (chosen := model.make_optimizer(cfg)) is not None:
-        return chosen
     optim = cfg.optim
     if optim.name == "muon":
         return _muon(cfg)

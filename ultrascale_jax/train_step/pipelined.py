@@ -27,7 +27,7 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, specs, varying
 from ultrascale_jax.train_step import mixed_stages
-from ultrascale_jax.train_step.objective import Sums
+from ultrascale_jax.train_step.objective import Sums, model_loss
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
@@ -47,17 +47,18 @@ def gradients(
 
     def region(params, parts, weights):
         model = _in_use(cfg, params)
-        loss, grads, routed = _run(cfg, schedules.of_config(cfg), model, parts, *weights)
+        (loss, terms), grads, routed = _run(cfg, schedules.of_config(cfg), model, parts, *weights)
         assert grads is not None
         if routed is not None:
             routed = jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"})))
         grads = reduce_gradients(grads, model)
-        return loss, mixed_stages.by_stack(grads, params) if _is_mixed(cfg) else grads, routed
+        grads = mixed_stages.by_stack(grads, params) if _is_mixed(cfg) else grads
+        return loss, terms, grads, routed
 
-    rest, routed = specs(params), None if cfg.model.experts is None else P("pp")
-    run = smap(region, in_specs=(rest, act("MBT"), P()), out_specs=(P(), rest, routed))
-    loss, grads, statistics = run(params, parts, (weight, router_weight))
-    return grads, Sums(loss, statistics)
+    stored, routed = specs(params), None if cfg.model.experts is None else P("pp")
+    run = smap(region, in_specs=(stored, act("MBT"), P()), out_specs=(P(), P(), stored, routed))
+    loss, terms, grads, statistics = run(params, parts, (weight, router_weight))
+    return grads, Sums(loss, statistics, terms=terms)
 
 
 def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:
@@ -67,7 +68,8 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
 
     def region(params, parts, weight):
         model = _in_use(cfg, params)
-        return _run(cfg, forward, model, parts, weight, jnp.zeros_like(weight))[0]
+        (loss, _), _, _ = _run(cfg, forward, model, parts, weight, jnp.zeros_like(weight))
+        return loss
 
     run = smap(region, in_specs=(specs(params), act("MBT"), P()), out_specs=P())
     return run(params, parts, weight)
@@ -82,8 +84,8 @@ def _run(
     position_weight: jax.Array,
     router_weight: jax.Array,
 ):
-    """Return bare loss, the same on every device, and this device's partial sums of gradients and routers' statistics
-    (none without a backward pass)."""
+    """Return bare loss and loss terms, the same on every device, and this device's partial sums of gradients and
+    routers' statistics (none without a backward pass)."""
     used = prepare_params(cfg, params)
     out = pipeline(
         schedule,
@@ -95,12 +97,12 @@ def _run(
         order=params.orders[0],
         rows=mixed_stages.rows_by_position(params) if _is_mixed(cfg) else None,
     )
-    loss = jax.lax.psum(out.metrics, tuple(sorted(varying(out.metrics))))
+    losses = jax.tree.map(lambda x: jax.lax.psum(x, tuple(sorted(varying(x)))), out.metrics)
     grads = None
     if out.blocks is not None:
         blocks = map_params(partial(_from_model_dim_first, cfg), out.blocks)
         grads = out.shared.with_stacks(blocks)
-    return loss, grads, out.statistics
+    return losses, grads, out.statistics
 
 
 def _has_model_dim_first(cfg: Config, dims: str) -> bool:
@@ -159,7 +161,9 @@ def _stages(
 
     def head(shared, x_BRD, batch):
         x_BRD, targets_BT = shared.normed(x_BRD), batch["targets"]
-        return shared.loss(x_BRD, targets_BT, position_weight, z_loss=cfg.train.z_loss, dtype=dtype)
+        options = {"z_loss": cfg.train.z_loss, "dtype": dtype}
+        objective, *losses = model_loss(shared, x_BRD, targets_BT, position_weight, **options)
+        return objective, tuple(losses)
 
     def context(batch):
         return layer_inputs(cfg, batch, fp8), router_weight

@@ -102,9 +102,10 @@ def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
     trained, _ = partition(params, model.is_trained)
     shapes = [x.shape for x in jax.tree.leaves(trained)]
     require(bool(shapes), "model.is_trained", model.__name__, "trains no parameter of this run")
-    init: Callable = optimizer(cfg, model).init
+    chosen = model.make_optimizer(cfg)
+    init: Callable = (chosen or optimizer(cfg)).init
     opt_state = init(trained)
-    if model.make_optimizer(cfg) is not None:
+    if chosen is not None:
         others = [x.shape for x in jax.tree.leaves(opt_state) if x.ndim and x.shape not in shapes]
         fix = "an optimizer's state has arrays in the shapes of the parameters, and scalars; others have no sharding"
         require(not others, "model.make_optimizer", model.__name__, f"{fix}: {others[:3]}")

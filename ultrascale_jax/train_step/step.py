@@ -48,7 +48,8 @@ def compiled(cfg: Config, function: Callable, **options) -> jax.stages.Wrapped:
 def make_train_step(cfg: Config) -> jax.stages.Wrapped:
     """Return the jitted step `(state, batch) -> (state, metrics)`. Call it inside the mesh.
 
-    The state is donated, unless `watch.rerun` may start from it again.
+    The state is donated, unless `watch.rerun` may start from it again. Each call makes a function that compiles anew:
+    make it once, before the loop.
     """
     cfg.check_chosen()
     donated = () if cfg.watch.rerun else 0
@@ -101,7 +102,9 @@ def gradients(
     if cfg.train.dpo.enabled:
         minimised = preference_objective(cfg, used, fp8, frozen, weight)
     else:
-        minimised = NextToken(cfg=cfg, fp8=fp8, weight=weight, router_weight=router_weight)
+        minimised = NextToken(
+            cfg=cfg, fp8=fp8, weight=weight, router_weight=router_weight, terms=params.loss_terms
+        )
     trained, fixed = split_adapters(used) if adapters else (used, None)
 
     def loss(trained, micro_batch):
@@ -164,19 +167,21 @@ def apply_gradients(
     if state.loss_scale is not None:
         mean /= state.loss_scale.scale
     model = type(state.params)
+    chosen = model.make_optimizer(cfg)
     trained, fixed = partition(state.params, model.is_trained)
     grads, _ = partition(grads, model.is_trained)
     with jax.named_scope("gradients"):
         loss, norm = mean * sums.loss, mean * global_norm(grads)
     with jax.named_scope("optimizer"):
-        verdict = guards.judge(cfg, state, loss, norm, terms)
+        verdict = guards.judge(cfg, state, loss, norm, terms, built_in=chosen is None)
         scale = mean
         if cfg.optim.clip_norm:
             scale *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
         clipped = jax.tree.map(lambda g: g * scale, grads)
-        update: Callable = optimizer(cfg, model).update
+        update: Callable = (chosen or optimizer(cfg)).update
         updates, opt_state = update(clipped, state.opt_state, trained)
-        verdict = guards.check_update(cfg, state, verdict, updates)
+        if chosen is not None:
+            verdict = guards.check_update(verdict, updates)
         new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), trained, updates)
         new = balance.rebalanced(cfg, new, sums.routed)
         new, opt_state = jax.tree.map(
@@ -201,4 +206,4 @@ def apply_gradients(
         metrics["spike"] = verdict.spike
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale
-    return new, metrics | objective.metrics(cfg, batch, sums, mean)
+    return new, objective.metrics(cfg, batch, sums, mean) | metrics

@@ -1,0 +1,82 @@
+"""Train with a loss term, an optimizer and frozen parameters of your own, on any mesh: `python research_hooks.py`."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a laptop: eight fake devices
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import ultrascale_jax as us
+
+
+class SmallStates(us.Transformer):
+    """A model whose loss also keeps the last hidden states small; Lion trains all but the embedding."""
+
+    loss_terms = ("state_size",)  # logged beside the loss
+
+    def loss(self, x_BRD, targets_BT, weight, **settings):
+        objective, bare = super().loss(x_BRD, targets_BT, weight, **settings)
+        x_BTD = us.gather_sequence(x_BRD, "V")
+        size = weight * jnp.sum(jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1))
+        size = us.all_reduce(size, "V", "mean")  # all ranks of the vocabulary computed it alike
+        return objective + 0.01 * size, bare, {"state_size": size}
+
+    @staticmethod
+    def make_optimizer(cfg):
+        return optax.lion(us.lr_schedule(cfg), weight_decay=0.1)
+
+    @staticmethod
+    def is_trained(path):
+        return path != "embed"
+
+
+CFG = us.Config(
+    model=us.ModelConfig(
+        vocab_size=256, d_model=32, d_ff=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    data=us.DataConfig(source="python-stdlib", seq_len=64),
+    optim=us.OptimConfig(lr=1e-3),
+    train=us.TrainConfig(steps=4, global_batch=8, microbatches=2, precision="fp32"),
+)
+
+
+def train(sizes: us.MeshConfig, devices: list[jax.Device]):
+    """Return loss and term of each step on a mesh, and without pp the states after layer 2 of the last batch."""
+    cfg = dataclasses.replace(CFG, mesh=sizes).check(len(devices))
+    mesh = us.make_mesh(cfg.mesh, devices)
+    rows, states = [], None
+    with (
+        jax.set_mesh(mesh),
+        contextlib.closing(us.make_loader(cfg).device_batches(mesh, 0)) as batches,
+    ):
+        state, step = us.init_state(cfg, mesh, SmallStates), us.make_train_step(cfg)
+        for _ in range(cfg.train.steps):
+            _, batch, _ = next(batches)
+            state, metrics = step(state, batch)
+            rows.append([float(metrics[name]) for name in ("loss", "state_size")])
+        if sizes.pp == 1:
+            documents = batch["positions"], batch.get("segment_ids")
+            inputs = us.LayerInputs.of(cfg.model, *documents, context=cfg.cp)
+            run = jax.jit(lambda model, tokens: model(tokens, inputs, capture=(2,)).captured[2])
+            states = run(state.params, batch["tokens"])
+            order = us.sequence_order(64, cfg.mesh.cp, cfg.cp)
+            states = jax.device_get(states)[:, order.argsort()]
+    return rows, states
+
+
+def main():
+    one = train(us.MeshConfig(fsdp=1), jax.devices()[:1])
+    many = train(us.MeshConfig(fsdp=4, tp=2), jax.devices())
+    for number, (a, b) in enumerate(zip(one[0], many[0], strict=True), start=1):
+        print(f"step {number}: loss {a[0]:.6f} {b[0]:.6f}, state_size {a[1]:.6f} {b[1]:.6f}")
+    return one, many
+
+
+if __name__ == "__main__":
+    main()
