@@ -39,7 +39,7 @@ def same(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("name", ["gather_ahead", "fp8_and_loss"])
+@pytest.mark.parametrize("name", ["gather_ahead", "fp8_and_loss", "own_experts"])
 def test_a_part_computes_the_loss_and_gradients_of_one_device(name):
     same(*load(name).main())
 

@@ -296,7 +296,7 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "tokens of three dims": (experts(x=(16, 4, 32)), r"^x \(2, 4, 32\): want this rank's tokens"),
     "float choices": (
         experts(ids=CHOICES),
-        "^ids float32, weights float32: want int32 and float32",
+        "^ids float32, weights float32: want integers and floats",
     ),
     "more experts": (experts(experts=us.Experts(num=16, top_k=2)), "16 experts over 8 ranks and 2"),
     "the experts' axis": (experts(axis="ep"), "^axis='ep': is not manual here"),

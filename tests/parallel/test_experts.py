@@ -93,7 +93,7 @@ def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
     in_specs = (tokens, tokens, hidden, hidden, out)
 
     def layer(ids, *floats):
-        y, dropped = expert_layer(floats[0], ids, *floats[1:], moe=moe, experts=experts)
+        y, dropped = expert_layer(floats[0], ids, *floats[1:], axis="ep", moe=moe, experts=experts)
         y = jax.lax.psum(y, "tp") if layout.tp > 1 else y
         return y, jax.lax.psum(dropped, ("ep", "sp"))
 
@@ -392,7 +392,7 @@ def test_the_result_has_the_type_of_the_tokens():
     @jax.jit
     @functools.partial(jax.shard_map, in_specs=P("ep"), out_specs=P("ep"))
     def run(ids, *floats):
-        return expert_layer(floats[0], ids, *floats[1:], moe=TIGHT, experts=EXPERTS)[0]
+        return expert_layer(floats[0], ids, *floats[1:], axis="ep", moe=TIGHT, experts=EXPERTS)[0]
 
     with jax.set_mesh(Layout(4).mesh), jax.numpy_dtype_promotion("strict"):
         y = run(*jax.device_put((ids, *floats), P("ep")))
@@ -440,7 +440,7 @@ def test_an_axis_named_sp_that_splits_tokens_alone_is_one_like_any_other():
         tokens, own = P((name, "ep")), P("ep")
 
         def layer(*arrays):
-            return expert_layer(*arrays, moe=MoEConfig(), experts=EXPERTS)[0]
+            return expert_layer(*arrays, axis="ep", moe=MoEConfig(), experts=EXPERTS)[0]
 
         arrays = inputs(EXPERTS)
         names = ("x", "weights", "w_gate", "w_up", "w_down")

@@ -178,7 +178,8 @@ def _experts(
     ids = jnp.where(routed if is_dense is None else routed & ~is_dense, ids, -1)
     w_gate, w_up, w_down, *hidden_biases = matrices
     y, dropped = expert_layer(
-        x, ids, weights, w_gate, w_up, w_down, moe=moe, experts=experts, product=product,
+        x, ids, weights, w_gate, w_up, w_down, axis="ep",
+            moe=moe, experts=experts, product=product,
         activation=cfg.activation, biases=tuple(hidden_biases) or None, idles=is_dense is not None,
     )  # fmt: skip
     if "tp" in varying(y) - axes:

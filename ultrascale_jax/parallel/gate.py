@@ -1,5 +1,6 @@
 """Apply the gate of a gated feed-forward layer: one function for dense layers and for experts."""
 
+from collections.abc import Callable
 from typing import assert_never
 
 import jax
@@ -7,9 +8,14 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
+type Gate = Callable[[jax.Array, jax.Array], jax.Array]
+"""`(gate, up) -> hidden values`, elementwise."""
 
-def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+
+def gated(activation: Activation | Gate, gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return the hidden values of a gated layer (arXiv 2002.05202), of any shape, in the type of both."""
+    if callable(activation):
+        return activation(gate, up)
     match activation:
         case "silu":
             return jax.nn.silu(gate) * up

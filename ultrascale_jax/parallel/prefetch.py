@@ -118,16 +118,7 @@ def prefetch_scan(
       UserError: `params` has no arrays, or arrays with other numbers of layers.
     """
     num = _num_layers(params, constants)
-
-    def gathered(row, constant):
-        return gather(row) if constants is None else gather(row, constant)
-
-    def run(row, x, context, constant):
-        extra = [a for a in (context, constant) if a is not None]
-        result = layer(row, x, *extra)
-        return result if isinstance(result, tuple) else (result, jnp.float32(0))
-
-    scan = _Scan(_Layer(gathered, run, leave_sums), num, lowering, offload)
+    scan = _Scan(_as_layer(layer, gather, leave_sums), num, lowering, offload)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -138,6 +129,20 @@ def prefetch_scan(
 
     scanned.defvjp(forward, scan.backward)
     return scanned(params, constants, x, context)
+
+
+def _as_layer(layer: Callable, gather: Callable, leave_sums: Callable | None) -> _Layer:
+    """Return the functions of `prefetch_scan` with all arguments and results, given or not."""
+
+    def gathered(row, constant):
+        return gather(row) if constant is None else gather(row, constant)
+
+    def run(row, x, context, constant):
+        extra = [a for a in (context, constant) if a is not None]
+        result = layer(row, x, *extra)
+        return result if isinstance(result, tuple) else (result, jnp.float32(0))
+
+    return _Layer(gathered, run, leave_sums)
 
 
 def _num_layers(params: Any, constants: Any) -> int:

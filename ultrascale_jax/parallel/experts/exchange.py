@@ -49,6 +49,7 @@ from ultrascale_jax.parallel.experts.local import (
     padded_experts,
     ragged_experts,
 )
+from ultrascale_jax.parallel.gate import Gate
 from ultrascale_jax.sharding.rules import vary, varying
 
 type Tokens = tuple[jax.Array, jax.Array, jax.Array]
@@ -65,6 +66,9 @@ type Matrices = Sequence[jax.Array]
 """w_gate, w_up, biases of both if there are any, and w_down of the experts at hand, the matrices `[D, E, F]`."""
 
 
+DROPLESS = MoEConfig()
+
+
 def expert_layer(
     x: jax.Array,
     ids: jax.Array,
@@ -73,11 +77,11 @@ def expert_layer(
     w_up: jax.Array,
     w_down: jax.Array,
     *,
-    moe: MoEConfig,
-    experts: Experts,
-    axis: str = "ep",
+    axis: str,
+    moe: MoEConfig = DROPLESS,
+    experts: Experts | None = None,
     product: Product | None = jnp.einsum,
-    activation: Activation = "silu",
+    activation: Activation | Gate = "silu",
     biases: tuple[jax.Array, jax.Array] | None = None,
     idles: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -85,17 +89,17 @@ def expert_layer(
 
     Args:
       x: this rank's tokens `[n, D]`.
-      ids: their experts `[n, k]`, int32, numbers of all ranks' experts; distinct in a row. -1 is no choice, and a
+      ids: their experts `[n, k]`, integers, numbers of all ranks' experts; distinct in a row. -1 is no choice, and a
         number that is no expert's counts as a dropped one.
-      weights: `[n, k]` float32.
+      weights: `[n, k]` floats, used in float32.
       w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on.
       w_up: `[E, D, F]`.
       w_down: `[E, F, D]`.
-      moe: how the tokens are sent.
-      experts: numbers of experts and choices, which set the size of buffers.
       axis: mesh axis of the experts.
+      moe: how the tokens are sent.
+      experts: numbers of experts and choices, which set the size of buffers; by default those of the shapes.
       product: multiplies padded rows and matrices, as `jnp.einsum`; None: the Mosaic kernel multiplies ragged groups.
-      activation: what is done with gate and up, in place of SiLU.
+      activation: a name, or an elementwise function `(gate, up) -> hidden` in place of silu(gate) * up.
       biases: `[E, F]` each, added to x w_gate and x w_up; the Mosaic kernel takes none.
       idles: a rank that gets no row skips the products, by a conditional (layers that have no experts on some ranks).
 
@@ -108,8 +112,13 @@ def expert_layer(
     Raises:
       ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
     """
-    require_choice("activation", activation, Activation)
-    ranks = _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis)
+    if not callable(activation):
+        require_choice("activation", activation, Activation)
+    ranks = _axis_size(axis)
+    if experts is None:
+        experts = Experts(num=ranks * w_gate.shape[0], top_k=ids.shape[-1])
+    _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, ranks)
+    ids, weights = ids.astype(jnp.int32), weights.astype(jnp.float32)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
     shared = "sp" in varying(w_gate)
     given = x, weights, w_gate, w_up, *(biases or ()), w_down
@@ -126,13 +135,17 @@ def expert_layer(
     return jnp.concatenate(results), dropped + unknown
 
 
-def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
-    """Return the number of ranks. Raises an error for shapes that do not fit."""
+def _axis_size(axis: str) -> int:
+    """Return the size of a manual axis. Raises an error for another."""
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the experts"
         )
-    ranks = jax.lax.axis_size(axis)
+    return jax.lax.axis_size(axis)
+
+
+def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, ranks: int) -> None:
+    """Raise an error for shapes or types that do not fit."""
     require_type("moe", moe, MoEConfig)
     require_type("experts", experts, Experts)
     moe.check(experts, ranks)
@@ -148,9 +161,11 @@ def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, axis) -> int:
             f"ids, weights, w_gate, w_up, w_down of shapes {given}: want {wanted} for x {x.shape}, "
             f"{experts.num} experts over {ranks} ranks and {k} for each token"
         )
-    if (ids.dtype, weights.dtype) != (jnp.int32, jnp.float32):
-        raise ValueError(f"ids {ids.dtype}, weights {weights.dtype}: want int32 and float32")
-    return ranks
+    integers, floats = (
+        jnp.issubdtype(a.dtype, kind) for a, kind in ((ids, jnp.integer), (weights, jnp.floating))
+    )
+    if not (integers and floats):
+        raise ValueError(f"ids {ids.dtype}, weights {weights.dtype}: want integers and floats")
 
 
 def _outer(
@@ -161,7 +176,7 @@ def _outer(
     tokens: int,
     splits: bool,
     product: Product | None,
-    activation: Activation,
+    activation: Activation | Gate,
     idles: bool,
 ) -> Outer:
     """Compose nested all-to-alls around the local experts.
@@ -239,7 +254,7 @@ class _Local:
     drops: bool
     product: Product | None
     """None is the grouped kernel."""
-    activation: Activation
+    activation: Activation | Gate
     idles: bool
     """Whether there may be no rows at all, and nothing is computed then."""
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config.model import Activation
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
 from ultrascale_jax.parallel.experts.dispatch import Assignment, Slots, combine, dispatch
-from ultrascale_jax.parallel.gate import gated
+from ultrascale_jax.parallel.gate import Gate, gated
 
 type Product = Callable[[str, jax.Array, jax.Array], jax.Array]
 """`(subscripts, rows, matrices)` as `jnp.einsum` takes them: `[E, C, D]` or `[E, C, F]` times `[D, E, F]`."""
@@ -36,7 +36,7 @@ def take_weights(weights: jax.Array, slots: Slots) -> jax.Array:
 
 def padded_experts(
     product: Product,
-    activation: Activation,
+    activation: Activation | Gate,
     size: int,
     start: jax.Array,
     assignment: Assignment,
@@ -59,7 +59,7 @@ def padded_experts(
 
 
 def ragged_experts(
-    activation: Activation, size: int, start: jax.Array, assignment: Assignment, floats
+    activation: Activation | Gate, size: int, start: jax.Array, assignment: Assignment, floats
 ) -> jax.Array:
     """Compute at most `size` rows of all experts together, from number `start` on, by the grouped kernel."""
     (x, weights), (w_gate, w_up, w_down) = floats
@@ -74,7 +74,7 @@ def ragged_experts(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighed_gate(
-    activation: Activation, gate: jax.Array, up: jax.Array, weight: jax.Array
+    activation: Activation | Gate, gate: jax.Array, up: jax.Array, weight: jax.Array
 ) -> jax.Array:
     """Return the hidden values `[..., F]` of gate and up, times the weights `[...]` of their rows, in gate's type.
 
