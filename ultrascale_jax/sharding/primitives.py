@@ -55,7 +55,7 @@ PRODUCT = "product"
 
 def offset(dim: str, size: int) -> jax.Array | int:
     """Return the global index of the first of `size` elements of an activation's dim: 0 in an Explicit program."""
-    axes = act_axes(dim)
+    axes = present(act_axes(dim))
     return jax.lax.axis_index(axes) * size if manual() and axes else 0
 
 
@@ -119,16 +119,16 @@ def reshard(
         return checkpoint_name(y, PRODUCT) if summed else y
     x, all_reduced = vary(x, reduced), summed
     for i, (old, new) in enumerate(zip(dims, to, strict=True)):
-        gathered = tuple(axis for axis in act_axes(old) if axis not in act_axes(new))
-        scattered = tuple(axis for axis in act_axes(new) if axis not in act_axes(old))
+        gathered = present(axis for axis in act_axes(old) if axis not in act_axes(new))
+        scattered = present(axis for axis in act_axes(new) if axis not in act_axes(old))
         assert summed.issuperset(scattered), f"{subscripts}: only a sum is scattered"
         if mesh_size(*gathered) > 1:
             x = jax.lax.all_gather(x, gathered, axis=i, tiled=True)
         if mesh_size(*scattered) > 1:
             x = jax.lax.psum_scatter(x, scattered, scatter_dimension=i, tiled=True)
         all_reduced -= set(scattered)
-    if all_reduced:
-        x = jax.lax.psum(x, tuple(sorted(all_reduced)))
+    if all_reduced := present(sorted(all_reduced)):
+        x = jax.lax.psum(x, all_reduced)
     return checkpoint_name(x, PRODUCT) if summed else x
 
 
@@ -215,7 +215,7 @@ def gather_param(
         spec = gathered_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims))
         return jax.reshard(_row_major(cast(value, dims, dtype)), spec)
     value = vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
-    axes = shard_axes(dims)
+    axes = present(shard_axes(dims))
     if not is_matrix(dims) or not axes:
         return value
     if sizes is None:

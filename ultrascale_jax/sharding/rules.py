@@ -93,7 +93,7 @@ def manual() -> bool:
 
 def axes_of(dims: str) -> frozenset[str]:
     """Return the mesh axes over which an activation with these dims is split."""
-    return frozenset(axis for dim in dims for axis in act_axes(dim))
+    return frozenset(present(axis for dim in dims for axis in act_axes(dim)))
 
 
 def gradient_axes(dims: str, act_dims: str) -> frozenset[str]:
@@ -110,14 +110,19 @@ def act_axes(dim: str) -> tuple[str, ...]:
 
 
 def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
-    """Return the axes of the mesh that split `dim`; pp only in a pipeline: a scan needs an unsharded dim of layers."""
+    """Return the axes that split `dim`; pp only in a pipeline: a scan over layers needs an unsharded dim."""
     if dim not in LETTERS and dim != WHOLE:
         check_letters("dims", dim)
-    return present(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
+    return _possible(axis for axis in table.get(dim, ()) if axis != "pp" or mesh_size("pp") > 1)
+
+
+def _possible(axes: Iterable[str]) -> tuple[str, ...]:
+    """Return the axes that a spec may name: those of the mesh, or all without one."""
+    return tuple(axes) if jax.sharding.get_abstract_mesh().empty else present(axes)
 
 
 def present(axes: Iterable[str]) -> tuple[str, ...]:
-    """Return those of these axes that the mesh has."""
+    """Return those of these axes that the mesh has; none without a mesh."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tuple(axis for axis in axes if axis in names)
 
@@ -164,7 +169,7 @@ def is_matrix(dims: str) -> bool:
 def shard_axes(dims: str) -> tuple[str, ...]:
     """Return the axes over which ZeRO splits a matrix: those of `SHARD` that split none of its dims already."""
     taken = {axis for dim in dims for axis in PARAMETER.get(dim, ())}
-    return present(axis for axis in SHARD if axis not in taken)
+    return _possible(axis for axis in SHARD if axis not in taken)
 
 
 def gathered_spec(dims: str, shape: tuple[int, ...], *, reduced: frozenset[str] = frozenset()) -> P:
