@@ -64,7 +64,7 @@ def surrounding(loss, times, data):
 
     def total(params):
         frequencies, blocks, shared = params
-        batches = data | {"time": jnp.sin(times[..., None] * frequencies)}
+        batches = data | {"time": jnp.sin(times[..., None] * frequencies[None, None])}
         return loss(blocks, shared, batches) + 1e-3 * jnp.sum(frequencies**2)
 
     return jax.jit(jax.value_and_grad(total))

@@ -235,8 +235,8 @@ def save(
     complete or not at all. Raises `ValueError` where no family has this
     combination of fields, or where `path` already holds something.
     """
-    path = Path(path)
     _check_save(path, model, cfg, max_shard_bytes, dtype)
+    path = Path(path)
     config = config_dict(cfg, max_position_embeddings=max_position_embeddings, dtype=dtype)
     _check_parameters(model, cfg)
     unfinished = path.with_name(f".{path.name}.partial")
@@ -257,14 +257,14 @@ def save(
 
 
 def _check_save(
-    path: Path, model: Transformer, cfg: ModelConfig, max_shard_bytes: int, dtype: str
+    path: str | Path, model: Transformer, cfg: ModelConfig, max_shard_bytes: int, dtype: str
 ) -> None:
     """Raise `UserError` for arguments of `save` of a wrong type or value."""
     require_choice("dtype", dtype, FileType)
     require_type("model", model, Transformer, "of a TrainState give state.model")
     require_type("cfg", cfg, ModelConfig, "of a Config give cfg.model")
     require(max_shard_bytes >= 1, "max_shard_bytes", max_shard_bytes, "must be positive")
-    require_empty(path)
+    require_empty(Path(path))
     fix = "has layers of its own, which transformers does not know"
     require(not model.layers.own, "model", type(model).__name__, fix)
 

@@ -16,6 +16,7 @@ added up.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,8 +113,7 @@ def expert_layer(
     Raises:
       ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
     """
-    if not callable(activation):
-        require_choice("activation", activation, Activation)
+    _check_activation(activation)
     ranks = _axis_size(axis)
     if experts is None:
         experts = Experts(num=ranks * w_gate.shape[0], top_k=ids.shape[-1])
@@ -133,6 +133,17 @@ def expert_layer(
     run = _outer(moe, experts, axis, ranks, tokens, shared, product, activation, idles)
     results, dropped = run(batch, matrices)
     return jnp.concatenate(results), dropped + unknown
+
+
+def _check_activation(activation: Activation | Gate) -> None:
+    """Raise an error for an unknown name, or a function of other arguments."""
+    if not callable(activation):
+        require_choice("activation", activation, Activation)
+        return
+    try:
+        inspect.signature(activation).bind("gate", "up")
+    except TypeError:
+        raise ValueError(f"activation={activation}: must be a function of gate and up") from None
 
 
 def _axis_size(axis: str) -> int:
