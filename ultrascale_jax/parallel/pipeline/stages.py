@@ -81,7 +81,8 @@ class Stages:
     embed_parts: bool | None = None
     context: Callable[[Tree], Tree] | None = None
     accumulate: Tree = None
-    accumulate_shared: Callable[[Tree], Tree] = float32
+    # No class attribute: Sphinx would describe it a second time, as a method.
+    accumulate_shared: Callable[[Tree], Tree] = dataclasses.field(default_factory=lambda: float32)
     gives_microbatch_gradients: bool = False
     numbered: bool = False
     in_place: Tree = None
