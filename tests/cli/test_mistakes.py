@@ -201,7 +201,11 @@ COMMANDS = [
     ("convert-hf trained hf", "choose another folder", "convert-hf trained new_hf"),
     ("trian", "choose one of train, launch", "train ./my.py"),
     ("plan memry", "choose one of memory, search", "plan memory"),
-    ("plan memory --gpus 8 --gpu h1000", "mean h100?", "plan memory --gpus 8 --gpu h100"),
+    (
+        "plan memory --gpus 8 --gpu h1000",
+        "choose one of a100,.* h100,",
+        "plan memory --gpus 8 --gpu h100",
+    ),
 ]
 """A command that cannot be, what its error says, and the commands that it asks for."""
 

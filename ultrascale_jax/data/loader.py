@@ -29,6 +29,7 @@ from ultrascale_jax.config import (
     DataConfig,
     UserError,
     require,
+    require_type,
 )
 from ultrascale_jax.data.balance import attention_work, deal_rows
 from ultrascale_jax.data.held_out import HeldOut
@@ -114,6 +115,8 @@ class Loader:
             f"the strategy orders the tokens of cp={cp} ranks; give cfg.cp, or use make_loader(cfg)"
         )
         require(cp == 1 or context is not None, "context", context, fix)
+        if context is not None:
+            require_type("context", context, ContextConfig)
         self._cp, self._context = cp, context
         self._order = sequence_order(data.seq_len, cp, context) if context and cp > 1 else None
         self._microbatches, self._together = microbatches, together
