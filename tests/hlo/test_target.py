@@ -69,11 +69,18 @@ def test_a_description_that_xla_does_not_read_is_refused(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("gpu", "gpus_per_host"), [("a100", 2), ("gb200", None)])
+@pytest.mark.parametrize(
+    ("gpu", "gpus_per_host"), [("a100", 2), ("gb200", None), ("b300", 4), ("a40", 4)]
+)
 def test_a_step_compiles_for_gpus_whose_times_xla_does_not_know(gpu, gpus_per_host):
     step = compile_step(load_recipe("debug"), 4, gpu, gpus_per_host=gpus_per_host, options=FAST)
     assert step.axes["fsdp"] == 4
     assert 0 < step.argument_bytes < step.peak_bytes
+
+
+def test_a_gpu_that_is_written_out_has_no_description_to_compile_for():
+    with pytest.raises(UserError, match=r"gpu='48,768,155': XLA compiles only for a GPU that it"):
+        target_devices(1, "48,768,155")
 
 
 def test_an_unknown_gpu_is_refused_with_those_that_there_are():

@@ -369,6 +369,6 @@ def test_known_gpus_are_planned_as_what_they_are_and_others_as_h100s():
     assert cluster_of("cpu", 8) == dataclasses.replace(h100, gpu=named)
     host = cluster_of("NVIDIA H200", 16, host=Host(usable_bytes=90 * GIB, gbs=40.0)).gpu
     assert (host.usable_host_bytes, costs.host_seconds(host, 40e9)) == (90 * GIB, pytest.approx(1))
-    other = cluster_of("NVIDIA GeForce RTX 4090", 8, 22 * GIB)
+    other = cluster_of("NVIDIA GeForce RTX 3090", 8, 22 * GIB)
     assert other.gpu.usable_bytes == 22 * GIB
     assert other.gpu.peak_flops() == find_gpu("h100").peak_flops()

@@ -1,5 +1,6 @@
 """GPUs and clusters: what the tables say, against the data sheets, and what users may write."""
 
+import math
 import re
 
 import pytest
@@ -19,6 +20,13 @@ DATA_SHEETS = {
     "b200": (180, 7.7, 148, (10, 0), 2250, 4500, 1800),
     "gb200": (186, 8.0, 152, (10, 0), 2500, 5000, 1800),
     "l40s": (48, 0.864, 142, (8, 9), 362, 733, 64),
+    "h800": (80, 3.35, 132, (9, 0), 989, 1979, 400),
+    "h20": (96, 4.0, 78, (9, 0), 148, 296, 900),
+    "gh200": (96, 4.0, 132, (9, 0), 989, 1979, 900),
+    "b300": (288, 8.0, 148, (10, 3), 2250, 4500, 1800),
+    "l4": (24, 0.3, 58, (8, 9), 121, 242.5, 64),
+    "a40": (48, 0.696, 84, (8, 6), 149.7, None, 64),
+    "rtx-4090": (24, 1.008, 128, (8, 9), 165.2, 330.3, 64),
 }
 
 
@@ -39,6 +47,7 @@ def test_a_gpu_is_what_its_data_sheet_says(name):
     assert 2 * gpu.nvlink_gbs == links
     assert gpu.cudnn >= 91000
     assert gpu.domain % gpu.host == 0
+    assert gpu.watts and (gpu.machine_watts or math.inf) > 1.3 * gpu.watts
 
 
 @pytest.mark.parametrize("name", [n for n, sheet in DATA_SHEETS.items() if sheet[5]])
@@ -46,20 +55,23 @@ def test_fp8_is_twice_as_fast(name):
     assert find_gpu(name).peak_flops("fp8") == pytest.approx(1e12 * DATA_SHEETS[name][5], rel=0.001)
 
 
-@pytest.mark.parametrize("name", ["a100", "a100-40gb"])
+@pytest.mark.parametrize("name", ["a100", "a100-40gb", "a40"])
 def test_a_gpu_without_fp8_says_so(name):
-    with pytest.raises(UserError, match=r"precision='fp8': NVIDIA A100.* has no such tensor cores"):
+    with pytest.raises(UserError, match=r"precision='fp8': NVIDIA A.*0.* has no such tensor cores"):
         find_gpu(name).peak_flops("fp8")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tpu", r"gpu='tpu': choose one of a100,.*l40s, or give the file"),
+        (
+            "tpu",
+            r"gpu='tpu': choose one of a100,.*l40s,.*rtx-4090, give the file .*, or write GIB,",
+        ),
         ("h100-sxm6", r"gpu='h100-sxm6': did you mean h100 or h100-96gb or h100-pcie\? choose"),
         *(
             (name, rf"gpu='{name}': choose one of")
-            for name in ("h800", "h20", "v100", "a6000", "l4")
+            for name in ("v100", "a6000", "l40", "RTX 5090", "geforce rtx 4080", "mi300x")
         ),
         ("", r"gpu='': choose"),
         ("/nowhere/h100.txtpb", r"gpu='/nowhere/h100.txtpb': there is no such file"),
@@ -84,6 +96,14 @@ def test_a_gpu_that_there_is_not(name, message):
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("h200-141gb", "h200"),
         ("b200-180gb", "b200"),
+        ("RTX 4090", "rtx-4090"),
+        ("geforce rtx 4090", "rtx-4090"),
+        ("4090", "rtx-4090"),
+        ("GH200 480GB", "gh200"),
+        ("H20-96GB", "h20"),
+        ("H800-80GB", "h800"),
+        ("B300-288GB", "b300"),
+        ("Tesla L4", "l4"),
         *((gpu.kind, name) for name, gpu in GPUS.items() if name != "h100-96gb"),
     ],
 )
@@ -103,13 +123,13 @@ def test_a_description_of_a_real_host_replaces_the_chip_and_keeps_the_links(tmp_
 
 
 def test_a_description_of_an_unknown_chip_needs_the_name_of_a_similar_one(tmp_path):
-    file = tmp_path / "h800.txtpb"
-    file.write_text(GPUS["h100"].target.replace("NVIDIA H100 80GB HBM3", "NVIDIA H800"))
-    with pytest.raises(UserError, match=r"no known GPU is called 'NVIDIA H800'; write NAME:FILE"):
+    file = tmp_path / "h100_nvl.txtpb"
+    file.write_text(GPUS["h100"].target.replace("NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL"))
+    with pytest.raises(UserError, match=r"no known GPU is called 'NVIDIA H100 NVL'; write NAME"):
         find_gpu(str(file))
     gpu = find_gpu(f"h100:{file}")
     assert gpu.peak_flops() == GPUS["h100"].peak_flops()
-    assert "NVIDIA H800" in gpu.target
+    assert "NVIDIA H100 NVL" in gpu.target
     with pytest.raises(UserError, match="NAME:FILE"):
         find_gpu(f"tpu:{file}")
 
@@ -119,6 +139,35 @@ def test_a_file_that_is_no_description_is_refused(tmp_path):
     file.write_text("device_memory_size: 85899345920\n")
     with pytest.raises(UserError, match=r"no GpuTargetConfig with the kind, hbm_gbs, cores"):
         find_gpu(str(file))
+
+
+def test_a_gpu_may_be_written_out():
+    gpu = find_gpu("48,768,154.8/309.6,300")
+    assert (gpu.memory_gib, gpu.hbm_gbs, gpu.watts) == (48, 768, 300)
+    peaks = [gpu.peak_flops(precision) / 1e12 for precision in ("bf16", "fp16", "fp32", "fp8")]
+    assert peaks == pytest.approx([154.8, 154.8, 77.4, 309.6])
+    plain = find_gpu("48, 768, 154.8")
+    assert (plain.watts, plain.machine_watts) == (None, None)
+    with pytest.raises(UserError, match=r"precision='fp8': the GPU 48, 768, 154.8 has no such"):
+        plain.peak_flops("fp8")
+    alone = find_cluster(None, plain.name, 1)
+    assert (alone.gpus_per_node, alone.gpu) == (1, plain)
+    cluster = find_cluster("2x8,32,12.5,512,31.5", plain.name, 16)
+    assert (cluster.intra_gbs, cluster.inter_gbs, cluster.gpus_per_node) == (32.0, 12.5, 8)
+    assert (cluster.gpus_per_host, cluster.gpu.host_gib) == (8, 512 / 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "message"),
+    [
+        ("0,768,154.8", 1, r"gpu='0,768,154.8': every number of GIB,GBS,.* must be positive"),
+        ("48,768", 1, r"gpu='48,768': choose one of .*, or write GIB,GBS,TFLOPS"),
+        ("48,768,154.8", 8, r"nothing tells the links of 8 of them; add --cluster NODESxGPUS"),
+    ],
+)
+def test_a_gpu_that_is_not_written_out_in_full_is_refused(text, gpus, message):
+    with pytest.raises(UserError, match=message):
+        find_cluster(None, text, gpus)
 
 
 def test_without_a_cluster_it_is_the_usual_machine():

@@ -8,26 +8,51 @@ per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal
 """
 
 import re
+from typing import NamedTuple
 
 from ultrascale_jax.config import FP8, ModelConfig, require
 from ultrascale_jax.plan.model_shape import ModelShape
 
-PEAK_TFLOPS = (
-    (r"A100", 312.0, 156.0, None),
-    (r"H100 PCIe", 756.5, 378.0, 1513.0),
-    (r"H100 NVL", 835.5, 417.5, 1670.5),
-    (r"H100", 989.4, 494.7, 1978.9),
-    (r"H200 NVL", 835.5, 417.5, 1670.5),
-    (r"H200", 989.4, 494.7, 1978.9),
-    (r"GB200", 2500.0, 1250.0, 5000.0),
-    (r"B200", 2250.0, 1125.0, 4500.0),
-    (r"L40S", 362.05, 183.0, 733.0),
-    (r"RTX 4090$", 165.2, 82.6, 330.3),
-)
-"""(device kind, dense bfloat16 peak, dense TF32 peak, dense fp8 peak) in TFLOP/s, first match wins.
 
-Sources: NVIDIA's data sheets of A100, H100, H200, HGX B200, GB200 NVL72 and L40S, halved where they print the rate with
-sparsity, and the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8 with float32 accumulation).
+class Peaks(NamedTuple):
+    """Dense peaks of a device in TFLOP/s."""
+
+    bf16: float
+    tf32: float
+    fp8: float | None
+    """None without tensor cores for it."""
+
+    def of(self, precision: str, device: str) -> float:
+        """Return the peak at `train.precision`, fp32 on tensor cores; a `UserError` about `device` if it has none."""
+        peaks = {"fp32": self.tf32, "bf16": self.bf16, "fp16": self.bf16}
+        peak = (peaks | dict.fromkeys(FP8, self.fp8))[precision]
+        fix = f"{device} has no such tensor cores; use bf16"
+        require(peak is not None, "precision", precision, fix)
+        assert peak is not None  # `require` raises
+        return peak
+
+
+PEAK_TFLOPS = (
+    (r"A100", Peaks(312.0, 156.0, None)),
+    (r"A40$", Peaks(149.7, 74.8, None)),
+    (r"H100 PCIe", Peaks(756.5, 378.0, 1513.0)),
+    (r"H100 NVL", Peaks(835.5, 417.5, 1670.5)),
+    (r"H100", Peaks(989.4, 494.7, 1978.9)),
+    (r"H200 NVL", Peaks(835.5, 417.5, 1670.5)),
+    (r"G?H200", Peaks(989.4, 494.7, 1978.9)),
+    (r"H800$", Peaks(989.4, 494.7, 1978.9)),
+    (r"H20$", Peaks(148.0, 74.0, 296.0)),
+    (r"GB[23]00", Peaks(2500.0, 1250.0, 5000.0)),
+    (r"B[23]00", Peaks(2250.0, 1125.0, 4500.0)),
+    (r"L40S", Peaks(362.05, 183.0, 733.0)),
+    (r"L4$", Peaks(121.0, 60.0, 242.5)),
+    (r"RTX 4090$", Peaks(165.2, 82.6, 330.3)),
+)
+"""(pattern of the device kind, its peaks); the first match wins.
+
+Sources: NVIDIA's data sheets of A100, A40, H100, H200, GH200, H20, HGX B200 and B300, GB200 and GB300 NVL72, L40S and
+L4, halved where they print the rate with sparsity; H800: DeepSeek-V3 (arXiv 2412.19437), whose GPUs compute as an H100
+does; the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8 with float32 accumulation).
 """
 
 
@@ -74,18 +99,18 @@ def flops_per_token(
     return matrices + attention + again
 
 
+def find_peaks(device_kind: str) -> Peaks | None:
+    """Return the dense peaks of a device by JAX's name for it; none: not known."""
+    return next((peaks for pattern, peaks in PEAK_TFLOPS if re.search(pattern, device_kind)), None)
+
+
 def peak_tflops(device_kind: str, precision: str) -> float | None:
     """Return the dense peak of one device in TFLOP/s at `train.precision`, fp32 on tensor cores; none: not known.
 
     Raises `UserError` if the device is known to have no tensor cores for `precision`.
     """
-    for pattern, bf16, tf32, fp8 in PEAK_TFLOPS:
-        if re.search(pattern, device_kind):
-            peak = {"fp32": tf32, "bf16": bf16, "fp16": bf16, **dict.fromkeys(FP8, fp8)}[precision]
-            fix = f"{device_kind} has no such tensor cores; use bf16"
-            require(peak is not None, "precision", precision, fix)
-            return peak
-    return None
+    peaks = find_peaks(device_kind)
+    return None if peaks is None else peaks.of(precision, device_kind)
 
 
 def mfu(flops_per_s: float, device_kind: str, precision: str) -> float | None:

@@ -13,16 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, require
-from ultrascale_jax.plan.flops import peak_tflops
+from ultrascale_jax.plan.flops import Peaks, find_peaks
 from ultrascale_jax.storage.foreign import read_foreign
 
 TARGETS = Path(__file__).parent / "targets"
 """Descriptions of `GPUS`.
 
-Sources: xla/backends/gpu/target_config/specs in openxla/xla for A100, H100, B200 and GB200. H200: the same with the
-name and the memory that CUDA reports on a real one (143,156 MiB). L40S: NVIDIA's data sheet and Ada whitepaper; CUDA
-reports 45,589 MiB. H100 with 96 GB HBM2e: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (2.4 TB/s), memory as
-CUDA reports it for other cards of 96 GB (95.0 GiB). All of them with cuDNN 9.10.
+Sources: xla/backends/gpu/target_config/specs in openxla/xla for A100, H100, B200 and GB200. The others are one of those
+with name, memory as CUDA reports it on a real one, bandwidth of the memory, and processors: H200, 143,156 MiB; H800, an
+H100; H20, 97,285 MiB and 78 processors; GH200, 96,768 MiB; B300, 267.69 GiB and 148 processors. L40S (45,589 MiB), L4
+(22.03 GiB) and RTX 4090 (23.64 GiB): NVIDIA's data sheets and Ada whitepaper; A40 (45,416 MiB): its data sheet. H100
+with 96 GB HBM2e: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (2.4 TB/s), memory as CUDA reports it for
+other cards of 96 GB (95.0 GiB). All of them with cuDNN 9.10.
 """
 
 
@@ -45,7 +47,9 @@ class Gpu:
     cudnn: int
     """Version of cuDNN on the target, as cuDNN counts: 91000 is 9.10.0."""
     target: str = field(repr=False)
-    """The description that XLA compiles for."""
+    """The description that XLA compiles for; empty for a GPU that is written out."""
+    peaks: Peaks
+    """Dense peaks in TFLOP/s."""
     nvlink_gbs: float
     """To the other GPUs of its domain; PCIe where there is no NVLink."""
     domain: int
@@ -58,17 +62,19 @@ class Gpu:
     """To the host's memory; in the usual machine every GPU has a link of its own."""
     host_gib: float
     """Memory of the host, one GPU's share, in the usual machine; 0 where it is not known."""
+    watts: float | None
+    """Power of the card; none: not known."""
+    machine_watts: float | None
+    """The same with the GPU's share of the host and the cooling, in NVIDIA's machine; none: not known."""
     source: str
-    """Source of the figures of links and host."""
+    """Source of the figures of links, host and power."""
 
     def peak_flops(self, precision: str = "bf16") -> float:
         """Return the dense peak in FLOP/s.
 
         Raises `UserError` if the GPU has no tensor cores for `precision`.
         """
-        peak = peak_tflops(self.kind, precision)
-        assert peak is not None  # every GPU of the table is in PEAK_TFLOPS, a test says so
-        return peak * 1e12
+        return 1e12 * self.peaks.of(precision, self.kind)
 
     @property
     def usable_bytes(self) -> int:
@@ -112,15 +118,21 @@ def _table(name: str) -> list[dict[str, str]]:
 
 
 def _gpu(row: dict[str, str]) -> Gpu:
+    described = _describe(TARGETS.joinpath(row["target"]).read_text())
+    peaks = find_peaks(described["kind"])
+    assert peaks is not None  # every GPU of the table is in PEAK_TFLOPS, a test says so
     return Gpu(
         name=row["name"],
-        **_describe(TARGETS.joinpath(row["target"]).read_text()),
+        **described,
+        peaks=peaks,
         nvlink_gbs=float(row["nvlink_gbs"]),
         domain=int(row["domain"]),
         host=int(row["host"]),
         network_gbs=float(row["network_gbs"]),
         host_gbs=float(row["host_gbs"]),
         host_gib=float(row["host_gib"]) / int(row["host"]),
+        watts=float(row["watts"]),
+        machine_watts=float(row["machine_watts"]) if row["machine_watts"] else None,
         source=row["source"],
     )
 
@@ -136,8 +148,19 @@ ALIASES = {
     "h100-pcie": ("h100-pcie-80gb",),
     "gb200": ("gb200-nvl72",),
     "l40s": ("l40s-48gb",),
+    "h800": ("h800-80gb", "h800-sxm", "h800-sxm5", "h800-sxm-80gb"),
+    "h20": ("h20-96gb", "h20-sxm", "h20-sxm5", "h20-sxm-96gb"),
+    "gh200": ("gh200-96gb", "gh200-superchip", "grace-hopper"),
+    "b300": ("b300-288gb", "b300-sxm", "b300-sxm6", "b300-sxm-288gb"),
+    "l4": ("l4-24gb", "tesla-l4"),
+    "a40": ("a40-48gb", "rtx-a40"),
+    "rtx-4090": ("4090", "rtx4090", "geforce-rtx-4090", "geforce-4090", "rtx-4090-24gb"),
 }
 """Name in `GPUS` to other names of the same card; it is also known by its `kind`."""
+
+
+PCIE_GBS = 31.5
+"""1e9 bytes a second and direction of PCIe 4.0 x16, the only link of a GPU that is written out without a cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,21 +204,29 @@ is the memory of a host, where it is another than that of the GPU's usual machin
 """
 
 
-def find_gpu(name: str) -> Gpu:
-    """Find the GPU of that name, as people or CUDA write it, or the one that `FILE` or `NAME:FILE` describes.
+WRITTEN_OUT = "GIB,GBS,TFLOPS[/FP8_TFLOPS][,WATTS]"
+"""Form of a GPU that is written out: memory in GiB, its bandwidth in GB/s, dense peaks in bfloat16 and fp8, watts."""
 
-    A file is a `GpuTargetConfig` of a real host: a program that runs there with `XLA_FLAGS=--xla_dump_to=DIR` writes it
-    as `DIR/*gpu_target_config.pbtxt`. The chip is read from the file; peaks and links are those of the named GPU, or
-    without a name of the one of the same kind.
+
+def find_gpu(name: str) -> Gpu:
+    """Find the GPU of that name, as people or CUDA write it, the one that is written out, or that a file describes.
+
+    Written out it is `GIB,GBS,TFLOPS[/FP8_TFLOPS][,WATTS]`, as `48,768,155,300`. The watts are with its share of the
+    host; float32 has half the peak of bfloat16. Its links are those of a cluster that is written out too.
+
+    `FILE` or `NAME:FILE` is a `GpuTargetConfig` of a real host: a program that runs there with
+    `XLA_FLAGS=--xla_dump_to=DIR` writes it as `DIR/*gpu_target_config.pbtxt`. The chip is read from the file; peaks and
+    links are those of the named GPU, or without a name of the one of the same kind.
 
     Raises `UserError` if there is no such GPU or file, or no GPU of the file's kind.
     """
+    if written := _written_out(name):
+        return written
     base, _, path = name.rpartition(":")
     if not base and "/" not in path and "." not in path:
         known = _known_gpu(path)
-        chip = _plain(path).partition("-")[0]
-        alike = [gpu for gpu in GPUS if gpu.partition("-")[0] == chip]
-        fix = f"choose one of {', '.join(GPUS)}, or give the file of a GpuTargetConfig"
+        alike = [gpu for gpu in GPUS if _chip(gpu) == _chip(_plain(path))]
+        fix = f"choose one of {', '.join(GPUS)}, give the file of a GpuTargetConfig, or write {WRITTEN_OUT}"
         fix = f"did you mean {' or '.join(alike)}? {fix}" if alike else fix
         require(known is not None, "gpu", name, fix)
         return GPUS[known or ""]
@@ -208,6 +239,41 @@ def find_gpu(name: str) -> Gpu:
     fix = f"no known GPU is called {described['kind']!r}; write NAME:FILE with the most similar of {', '.join(GPUS)}"
     require(known in GPUS, "gpu", name, fix)
     return replace(GPUS[known], name=name, **described | {"kind": GPUS[known].kind})
+
+
+def _written_out(text: str) -> Gpu | None:
+    """Return the GPU that `text` writes out, alone in its host behind PCIe 4.0; none where it is no such text.
+
+    The formulas take an H100's number of processors, of which communication takes some, and no switch that adds.
+    """
+    number = r"(\d+\.?\d*)"
+    form = rf"{number},{number},{number}(?:/{number})?(?:,{number})?"
+    found = re.fullmatch(form, text.replace(" ", ""))
+    if found is None:
+        return None
+    memory, bandwidth, bf16, fp8, watts = (None if n is None else float(n) for n in found.groups())
+    positive = all(n is None or n > 0 for n in (memory, bandwidth, bf16, fp8, watts))
+    require(positive, "gpu", text, f"every number of {WRITTEN_OUT} must be positive")
+    assert memory and bandwidth and bf16  # the form has them
+    return replace(
+        GPUS["h100"],
+        name=text,
+        kind=f"the GPU {text}",
+        memory_gib=memory,
+        hbm_gbs=bandwidth,
+        capability=(8, 0),
+        target="",
+        peaks=Peaks(bf16, bf16 / 2, fp8),
+        nvlink_gbs=PCIE_GBS,
+        domain=1,
+        host=1,
+        network_gbs=PCIE_GBS,
+        host_gbs=PCIE_GBS,
+        host_gib=0.0,
+        watts=watts,
+        machine_watts=watts,
+        source="the command line",
+    )
 
 
 def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
@@ -230,6 +296,8 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
         intra, inter = float(sizes[3]), float(sizes[4])
         fix = f"that is {nodes * gpus_per_node} GPUs, but --gpus is {num_gpus}"
         require(nodes * gpus_per_node == num_gpus, "cluster", text, fix)
+        if not chosen.target:  # a written GPU's host is the node
+            chosen = replace(chosen, domain=gpus_per_node, host=gpus_per_node)
         chosen = _with_host(chosen, sizes[5], sizes[6], gpus_per_node)
         positive = min(num_gpus, intra, inter, chosen.host_gbs) > 0
         require(positive, "cluster", text, "every number but HOST_GIB must be positive")
@@ -241,6 +309,9 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
         fix = f"its GPUs are {built_of}, not {chosen.name}; add --gpu {built_of}"
         require(GPUS[built_of].kind == chosen.kind, "cluster", text, fix)
         chosen = _with_host(chosen, machine["host_gib"], None, gpus_per_node)
+    else:
+        fix = f"nothing tells the links of {num_gpus} of them; add --cluster NODESxGPUS,INTRA,INTER, as 2x8,32,12.5"
+        require(num_gpus == 1 or chosen.target != "", "gpu", chosen.name, fix)
     return Cluster(
         gpu=chosen,
         num_gpus=num_gpus,
@@ -261,6 +332,12 @@ def _with_host(gpu: Gpu, host_gib: str | None, host_gbs: str | None, per_node: i
 def _plain(name: str) -> str:
     """Return the name of a GPU in small letters, with hyphens and without the maker's."""
     return re.sub(r"[\s_-]+", "-", name.strip().lower()).removeprefix("nvidia-")
+
+
+def _chip(plain: str) -> str:
+    """Return the chip of a plain name: `h100` of `h100-sxm6`, `rtx-4090` of `geforce-rtx-4090-d`."""
+    words = plain.removeprefix("geforce-").split("-")
+    return "-".join(words[: 2 if words[0] == "rtx" else 1])
 
 
 def _known_gpu(name: str) -> str | None:

@@ -31,7 +31,7 @@ from ultrascale_jax.config.section import Count, check_fields
 from ultrascale_jax.kernels.choices import HOPPER, AttentionCall
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.plan.flops import flops_per_token, mean_keys, mfu
+from ultrascale_jax.plan.flops import flops_per_token, mean_keys
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
 
@@ -229,9 +229,7 @@ class Run:
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
         """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""
-        found = mfu(self.step_flops / self.num_gpus / step_s, gpu.kind, self.precision)
-        assert found is not None  # every GPU of the table has a peak
-        return found
+        return self.step_flops / self.num_gpus / step_s / gpu.peak_flops(self.precision)
 
     @property
     def ring(self) -> tuple[int, int]:

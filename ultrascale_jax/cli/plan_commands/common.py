@@ -35,7 +35,8 @@ class Options(command_line.Options):
     gpus: Annotated[int, between(1, MOST_GPUS), tyro.conf.arg(metavar="N")] = 8
     """Number of GPUs."""
     gpu: Annotated[str | None, command_line.option("NAME", "the cluster's, or h100")] = None
-    """Name of the GPU; or FILE or NAME:FILE, a GpuTargetConfig of a real host."""
+    """Name of the GPU; FILE or NAME:FILE, a GpuTargetConfig of a real host; or GIB,GBS,TFLOPS[/FP8_TFLOPS][,WATTS], a
+    GPU by its memory, the bandwidth of that, dense peaks and power, with its links by --cluster."""
     cluster: Annotated[str | None, command_line.option("NAME|NODESxGPUS,INTRA,INTER")] = None
     """The machine's name, or its nodes and the GB/s of one GPU within and between them; then ,HOST_GIB,HOST_GBS may
     follow, the memory of a host and the GB/s of one GPU to it."""

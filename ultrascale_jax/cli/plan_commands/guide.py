@@ -14,11 +14,11 @@ from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
-from ultrascale_jax.cli.plan_commands.words import recipe_of, train_command
+from ultrascale_jax.cli.plan_commands.words import compile_command, recipe_of, train_command
 from ultrascale_jax.config import Config, MeshConfig, Remat, UserError, require, with_changes
 from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.plan.formulas.memory import breakdown
-from ultrascale_jax.plan.hardware import Cluster, find_cluster
+from ultrascale_jax.plan.hardware import Cluster, Gpu, find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import line, table, wrap
@@ -28,8 +28,8 @@ from ultrascale_jax.plan.verdict import DOES_NOT_FIT, by_formula
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB, decimal
 
-HOST_WATTS = {"a100": 812, "h100": 1275, "h200": 1275, "b200": 1787}
-"""Watts of a GPU with its share of the host, from data sheets: DGX A100 6.5 kW, H100 and H200 10.2 kW, B200 14.3 kW."""
+INSTEAD = ("a100", "h100", "h200", "b200")
+"""GPUs whose bill is told beside that of the GPUs at hand."""
 
 WAYS = {
     "pp": "with a pipeline",
@@ -56,7 +56,7 @@ class Options(common.Options):
     """Tokens of the whole training; K, M, B and T are powers of 1,000, Ki and Mi of 1,024."""
     price: Annotated[float | None, command_line.option("USD")] = None
     """Price of one GPU for one hour."""
-    watts: Annotated[float | None, command_line.option("W", "the DGX's, by 8")] = None
+    watts: Annotated[float | None, command_line.option("W", "a DGX's by 8, or the card's")] = None
     """Power of one GPU with its share of the host and the cooling."""
 
     def __post_init__(self):
@@ -100,8 +100,12 @@ class GuideReport:
     answer: str
     command: str | None
     """Command that trains the best; none where nothing can be recommended."""
+    check: str | None
+    """Command that compiles it."""
     step: dict[str, Any] | None
     bill: dict[str, Any] | None
+    energy: str
+    """Power that the bill's energy counts."""
     other_clusters: list[dict[str, Any]]
 
     def asdict(self) -> dict[str, Any]:
@@ -122,12 +126,12 @@ class GuideReport:
             *(self._throughput(), self.answer),
         ]
         if self.command is not None:
-            check = self.command.replace("ultrascale train", "ultrascale plan compile", 1)
             parts += [
                 *(self.command, "", f"The whole training: {decimal(self.tokens)} tokens"),
                 self._bill(),
+                self.energy,
                 "Times are by formula and without interruptions. Compile the program before you rent the GPUs: "
-                f"{check} --gpus {self.gpus}",
+                f"{self.check}",
             ]
         return Group(*(line(part) if isinstance(part, str) else part for part in parts))
 
@@ -240,8 +244,10 @@ def explain(
         changes=changes(found),
         answer=found.answer,
         command=train_command(recipe, configured(cfg, best.run)) if best else None,
+        check=compile_command(recipe, configured(cfg, best.run), options) if best else None,
         step=best.summary() if best else None,
         bill=dataclasses.asdict(bill(best, cluster, tokens, options)) if best else None,
+        energy=energy(cluster.gpu, options),
         other_clusters=others(cfg, cluster, best, tokens, options, tell) if best else [],
     )
 
@@ -359,13 +365,24 @@ def bill(step: StepPrediction, cluster: Cluster, tokens: int, options: Options) 
     """Price the training at this step's rate, without interruptions."""
     seconds = tokens / (step.tokens_per_s_gpu * cluster.num_gpus)
     hours = seconds / 3600 * cluster.num_gpus
-    watts = options.watts or HOST_WATTS.get(cluster.gpu.name)
+    watts = options.watts or cluster.gpu.machine_watts or cluster.gpu.watts
     return Bill(
         days=seconds / 86400,
         gpu_hours=hours,
         mwh=None if watts is None else hours * watts / 1e6,
         usd=None if options.price is None else hours * options.price,
     )
+
+
+def energy(gpu: Gpu, options: Options) -> str:
+    """Say of which watts the energy is."""
+    if options.watts:
+        return f"Energy: {options.watts:,.4g} W a GPU, as given"
+    if gpu.machine_watts:
+        return f"Energy: {gpu.machine_watts:,.4g} W a GPU with its share of the host"
+    if gpu.watts:
+        return f"Energy: {gpu.watts:,.4g} W a GPU, the card alone; --watts counts a host too"
+    return "Energy: the power of this GPU is not known; --watts gives it"
 
 
 def others(
@@ -392,7 +409,7 @@ def others(
             f"{factor:g} x the network": replace(cluster, inter_gbs=factor * cluster.inter_gbs)
             for factor in FACTORS
         }
-    for name in HOST_WATTS:
+    for name in INSTEAD:
         if name != cluster.gpu.name:
             clusters[f"{name} instead"] = find_cluster(None, name, n)
     rows = []

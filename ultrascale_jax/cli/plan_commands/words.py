@@ -45,6 +45,13 @@ def train_command(recipe: str, cfg: Config) -> str:
     return shlex.join(["ultrascale", "train", *words(recipe, cfg)])
 
 
+def compile_command(recipe: str, cfg: Config, options: Options) -> str:
+    """Return the command line that compiles `cfg` for the machine of `options`."""
+    return shlex.join(
+        ["ultrascale", "plan", "compile", *words(recipe, cfg), *machine_words(options)]
+    )
+
+
 def machine_words(options: Options) -> list[str]:
     """Return the options that name the machine."""
     found = ["--gpus", str(options.gpus)]

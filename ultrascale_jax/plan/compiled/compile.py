@@ -111,6 +111,11 @@ def target_devices(
         plugin or NVIDIA's assembler is not installed.
     """
     chosen = find_gpu(gpu)
+    fix = (
+        "XLA compiles only for a GPU that it has a description of: take a name, or FILE or NAME:FILE, a "
+        "GpuTargetConfig; formulas (plan memory, plan guide, plan search --compile 0) do take it"
+    )
+    require(chosen.target != "", "gpu", gpu, fix)
     require(num_devices > 0, "num_devices", num_devices, "must be at least 1")
     host = min(gpus_per_host or chosen.host, num_devices)
     fix = (
