@@ -1,11 +1,10 @@
-"""The definition of a layer of experts in dense float64 numpy: what every dispatch must equal, and what it may drop."""
+"""The definition of a layer of experts in dense float64 numpy, which every exchange must equal."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
+from ultrascale_jax.config import Experts
 
 
 def routed(logits, experts: Experts, bias=None) -> tuple[np.ndarray, np.ndarray]:
@@ -68,46 +67,3 @@ def dense_experts(x, ids, weights, w_gate, w_up, w_down, d_y, kept=True) -> Dens
         np.einsum("nD,nEF->EDF", x, dup),
         np.einsum("nEF,nED->EFD", h, dy_nED),
     )
-
-
-def kept_by_capacity(
-    ids: np.ndarray, ranks: int, moe: MoEConfig, experts: Experts, columns: int = 1
-) -> np.ndarray:
-    """The choices [n, k] that `capacity` computes, of the tokens of rank 0, then of rank 1, and so on.
-
-    In each exchange a rank sends its first tokens that have a choice in a part; then a rank computes the first rows of
-    each of its experts, in the order of the ranks that they came from. With several columns (sp) a rank's tokens are
-    exchanged in so many equal parts, and computed together.
-    """
-    n = len(ids) // (ranks * columns)
-    kept, here = np.ones(ids.shape, bool), [[] for _ in range(ranks)]
-    for column in range(columns):
-        parts = np.arange(len(ids)).reshape(ranks, columns, n)[:, column]
-        for rank, tokens in enumerate(_exchanged(parts, ids, kept, ranks, moe, experts)):
-            here[rank].extend(tokens)
-    slots = a2a_stages(moe, experts, ranks, n)[-1:]
-    slots = columns * (slots[0].parts * slots[0].rows if slots else n)
-    limit = capacity(slots, len(ids) * experts.top_k / experts.num, moe.capacity_factor)
-    for expert in range(experts.num):
-        tokens = here[expert * ranks // experts.num]
-        for token in [token for token in tokens if (ids[token] == expert).any()][limit:]:
-            kept[token] &= ids[token] != expert
-    return kept
-
-
-def _exchanged(here, ids, kept, ranks: int, moe: MoEConfig, experts: Experts) -> list[list[int]]:
-    """The tokens that each rank receives, of those that each has; what does not fit is struck out of `kept`."""
-    span = ranks
-    for hop in a2a_stages(moe, experts, ranks, len(here[0])):
-        stride, there = span // hop.parts, [[] for _ in range(ranks)]
-        for rank, tokens in enumerate(here):
-            for part in range(hop.parts):
-                start = rank // span * span + part * stride
-                first = start * experts.num // ranks
-                mine = (ids >= first) & (ids < first + hop.experts)
-                wanted = [token for token in tokens if mine[token].any()]
-                for token in wanted[hop.rows :]:
-                    kept[token] &= ~mine[token]
-                there[start + rank % stride] += wanted[: hop.rows]
-        here, span = there, stride
-    return here

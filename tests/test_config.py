@@ -184,10 +184,8 @@ def test_a_part_of_the_model_is_one_value_among_the_fields_of_a_run():
             lambda: ModelConfig(head_dim=192, qk_norm="head", latent=LatentAttention()),
             "model.qk_norm='head'",
         ),
-        (lambda: MoEConfig(dispatch="dense"), "moe.dispatch='dense'"),
         (lambda: MoEConfig(capacity_factor=0.5), "moe.capacity_factor=0.5"),
         (lambda: MoEConfig(a2a_groups=0), "moe.a2a_groups=0"),
-        (lambda: MoEConfig(dispatch="allgather", a2a_groups=2), "moe.a2a_groups=2"),
         (lambda: MoEConfig(aux_weight=-1.0), "moe.aux_weight=-1.0"),
         (lambda: MoEConfig(aux_over="token"), "moe.aux_over='token'"),
         (lambda: KernelsConfig(grouped_matmul="cudnn"), "kernels.grouped_matmul='cudnn'"),
@@ -353,7 +351,6 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
     ("changes", "num_devices", "named", "fix"),
     [
         ({"mesh__fsdp": 3}, 8, "mesh='fsdp=3'", "multiply to 3, but there are 8 devices"),
-        ({**BIASED, "moe__dispatch": "capacity"}, 8, "moe.dispatch='capacity'", "dropless"),
         (
             {**BIASED, "kernels__grouped_matmul": "mosaic"},
             8,

@@ -298,7 +298,7 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         experts(ids=CHOICES),
         "^ids float32, weights float32: want integers and floats",
     ),
-    "more experts": (experts(experts=us.Experts(num=16, top_k=2)), "16 experts over 8 ranks and 2"),
+    "more experts": (experts(experts=us.Experts(num=16, top_k=2)), "and 16 experts over 8 ranks"),
     "the experts' axis": (experts(axis="ep"), "^axis='ep': is not manual here"),
     "a function as activation": (
         experts(activation=jax.nn.relu),

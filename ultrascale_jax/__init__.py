@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         ulysses_attention,
         zigzag_attention,
     )
-    from ultrascale_jax.parallel.experts.exchange import expert_layer
+    from ultrascale_jax.parallel.experts.exchange import expert_exchange, expert_layer
     from ultrascale_jax.parallel.pipeline.executor import Pipelined, pipeline
     from ultrascale_jax.parallel.pipeline.loss import pipeline_loss, pipeline_value_and_grad
     from ultrascale_jax.parallel.pipeline.orders import forward_only
@@ -136,7 +136,7 @@ _HOME = {
         "allgather_attention context_attention ring_attention ulysses_attention zigzag_attention"
     ),
     "sharding.sequence_order": "sequence_order",
-    "parallel.experts.exchange": "expert_layer",
+    "parallel.experts.exchange": "expert_exchange expert_layer",
     "parallel.pipeline.executor": "Pipelined pipeline",
     "parallel.pipeline.loss": "pipeline_loss pipeline_value_and_grad",
     "parallel.pipeline.orders": "forward_only",

@@ -74,9 +74,8 @@ def config(row: Mapping[str, Any]) -> tuple[Config, int]:
         pp = PipelineConfig(schedule=row["schedule"], virtual=virtual, stash=row["stash"])
     if "strategy" in row:
         cp = ContextConfig(strategy=row["strategy"], ulysses=int(row["ulysses"]))
-    if "dispatch" in row:
-        nodes, overlap = int(row["nodes"]), row["overlap"] == "on"
-        moe = MoEConfig(dispatch=row["dispatch"], a2a_groups=nodes, overlap=overlap)
+    if "overlap" in row:
+        moe = MoEConfig(a2a_groups=int(row["nodes"]), overlap=row["overlap"] == "on")
     if row.get("layers", "all") != "all":
         dense, num_moe = map(int, row["layers"].split("+"))
         experts = dataclasses.replace(model.experts, dense_layers=dense)
@@ -100,8 +99,8 @@ def measure(row: Row) -> Row:
     if "exposed_s" not in row:
         return row
     # ZeRO's collectives are over fsdp too, unless cp is its only axis.
-    if "dispatch" in row:
-        kinds = ("all-to-all", *(GATHERED if row["dispatch"] == "allgather" else ()))
+    if "overlap" in row:
+        kinds = ("all-to-all",)
         axis, columns = "ep", {"travel_s": timeline.link_s, "exposed_travel_s": timeline.waited_s}
     else:
         ring = ("collective-permute", "all-to-all")
@@ -255,10 +254,10 @@ def experts(rows: Sequence[Row]) -> str:
     for row in ways(rows):
         run = Run.of(*config(row))
         nodes = [f"{row['nodes']} nodes"] if row["nodes"] != "1" else []
-        way = [row["dispatch"], *nodes, *(["overlap"] if row["overlap"] == "on" else [])]
+        way = [*nodes, *(["overlap"] if row["overlap"] == "on" else [])]
         shares = speed(row, run, "exposed_s", "travel_s", "exposed_travel_s")
-        lines.append((run.mesh.ep, ", ".join(way), *shares))
-    columns = ("ep", "dispatch", *SPEED, "exposed", "tokens travel", "of it exposed")
+        lines.append((run.mesh.ep, ", ".join(way) or "at once", *shares))
+    columns = ("ep", "exchange", *SPEED, "exposed", "tokens travel", "of it exposed")
     return markdown(columns, lines)
 
 

@@ -16,8 +16,8 @@ GPUS = 8
 EXPERTS = Experts(num=16, top_k=2, d_ff=512)
 # name: (mesh, section moe)
 RUNS = {
-    # Without further rounds, which are the same program again in a loop.
-    "ep4_fsdp2_overlap": ({"fsdp": 2, "ep": 4}, {"overlap": True, "dispatch": "capacity"}),
+    # With room for every token an exchange needs no further rounds, which are the same program again in a loop.
+    "ep4_fsdp2_overlap": ({"fsdp": 2, "ep": 4}, {"overlap": True, "capacity_factor": 4.0}),
     "ep4_fsdp2_overlap_rounds": ({"fsdp": 2, "ep": 4}, {"overlap": True}),
     "ep2_fsdp2_cp2": ({"fsdp": 2, "ep": 2, "cp": 2}, {}),
 }

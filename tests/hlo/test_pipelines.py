@@ -155,8 +155,8 @@ def test_tokens_travel_outside_of_the_conditional_where_layers_of_both_kinds_are
     experts = Experts(num=8, top_k=2, d_ff=512, shared=1, dense_layers=1)
     batch = {"microbatches": 4, "global_batch": 16, "zero": 1, "remat": "full"}
     mesh = {"pp": 2, "fsdp": 2, "ep": 2}
-    # Without further rounds, which are the same program again in a loop.
-    moe = {"dispatch": "capacity"}
+    # With room for every token there are no further rounds, which are the same program again in a loop.
+    moe = {"capacity_factor": 8.0}
     cfg, step = compiled(8, mesh, {}, experts=experts, moe=moe, **batch)
     computations, module = step.module.computations, step.module
     conditionals = [i for body in computations.values() for i in body if i.opcode == "conditional"]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.expert_oracle import dense_experts, kept_by_capacity, routed, weighed
+from tests.expert_oracle import dense_experts, routed, weighed
 from tests.states import some_module
 from ultrascale_jax.config import Experts, MeshConfig, ModelConfig, MoEConfig
 from ultrascale_jax.models.layers import map_params, zero_sizes
@@ -127,7 +127,6 @@ MODELS = {
 LAYERS = {
     "batch": ("softmax", MoEConfig(aux_weight=0.3), {}),
     "sequence": ("sigmoid", MoEConfig(aux_weight=0.3, aux_over="sequence", z_loss=0.1), {}),
-    "drops": ("softmax", MoEConfig(dispatch="capacity", capacity_factor=1.0), {}),
     "batch_on_a_mesh": (
         "sigmoid", MoEConfig(aux_weight=0.3, z_loss=0.1, capacity_factor=1.0), {"ep": 2, "cp": 2, "sp": 2},
     ),
@@ -206,14 +205,6 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def kept(name: str, ids: np.ndarray) -> np.ndarray:
-    """The choices [n, k] that the layer computes."""
-    model, moe, _ = LAYERS[name]
-    if moe.dispatch == "dropless":
-        return np.ones(ids.shape, bool)
-    return kept_by_capacity(ids, 1, moe, MODELS[model])
-
-
 def expected_aux(name: str, logits: np.ndarray, scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """[B, R]: equation 4 of arXiv 2101.03961, whose mean over tokens this is a token's part of, and the z-loss."""
     moe, X = LAYERS[name][1], scores.shape[1]
@@ -237,7 +228,7 @@ def test_a_layer_is_its_routed_experts_and_the_shared_ones(name):
     _, scores, ids = chosen(name)
     matrices = {part: params[part] for part in ("w_gate", "w_up", "w_down")}
     weights = weighed(scores, ids, experts)
-    dense = dense_experts(x, ids, weights, **matrices, d_y=dy, kept=kept(name, ids))
+    dense = dense_experts(x, ids, weights, **matrices, d_y=dy)
     y = dense.y
     if experts.shared:
         gate, up = (x @ params[f"shared.{part}"] for part in ("w_gate", "w_up"))
@@ -299,9 +290,7 @@ def test_the_statistics_are_what_the_router_did(name):
     p = scores / scores.sum(1, keepdims=True)
     loads, statistics = np.bincount(ids.reshape(-1), minlength=8), run(name).statistics
     np.testing.assert_array_equal(statistics[:8], loads)
-    assert statistics[8] == np.sum(~kept(name, ids))
-    assert (statistics[8] > 0) == (name == "drops")
-    assert statistics[9] == pytest.approx(-np.sum(p * np.log(p)), rel=1e-5)
+    assert statistics[8] == pytest.approx(-np.sum(p * np.log(p)), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -317,9 +306,8 @@ def test_the_routers_gradient_is_the_slope_of_result_and_balance(name):
         scores, _ = routed(logits, experts)
         matrices = (params[part] for part in ("w_gate", "w_up", "w_down"))
         dense = dense_experts(
-            x.reshape(-1, D), ids, weighed(scores, ids, experts), *matrices, dy.reshape(-1, D),
-            kept=kept(name, ids),
-        )  # fmt: skip
+            x.reshape(-1, D), ids, weighed(scores, ids, experts), *matrices, dy.reshape(-1, D)
+        )
         aux = expected_aux(name, logits, scores, ids)
         return float(np.sum(dense.y * dy.reshape(-1, D)) + np.sum(aux * daux))
 

@@ -78,8 +78,6 @@ def test_an_expert_alone_on_its_rank_has_less_room():
     experts, moe = Experts(num=4, top_k=2), MoEConfig(capacity_factor=1.25)
     assert expert_capacity_factor(moe, experts, 4) == 1.125
     assert expert_capacity_factor(moe, experts, 2) == 1.25
-    drops = MoEConfig(capacity_factor=1.25, dispatch="capacity")
-    assert expert_capacity_factor(drops, experts, 4) == 1.25
 
 
 def test_what_a_later_round_sends_finds_room_for_its_share():
@@ -117,6 +115,5 @@ def test_as_many_nodes_as_ranks_are_one_exchange(nodes):
     assert a2a_stages(moe, EXPERTS, 8, 64) == a2a_stages(MoEConfig(), EXPERTS, 8, 64)
 
 
-def test_no_exchange_on_one_rank_and_where_all_is_gathered():
+def test_no_exchange_on_one_rank():
     assert a2a_stages(MoEConfig(), EXPERTS, 1, 64) == []
-    assert a2a_stages(MoEConfig(dispatch="allgather"), EXPERTS, 4, 64) == []

@@ -10,7 +10,7 @@ from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Group, Run
 
-WAY = ("dispatch", "a2a_groups", "overlap")
+WAY = ("a2a_groups", "overlap")
 
 
 def run(name: str = "QWEN3_30B_A3B", sequences: int = 2, **fields) -> Run:
@@ -35,7 +35,6 @@ def test_rows_are_those_of_the_program():
     assert experts.a2a_stages(run(ep=8))[0].rows == 8192
     assert experts.gemm_rows(run(ep=8)) == 8 * 8192 * 8 * 1.5 / 128
     assert experts.received_rows(run(ep=1)) == 8192
-    assert experts.received_rows(run(ep=8, dispatch="allgather")) == 8 * 8192
 
 
 def test_a_sequence_group_sends_its_parts_and_works_on_all():
@@ -76,9 +75,7 @@ def test_without_ep_the_kernel_needs_no_room_and_no_further_round():
         ({"ep": 8}, 1),  # there is room for all tokens on each rank
         ({"ep": 16, "a2a_groups": 2}, 2),  # a node gets every token
         ({"ep": 64, "name": "DEEPSEEK_V3", "a2a_groups": 8}, 3),
-        ({"ep": 16, "dispatch": "capacity"}, 0),
         ({"ep": 8, "name": "MIXTRAL_8X7B"}, 2),
-        ({"ep": 8, "name": "MIXTRAL_8X7B", "dispatch": "allgather"}, 1),
         ({"name": "LLAMA3_8B"}, 0),
     ],
     ids=str,
@@ -122,12 +119,4 @@ def test_the_time_of_one_way_by_hand():
     node = Group(ranks=8, per_node=8)
     assert experts.dispatch_seconds(run(ep=8), cluster) == pytest.approx(
         costs.collective_seconds(cluster, "all-to-all", size, node)
-    )
-    gathered = run(ep=8, dispatch="allgather")
-    assert experts.dispatch_seconds(gathered, cluster) == pytest.approx(
-        costs.collective_seconds(cluster, "all-gather", 2 * 2048 * 8 * 8192, node)
-    )
-    capacity = run(ep=8, dispatch="capacity")
-    assert experts.dispatch_seconds(capacity, cluster) == experts.dispatch_seconds(
-        run(ep=8), cluster
     )

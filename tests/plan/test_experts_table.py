@@ -22,9 +22,9 @@ def planned(row: dict[str, str]) -> Run:
     return Run.of(*xla_tables.config(row))
 
 
-def exposed_s(ep: int, dispatch: str = "dropless", nodes: int = 1, overlap: str = "off") -> float:
+def exposed_s(ep: int, nodes: int = 1, overlap: str = "off") -> float:
     """Seconds by formula for which the experts wait for tokens."""
-    wanted = {"dispatch": dispatch, "nodes": str(nodes), "overlap": overlap}
+    wanted = {"nodes": str(nodes), "overlap": overlap}
     (row,) = (r for r in WAYS if wanted.items() <= r.items() and planned(r).mesh.ep == ep)
     run = planned(row)
     return estimate(run, find_cluster(None, "h100", run.num_gpus)).parts["exposed ep"]
@@ -67,8 +67,8 @@ def test_a_token_that_travels_once_to_a_node_is_waited_for_less():
 def test_the_ways_are_shown_as_a_table():
     lines = xla_tables.experts(ROWS).splitlines()
     assert len(lines) == 2 + len(WAYS)
-    assert lines[2].startswith("| 8 | dropless | ")
-    assert any(line.startswith("| 64 | dropless, 8 nodes, overlap | ") for line in lines)
+    assert lines[2].startswith("| 8 | at once | ")
+    assert any(line.startswith("| 64 | 8 nodes, overlap | ") for line in lines)
 
 
 @pytest.mark.wide

@@ -287,7 +287,7 @@ def test_context_parallelism_is_described_where_there_is_any(strategy, ulysses, 
 
 def test_the_way_to_experts_is_described():
     cfg = change(BASE, mesh={"ep": 4}, model={"experts": Experts(num=8, top_k=2)})
-    text = "experts: 2 of 8 for each token, 2 on a GPU; dropless over ep=4"
+    text = "experts: 2 of 8 for each token, 2 on a GPU, ep=4"
     assert parallelism(cfg) == [text]
 
 

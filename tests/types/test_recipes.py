@@ -159,7 +159,7 @@ def assert_the_step_returns_the_state_that_it_takes(cfg: Config, name: str):
         "skipped": ((), "bool"),
     }
     if cfg.model.experts is not None:
-        names = ("moe_max_load", "moe_dropped", "moe_entropy")
+        names = ("moe_max_load", "moe_entropy")
         expected |= dict.fromkeys(names, ((), "float32"))
         expected["moe_load"] = ((cfg.model.experts.num,), "float32")
     if cfg.model.mtp_layers:

@@ -169,8 +169,7 @@ def on_mesh(options: ScoreOptions, cfg: Config, positions: int) -> tuple[Config,
         kernels=KernelsConfig(),
         pp=PipelineConfig(),
         cp=ContextConfig(),
-        # No token is dropped, so that no result depends on the mesh or on the rows beside.
-        moe=replace(cfg.moe, dispatch="dropless", a2a_groups=1, overlap=False),
+        moe=replace(cfg.moe, a2a_groups=1, overlap=False),
         train=replace(train, precision=options.precision or train.precision),
     )
     return cfg.check(count), make_mesh(sizes)

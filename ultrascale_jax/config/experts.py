@@ -10,17 +10,14 @@ from ultrascale_jax.config.section import Count, NonNegative, Section, at_least
 BIAS_RATE = 0.001
 """`moe.bias_rate` of a run that does not set it (DeepSeek-V3)."""
 
-Dispatch = Literal["dropless", "capacity", "allgather"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(Section, name="moe"):
     """Exchange of tokens with their experts over mesh.ep, and balance of the experts."""
 
-    dispatch: Dispatch = "dropless"
-    """All-to-alls in as many rounds as it takes, one that drops what is over `capacity_factor`, or all-gather."""
     capacity_factor: Annotated[float, at_least(1)] = 1.25
-    """Rows that a buffer holds, as a multiple of the rows that balanced routing would send."""
+    """Rows that a buffer holds, as a multiple of the rows that balanced routing would send; more take further rounds.
+    """
     a2a_groups: Count = 1
     """Parts of mesh.ep, such as its nodes: a token goes once to each part that it needs, and is spread inside."""
     overlap: bool = False
@@ -35,16 +32,8 @@ class MoEConfig(Section, name="moe"):
     """Change of an expert's bias (`model.experts.bias`) in a step: up if the expert had less than the mean, down
     otherwise; 0.001 if it is not set."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.a2a_groups > 1 and self.dispatch == "allgather":
-            self.refuse("a2a_groups", "allgather has no levels; use 1, or another dispatch")
-
     def check(self, experts: Experts, ep: int) -> None:
-        """Refuse ranks that cannot share the experts, and a dispatch that is not for them."""
-        if self.dispatch == "capacity" and experts.biases:
-            bias = "a dropped choice would keep its bias (model.experts.biases)"
-            self.refuse("dispatch", f"{bias}; use dropless or allgather")
+        """Refuse ranks that cannot share the experts."""
         require(
             experts.num % ep == 0, "mesh.ep", ep, f"must divide model.experts.num={experts.num}"
         )

@@ -100,7 +100,6 @@ class Traits:
     remat: Remat
     lora: bool
     experts: bool
-    dispatch: str
     fp8: bool
     post_norm: bool = False
     """They follow the halves, and are nowhere else."""
@@ -118,7 +117,6 @@ class Traits:
             remat=cfg.train.remat,
             lora=cfg.train.lora.enabled,
             experts=cfg.model.experts is not None,
-            dispatch=cfg.moe.dispatch,
             fp8=cfg.train.precision in FP8,
             post_norm=cfg.model.norm_placement == "post",
         )
@@ -221,13 +219,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="order_exchanges",
         # ZeRO-3's gathers are part of the layers, and were not ordered.
-        applies=lambda run, _: (
-            run.experts
-            and run.mesh.pp > 1
-            and run.mesh.ep > 1
-            and run.zero < 3
-            and run.dispatch != "allgather"
-        ),
+        applies=lambda run, _: run.experts and run.mesh.pp > 1 and run.mesh.ep > 1 and run.zero < 3,
         fields=lambda _: {"orders_exchanges": True},
         effect="the passes of a pipeline's tick hide each other's exchanges of tokens",
         evidence="docs/benchmarks/h100.md, experts",

@@ -17,7 +17,7 @@ NATURAL = ContextConfig(strategy="ring")
 """Context parallelism for sequences in natural order."""
 
 DROPLESS = MoEConfig()
-"""Experts as they come: no token is dropped, nothing is added to the objective."""
+"""Experts as they come: nothing is added to the objective."""
 
 PLAIN = Lowering.plain()
 

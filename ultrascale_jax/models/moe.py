@@ -66,13 +66,13 @@ class Routed:
     balance_BR: jax.Array
     """Each token's term of the objective for the balance of experts; float32."""
     statistics_Z: jax.Array
-    """Float32 `[num + 2]`: tokens that chose each expert, choices dropped, and the sum of the entropies in nats. A
-    partial sum over the axes that split tokens; it has no gradient."""
+    """Float32 `[num + 1]`: tokens that chose each expert, and the sum of the entropies in nats. A partial sum over the
+    axes that split tokens; it has no gradient."""
 
 
 def num_statistics(experts: Experts) -> int:
-    """Return length of `Routed.statistics_Z`: a load for each expert, drops and entropy."""
-    return experts.num + 2
+    """Return the length of `Routed.statistics_Z`: a load for each expert, and the entropy."""
+    return experts.num + 1
 
 
 STATISTICS_AXES = "BR"
@@ -177,7 +177,7 @@ def _experts(
     routed = jnp.any(x != 0, axis=1, keepdims=True)
     ids = jnp.where(routed if is_dense is None else routed & ~is_dense, ids, -1)
     w_gate, w_up, w_down, *hidden_biases = matrices
-    y, dropped = expert_layer(
+    y, _ = expert_layer(
         x, ids, weights, w_gate, w_up, w_down, axis="ep",
             moe=moe, experts=experts, product=product,
         activation=cfg.activation, biases=tuple(hidden_biases) or None, idles=is_dense is not None,
@@ -189,8 +189,6 @@ def _experts(
         chosen = ids[:, :, None] == jnp.arange(experts.num)[None, None]
         weights_X = jnp.sum(jnp.where(chosen, weights[:, :, None], 0), axis=1)
         y = (y + jnp.dot(weights_X, biases[1], precision="highest")).astype(y.dtype)
-    if "tp" in varying(dropped) - axes:
-        dropped = jax.lax.pmax(dropped, "tp")
     chosen_BRX = jnp.sum(
         ids[:, :, None] == jnp.arange(experts.num)[None, None], axis=1, dtype=jnp.float32
     )
@@ -203,8 +201,7 @@ def _experts(
         lse = jax.nn.logsumexp(logits, axis=1)
         aux_BR += moe.z_loss * jnp.square(lse).reshape(B, R)
     entropy = -jnp.sum(probabilities * jnp.log(probabilities + 1e-20))
-    totals = jnp.stack([dropped.astype(jnp.float32), entropy])
-    statistics = jnp.concatenate([chosen_BRX.sum((0, 1)), totals])
+    statistics = jnp.concatenate([chosen_BRX.sum((0, 1)), entropy[None]])
     statistics = vary(jax.lax.stop_gradient(statistics), axes)
     return y.reshape(B, R, D), vary(aux_BR, axes), statistics
 

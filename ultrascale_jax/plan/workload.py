@@ -169,7 +169,6 @@ class Run:
             remat=self.remat,
             lora=self.lora.enabled,
             experts=self.shape.experts is not None,
-            dispatch=self.moe.dispatch,
             fp8=self.precision == "fp8",
         )
         return choose(traits)
@@ -264,13 +263,8 @@ class Run:
         """Words for how tokens are dispatched to experts, without defaults; empty without experts."""
         if self.shape.experts is None:
             return []
-        moe = self.moe
-        named = [moe.dispatch] if moe.dispatch != "dropless" else []
-        return [
-            *named,
-            *([f"nodes{moe.a2a_groups}"] if moe.a2a_groups > 1 else []),
-            *(["overlap"] if moe.overlap else []),
-        ]
+        nodes = [f"nodes{self.moe.a2a_groups}"] if self.moe.a2a_groups > 1 else []
+        return [*nodes, *(["overlap"] if self.moe.overlap else [])]
 
     @property
     def pipeline(self) -> list[str]:

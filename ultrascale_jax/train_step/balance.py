@@ -10,7 +10,7 @@ from ultrascale_jax.sharding.rules import act, axes_of
 
 
 def statistics_start(cfg: Config) -> jax.Array | None:
-    """Return zeros for the statistics `[L, num + 2]` of a step's micro-batches, partial sums; None without experts.
+    """Return zeros for the statistics `[L, num + 1]` of a step's micro-batches, partial sums; None without experts.
 
     The rows are the model's layers of experts, then the modules of `model.mtp_layers`.
     """
@@ -37,7 +37,7 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
     rate = BIAS_RATE if rate is None else rate
     if routed is None or experts is None or not experts.bias or not rate:
         return params
-    loads = routed[:, :-2]
+    loads = routed[:, :-1]
     missing = jnp.sign(jnp.mean(loads, axis=1, keepdims=True) - loads)
     modules = cfg.model.mtp_layers
     of_modules = iter(missing[-modules:] if modules else ())
@@ -55,13 +55,13 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
 
 def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:
     """Return, of a step's choices over all layers, `moe_load` `[num]`, each expert's over the mean; `moe_max_load`, the
-    busiest of any layer over its mean; `moe_dropped`, the share not computed; `moe_entropy`, a router's mean in nats.
+    busiest of any layer over its mean; `moe_entropy`, a router's mean in nats.
     """
     if routed is None:
         return {}
     experts = cfg.model.experts
     assert experts is not None
-    loads, dropped, entropy = routed[:, :-2], routed[:, -2], routed[:, -1]
+    loads, entropy = routed[:, :-1], routed[:, -1]
     total = jnp.maximum(jnp.sum(loads), 1.0)
     # A pipeline's padding has no choices.
     mean = jnp.mean(loads, axis=1, keepdims=True)
@@ -69,6 +69,5 @@ def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:
     return {
         "moe_load": jnp.sum(loads, axis=0) * experts.num / total,
         "moe_max_load": jnp.max(loads / mean),
-        "moe_dropped": jnp.sum(dropped) / total,
         "moe_entropy": jnp.sum(entropy) * experts.top_k / total,
     }

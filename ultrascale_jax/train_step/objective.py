@@ -32,7 +32,7 @@ class Sums(NamedTuple):
     loss: jax.Array
     """Bare cross-entropy, or the loss of pairs, times the weight of a position."""
     routed: jax.Array | None = None
-    """The routers' statistics `[L, num + 2]` (`models/moe.py`), partial sums; none without experts."""
+    """The routers' statistics `[L, num + 1]` (`models/moe.py`), partial sums; none without experts."""
     mtp: tuple[jax.Array, jax.Array] | None = None
     """Bare cross-entropies times the weight, and targets, of each of `model.mtp_layers`: `[mtp_layers]`."""
     pairs: jax.Array | None = None

@@ -47,13 +47,11 @@ def _context(cfg: Config) -> list[str]:
 
 def _experts(cfg: Config) -> list[str]:
     """Describe where the experts are and how tokens reach them."""
-    experts, mesh, moe = cfg.model.experts, cfg.mesh, cfg.moe
+    experts, mesh = cfg.model.experts, cfg.mesh
     if experts is None:
         return []
     shared = f", {experts.shared} shared" if experts.shared else ""
     chosen = f"{experts.top_k} of {experts.num} for each token{shared}"
     if mesh.ep == 1:
         return [f"experts: {chosen}, all on each GPU"]
-    return [
-        f"experts: {chosen}, {experts.num // mesh.ep} on a GPU; {moe.dispatch} over ep={mesh.ep}"
-    ]
+    return [f"experts: {chosen}, {experts.num // mesh.ep} on a GPU, ep={mesh.ep}"]

@@ -39,7 +39,7 @@ COLUMNS = (
     "mtp_loss",
     *("pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
     *("logp_chosen", "logp_rejected"),
-    *("moe_dropped", "moe_entropy", "moe_load", "moe_max_load", "loss_scale", "spike", "skipped"),
+    *("moe_entropy", "moe_load", "moe_max_load", "loss_scale", "spike", "skipped"),
     *("data_wait_s", "batch_hash", "save_failures"),
 )
 """The order of a row's columns; others, as of a user's hook, come after them, and `time` is the last."""
@@ -269,8 +269,6 @@ def _line(row: Mapping[str, Any], num_steps: int) -> str:
         parts.append(f"accuracy {row['reward_accuracy']:.1%}")
     if row.get("moe_max_load"):
         parts.append(f"busiest expert {row['moe_max_load']:.2f}x")
-    if row.get("moe_dropped"):
-        parts.append(f"dropped {row['moe_dropped']:.2%}")
     if row.get("hbm_gib"):
         parts.append(f"{row['hbm_gib']:.1f} GiB")
     if row["skipped"]:

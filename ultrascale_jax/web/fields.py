@@ -33,7 +33,7 @@ FORM = {
     "optim.stochastic_rounding",
     "Pipeline": "pp.schedule pp.virtual pp.stash",
     "Long sequences": "cp.strategy cp.ulysses",
-    "Experts": "moe.dispatch moe.a2a_groups moe.overlap",
+    "Experts": "moe.a2a_groups moe.overlap",
     "Shape of the model": "model.num_layers model.d_model model.d_ff model.num_heads model.num_kv_heads "
     "model.head_dim model.vocab_size",
 }

@@ -44,9 +44,9 @@ def capacity(tokens: int, expected: float, capacity_factor: float) -> int:
     return min(tokens, 8 * math.ceil(capacity_factor * expected / 8))
 
 
-def is_alone(moe: MoEConfig, experts: Experts, ranks: int) -> bool:
-    """Return whether each of `ranks` ranks has one expert, and sends each other what that chose, without drops."""
-    return moe.dispatch == "dropless" and experts.num == ranks
+def one_expert_per_rank(experts: Experts, ranks: int) -> bool:
+    """Return whether each of `ranks` ranks has one expert."""
+    return experts.num == ranks
 
 
 def expert_capacity_factor(moe: MoEConfig, experts: Experts, ranks: int) -> float:
@@ -55,7 +55,7 @@ def expert_capacity_factor(moe: MoEConfig, experts: Experts, ranks: int) -> floa
     One that is alone on its rank gets what `ranks` ranks send there. Chance makes this sum deviate less than the rows
     of one rank, by the square root of their number, so as much less room is as often enough.
     """
-    if is_alone(moe, experts, ranks):
+    if one_expert_per_rank(experts, ranks):
         return 1 + (moe.capacity_factor - 1) / math.sqrt(ranks)
     return moe.capacity_factor
 
@@ -76,8 +76,8 @@ def num_chunks(moe: MoEConfig, ranks: int, tokens: int) -> int:
 
 
 def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> list[A2AStage]:
-    """Return the exchanges between `ranks` ranks with `tokens` tokens each; none for one rank, or with `allgather`."""
-    if ranks == 1 or moe.dispatch == "allgather":
+    """Return the exchanges between `ranks` ranks with `tokens` tokens each; none for one rank."""
+    if ranks == 1:
         return []
     found, left, sources = [], ranks, 1
     for parts in (moe.a2a_groups, ranks // moe.a2a_groups) if moe.a2a_groups > 1 else (ranks,):

@@ -1,13 +1,10 @@
 """Expert parallelism: tokens are sent to the ranks of a mesh axis that hold their experts, and back.
 
-    dropless   each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold
-               `capacity_factor` times what balanced routing sends. Where some rank has more, the ranks take another
-               round: no token is ever dropped, and no buffer is made for the worst case
-    capacity   the same in one round; what does not fit is dropped and counted
-    allgather  every rank gets all tokens and keeps those of its experts; sums are reduce-scattered (few ranks)
-
-With `a2a_groups=m` a token goes first once to each of m parts of the ranks that it needs, to the rank in its own place
-there, and from there to the ranks of that part (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+Each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold `capacity_factor`
+times what balanced routing sends. Where some rank has more, the ranks take another round: no token is ever dropped, and
+no buffer is made for the worst case. With `a2a_groups=m` a token goes first once to each of m parts of the ranks that
+it needs, to the rank in its own place there, and from there to the ranks of that part (DeepSeek-V3, arXiv 2412.19437,
+section 3.2.2).
 
 On a rank, rows are brought together by expert. The products are batched GEMMs on `[E, C, D]`, again with room for
 `capacity_factor` times the balanced rows and further rounds for more, or the Mosaic kernel on ragged groups; nothing
@@ -19,6 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +29,9 @@ from ultrascale_jax.parallel.experts.capacity import (
     a2a_stages,
     capacity,
     expert_capacity_factor,
-    is_alone,
     later_rows,
     num_chunks,
+    one_expert_per_rank,
     scaled,
 )
 from ultrascale_jax.parallel.experts.dispatch import (
@@ -45,7 +43,10 @@ from ultrascale_jax.parallel.experts.dispatch import (
     in_rounds,
 )
 from ultrascale_jax.parallel.experts.local import (
+    ExpertFunction,
+    OneRound,
     Product,
+    mapped_experts,
     model_dim_first,
     padded_experts,
     ragged_experts,
@@ -57,14 +58,11 @@ type Tokens = tuple[jax.Array, jax.Array, jax.Array]
 """x `[n, W]` with the tokens in its first D columns, ids `[n, k]` that count the experts at hand (those of others are
 beyond), weights `[n, k]`."""
 
-type Inner = Callable[[Tokens, Matrices], tuple[jax.Array, jax.Array]]
-"""`(tokens, matrices) -> (their sums [n, D], dropped choices)`."""
+type Inner = Callable[[Tokens, Any], jax.Array]
+"""`(tokens, params) -> their sums [n, D]`; `params` is the pytree of the experts at hand."""
 
-type Outer = Callable[[list[Tokens], Matrices], tuple[list[jax.Array], jax.Array]]
+type Outer = Callable[[list[Tokens], Any], list[jax.Array]]
 """A function as above, for the parts of a batch."""
-
-type Matrices = Sequence[jax.Array]
-"""w_gate, w_up, biases of both if there are any, and w_down of the experts at hand, the matrices `[D, E, F]`."""
 
 
 DROPLESS = MoEConfig()
@@ -108,7 +106,8 @@ def expert_layer(
     splits F (`tp`) results are partial sums, which the caller adds.
 
     Returns:
-      `[n, D]` in x's type, and how many of the choices that this rank saw were dropped, an int32 scalar.
+      `[n, D]` in x's type, and how many choices of this rank were dropped since no expert has their number, an int32
+      scalar.
 
     Raises:
       ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
@@ -117,22 +116,82 @@ def expert_layer(
     ranks = _axis_size(axis)
     if experts is None:
         experts = Experts(num=ranks * w_gate.shape[0], top_k=ids.shape[-1])
-    _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, ranks)
+    _check_tokens(x, ids, weights, moe, experts, ranks)
+    _check_matrices(x, w_gate, w_up, w_down, experts, ranks)
+    one_round = functools.partial(ragged_experts, activation)
+    if product is not None:
+        one_round = functools.partial(padded_experts, product, activation)
+    matrices = model_dim_first([w_gate, w_up, *(biases or ()), w_down])
+    splits = "sp" in varying(w_gate)
+    return _send(
+        one_round, matrices, (x, ids, weights), axis, moe, experts, product is None, splits, idles
+    )
+
+
+def expert_exchange(
+    expert: ExpertFunction,
+    params: Any,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *,
+    axis: str,
+    moe: MoEConfig = DROPLESS,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sum over a token's experts of weight * expert(x), for experts of any kind; `axis` is manual.
+
+    Args:
+      expert: `(params, x_ECD) -> y_ECD` applies this rank's E experts, each to its C rows; it is called with several C.
+        A row that no token fills is zeros, and its result does not count. It reads arrays from `params` only.
+      params: a pytree of floats `[E, ...]`, this rank's experts: rank r of `axis` has those from r*E on.
+      x: this rank's tokens `[n, D]`.
+      ids: their experts `[n, k]`, integers, numbers of all ranks' experts; distinct in a row. -1 is no choice, and a
+        number that is no expert's counts as a dropped one.
+      weights: `[n, k]` floats, used in float32.
+      axis: mesh axis of the experts.
+      moe: how the tokens are sent.
+
+    Returns:
+      `[n, D]` in x's type, and how many choices of this rank were dropped since no expert has their number, an int32
+      scalar.
+
+    Raises:
+      ValueError: the shapes do not fit each other or the axis, or `expert` returns another shape than it takes.
+    """
+    ranks, held = _axis_size(axis), _leading_size(params)
+    if not callable(expert):
+        raise ValueError(f"expert={expert!r}: must be a function (params, x_ECD) -> y_ECD")
+    experts = Experts(num=ranks * held, top_k=ids.shape[-1])
+    _check_tokens(x, ids, weights, moe, experts, ranks)
+    one_round = functools.partial(mapped_experts, expert, x.shape[1])
+    return _send(one_round, params, (x, ids, weights), axis, moe, experts)
+
+
+def _send(
+    one_round: OneRound,
+    params: Any,
+    tokens: Tokens,
+    axis: str,
+    moe: MoEConfig,
+    experts: Experts,
+    ragged: bool = False,
+    splits: bool = False,
+    idles: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Send this rank's tokens to their experts and back, in one part or two; see `expert_layer`."""
+    x, ids, weights = tokens
+    ranks = jax.lax.axis_size(axis)
     ids, weights = ids.astype(jnp.int32), weights.astype(jnp.float32)
-    axes = frozenset({axis}).union(*map(varying, (x, ids, weights, w_gate, w_up, w_down)))
-    shared = "sp" in varying(w_gate)
-    given = x, weights, w_gate, w_up, *(biases or ()), w_down
-    x, weights, *matrices = (vary(a, axes) for a in given)
-    matrices = model_dim_first(matrices)
+    axes = frozenset({axis}).union(*map(varying, (x, ids, weights, *jax.tree.leaves(params))))
+    x, weights, params = jax.tree.map(lambda a: vary(a, axes), (x, weights, params))
     known = (ids >= 0) & (ids < experts.num)
-    unknown = jnp.sum(~known & (ids != -1), dtype=jnp.int32)
+    dropped = jnp.sum(~known & (ids != -1), dtype=jnp.int32)
     ids = jnp.where(known, ids, experts.num)
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
-    tokens = x.shape[0] // parts
-    run = _outer(moe, experts, axis, ranks, tokens, shared, product, activation, idles)
-    results, dropped = run(batch, matrices)
-    return jnp.concatenate(results), dropped + unknown
+    shared = jax.lax.axis_size("sp") if splits else 1
+    run = _outer(one_round, moe, experts, axis, batch[0], shared, ragged, idles)
+    return jnp.concatenate(run(batch, params)), dropped
 
 
 def _check_activation(activation: Activation | Gate) -> None:
@@ -155,22 +214,46 @@ def _axis_size(axis: str) -> int:
     return jax.lax.axis_size(axis)
 
 
-def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, ranks: int) -> None:
-    """Raise an error for shapes or types that do not fit."""
+def _leading_size(params: Any) -> int:
+    """Return the first dimension of every leaf. Raises an error where they differ, or one is no array of floats."""
+    shapes = {jax.tree_util.keystr(path): a for path, a in jax.tree.leaves_with_path(params)}
+    for name, a in shapes.items():
+        if not (hasattr(a, "shape") and a.ndim and jnp.issubdtype(a.dtype, jnp.floating)):
+            raise ValueError(f"params{name}: want floats [E, ...], not {jax.typeof(a)}")
+    if not shapes:
+        raise ValueError(f"params: holds no array; want floats [E, ...], not {params!r}")
+    sizes = {a.shape[0] for a in shapes.values()}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"params of shapes {[a.shape for a in shapes.values()]}: want [E, ...] for this rank's E experts"
+        )
+    return sizes.pop()
+
+
+def _check_matrices(x, w_gate, w_up, w_down, experts: Experts, ranks: int) -> None:
+    """Raise an error for matrices that do not fit each other or x."""
+    D, E, F = x.shape[1], experts.num // ranks, w_gate.shape[-1]
+    wanted = [(E, D, F), (E, D, F), (E, F, D)]
+    given = [a.shape for a in (w_gate, w_up, w_down)]
+    if given != wanted:
+        raise ValueError(
+            f"w_gate, w_up, w_down of shapes {given}: want {wanted} for x {x.shape} and "
+            f"{experts.num} experts over {ranks} ranks"
+        )
+
+
+def _check_tokens(x, ids, weights, moe: MoEConfig, experts: Experts, ranks: int) -> None:
+    """Raise an error for tokens and choices whose shapes or types do not fit."""
     require_type("moe", moe, MoEConfig)
     require_type("experts", experts, Experts)
     moe.check(experts, ranks)
     if x.ndim != 2:
         raise ValueError(f"x {x.shape}: want this rank's tokens [n, D]; reshape [B, T, D]")
-    n, D = x.shape
-    k, E = experts.top_k, experts.num // ranks
-    F = w_gate.shape[-1]
-    wanted = [(n, k), (n, k), (E, D, F), (E, D, F), (E, F, D)]
-    given = [a.shape for a in (ids, weights, w_gate, w_up, w_down)]
-    if given != wanted:
+    wanted = (x.shape[0], experts.top_k)
+    if not ids.shape == weights.shape == wanted:
         raise ValueError(
-            f"ids, weights, w_gate, w_up, w_down of shapes {given}: want {wanted} for x {x.shape}, "
-            f"{experts.num} experts over {ranks} ranks and {k} for each token"
+            f"ids {ids.shape}, weights {weights.shape}: want {wanted}, the {experts.top_k} experts of each token of "
+            f"x {x.shape}"
         )
     integers, floats = (
         jnp.issubdtype(a.dtype, kind) for a, kind in ((ids, jnp.integer), (weights, jnp.floating))
@@ -180,36 +263,34 @@ def _check(x, ids, weights, w_gate, w_up, w_down, moe, experts, ranks: int) -> N
 
 
 def _outer(
+    one_round: OneRound,
     moe: MoEConfig,
     experts: Experts,
     axis: str,
-    ranks: int,
-    tokens: int,
-    splits: bool,
-    product: Product | None,
-    activation: Activation | Gate,
+    tokens: Tokens,
+    shared: int,
+    ragged: bool,
     idles: bool,
 ) -> Outer:
-    """Compose nested all-to-alls around the local experts.
+    """Compose nested all-to-alls around the local experts, for parts of a batch like `tokens`.
 
-    `splits` says whether sp splits the experts' F.
+    `shared` ranks of sp split the experts' F.
     """
-    shared = jax.lax.axis_size("sp") if splits else 1
-    stages = a2a_stages(moe, experts, ranks, tokens)
-    held = [tokens, *(stage.parts * stage.rows for stage in stages)]
+    ranks, (n, D) = jax.lax.axis_size(axis), tokens[0].shape
+    stages = a2a_stages(moe, experts, ranks, n)
+    held = [n, *(stage.parts * stage.rows for stage in stages)]
     local = _Local(
-        rows=tokens * experts.top_k * shared,
-        received=held[-1] * shared * (ranks if moe.dispatch == "allgather" else 1),
+        one_round=one_round,
+        ragged=ragged,
+        num=experts.num // ranks,
+        d_model=D,
+        rows=n * experts.top_k * shared,
+        received=held[-1] * shared,
         capacity_factor=expert_capacity_factor(moe, experts, ranks),
-        alone=is_alone(moe, experts, ranks),
-        drops=moe.dispatch == "capacity",
-        product=product,
-        activation=activation,
+        later_share=32 if one_expert_per_rank(experts, ranks) else 8,
         idles=idles,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
-    if moe.dispatch == "allgather" and ranks > 1:
-        return functools.partial(_gather_all, run, axis)
     agreed = (axis, "sp") if shared > 1 else (axis,)
     outer: Outer = functools.partial(_in_turn, run)
     for stage, first in reversed(list(zip(stages, held[:-1], strict=True))):
@@ -224,7 +305,7 @@ def _outer(
             jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True,
             axis_index_groups=groups if len(groups) > 1 else None,
         )  # fmt: skip
-        one = _Exchange(stage, first, exchange, run, agreed, moe.dispatch == "capacity")
+        one = _Exchange(stage, first, D, exchange, run, agreed)
         run, outer = one.run, one.run_parts
     return outer
 
@@ -232,97 +313,74 @@ def _outer(
 def _in_turn(
     run: Inner,
     batch: Sequence[Tokens],
-    matrices: Matrices,
+    params: Any,
     send: Callable[[jax.Array], jax.Array] = lambda y: y,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> list[jax.Array]:
     """Send `run`'s result for each part of a batch, one part in flight while another is computed.
 
     Left alone, XLA sends all parts at once and then computes them all. Here a part is computed after the one before,
-    which is back before the part's last product begins.
+    which is back before the part's last product (by the last of `params`) begins.
     """
-    results, total = [], jnp.int32(0)
-    *hidden, w_down = matrices
+    results = []
+    leaves, tree = jax.tree.flatten(params)
     for tokens in batch:
         if results:
             results[-1], tokens = jax.lax.optimization_barrier((results[-1], tokens))
-            results[-1], w_down = jax.lax.optimization_barrier((send(results[-1]), w_down))
-        y, dropped = run(tokens, (*hidden, w_down))
-        results, total = [*results, y], total + dropped
-    return [*results[:-1], send(results[-1])], total
+            results[-1], leaves[-1] = jax.lax.optimization_barrier((send(results[-1]), leaves[-1]))
+        results.append(run(tokens, tree.unflatten(leaves)))
+    return [*results[:-1], send(results[-1])]
 
 
 @dataclass(frozen=True)
 class _Local:
     """The experts of this rank, on rows that are here."""
 
+    one_round: OneRound
+    ragged: bool
+    """Whether `one_round` takes rows of all experts together (the grouped kernel), not so many of each."""
+    num: int
+    """Experts of this rank (E)."""
+    d_model: int
     rows: int
     """Choices that balanced routing would send here in the first round."""
     received: int
     """Rows that are here in the first round."""
     capacity_factor: float
-    alone: bool
-    """Whether each rank has one expert: its rows are many, and a 32nd of them is enough for a later round."""
-    drops: bool
-    product: Product | None
-    """None is the grouped kernel."""
-    activation: Activation | Gate
+    later_share: int
+    """A later round takes one of so many parts of the first one's rows: fewer where a rank's one expert has many."""
     idles: bool
     """Whether there may be no rows at all, and nothing is computed then."""
 
-    def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
+    def run(self, tokens: Tokens, params: Any) -> jax.Array:
         x, ids, weights = tokens
-        num, (n, k) = matrices[0].shape[1], ids.shape
-        first = capacity(self.received, self.rows / num, self.capacity_factor)
+        n, k = ids.shape
+        first = capacity(self.received, self.rows / self.num, self.capacity_factor)
         size = scaled(first, n, self.received)
-        assignment = Assignment.of(ids, num)
-        if self.product is None:
-            size = 8 * -(-min(n * k, num * size) // 8)
+        assignment = Assignment.of(ids, self.num)
+        if self.ragged:
+            size = 8 * -(-min(n * k, self.num * size) // 8)
             busiest, most = jnp.sum(assignment.counts), n * k
-            over = jnp.maximum(busiest - size, 0)
         else:
             busiest, most = jnp.max(assignment.counts), n
-            over = jnp.sum(jnp.maximum(assignment.counts - size, 0))
-        experts = functools.partial(ragged_experts, self.activation)
-        if self.product is not None:
-            experts = functools.partial(padded_experts, self.product, self.activation)
-        given = assignment, ((x, weights), tuple(matrices))
 
         def compute():
-            if self.drops:
-                return experts(size, jnp.int32(0), *given)
-            sizes = size, later_rows(size, 32 if self.alone else 8)
-            return in_rounds(experts, sizes, busiest, most, *given)
+            sizes = size, later_rows(size, self.later_share)
+            floats = (x, weights), params
+            return in_rounds(self.one_round, sizes, busiest, most, assignment, floats)
 
         def nothing():
-            return vary(jnp.zeros((n, matrices[0].shape[0]), x.dtype), varying(x))
+            return vary(jnp.zeros((n, self.d_model), x.dtype), varying(x))
 
         some = jnp.sum(assignment.counts) > 0
-        y = jax.lax.cond(some, compute, nothing) if self.idles else compute()
-        return y, over if self.drops else jnp.zeros_like(over)
+        return jax.lax.cond(some, compute, nothing) if self.idles else compute()
 
 
-def _over_sequence(run: Inner, tokens: Tokens, matrices) -> tuple[jax.Array, jax.Array]:
+def _over_sequence(run: Inner, tokens: Tokens, params: Any) -> jax.Array:
     """Gather the tokens of all sp ranks for `run`, and scatter its sums, because sp splits F."""
     x, ids, weights = (jax.lax.all_gather(a, "sp", axis=0, tiled=True) for a in tokens)
-    y, dropped = run((x, ids, weights), matrices)
-    y = jax.lax.psum_scatter(y, "sp", scatter_dimension=0, tiled=True)
-    return y, jnp.where(jax.lax.axis_index("sp") == 0, dropped, 0)
-
-
-def _gather_all(
-    run: Inner, axis: str, batch: list[Tokens], matrices
-) -> tuple[list[jax.Array], jax.Array]:
-    """Gather all tokens of all ranks; each rank keeps those of its experts."""
-    num = matrices[0].shape[1]
-    gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
-    gathered = []
-    for x, ids, weights in batch:
-        own = _local_choices(gather(ids) - jax.lax.axis_index(axis) * num, gather(weights), num)
-        gathered.append((checkpoint_name(gather(x), "dispatched"), *own))
-    scatter = functools.partial(
-        jax.lax.psum_scatter, axis_name=axis, scatter_dimension=0, tiled=True
+    return jax.lax.psum_scatter(
+        run((x, ids, weights), params), "sp", scatter_dimension=0, tiled=True
     )
-    return _in_turn(run, gathered, matrices, scatter)
 
 
 def _local_choices(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
@@ -341,45 +399,27 @@ class _Exchange:
     stage: A2AStage
     first: int
     """Tokens of the first round."""
+    d_model: int
     exchange: Callable[[jax.Array], jax.Array]
     inner: Inner
     agreed: tuple[str, ...]
     """Axes whose ranks take the same number of rounds, because the rounds hold collectives over them."""
-    drops: bool
 
-    def run(self, tokens: Tokens, matrices: Matrices) -> tuple[jax.Array, jax.Array]:
-        """Return the sums for these tokens, and dropped choices."""
-        (y,), dropped = self.run_parts([tokens], matrices)
-        return y, dropped
+    def run(self, tokens: Tokens, params: Any) -> jax.Array:
+        """Return the sums for these tokens."""
+        (y,) = self.run_parts([tokens], params)
+        return y
 
-    def run_parts(
-        self, batch: list[Tokens], matrices: Matrices
-    ) -> tuple[list[jax.Array], jax.Array]:
+    def run_parts(self, batch: list[Tokens], params: Any) -> list[jax.Array]:
         """Run the parts of a batch, one in flight while another is computed."""
         x, ids, weights = zip(*batch, strict=True)
-        assignments, parts = [self._assign(a) for a in ids], self.stage.parts
-        rows = scaled(self.stage.rows, x[0].shape[0], self.first)
-        ints, floats = (assignments, ids), ((x, weights), tuple(matrices))
-        if self.drops:
-            results, dropped = self._round(rows, jnp.int32(0), ints, floats)
-            for assignment, own in zip(assignments, ids, strict=True):
-                left = (assignment.padded(0, rows).slot == parts * rows) & (
-                    assignment.places < parts
-                )
-                part = own // self.stage.experts
-                lost = left[:, None, :] & (part[:, :, None] == part[:, None, :])
-                dropped += jnp.sum(jnp.any(lost, axis=2), dtype=jnp.int32)
-            return results, dropped
+        assignments = [self._assign(a) for a in ids]
+        rows, most = scaled(self.stage.rows, x[0].shape[0], self.first), x[0].shape[0]
         counts = jnp.stack([assignment.counts for assignment in assignments])
         busiest = jax.lax.pmax(jnp.max(counts), self.agreed)
-
-        def one_round(rows, start, ints, floats):
-            return self._round(rows, start, ints, floats)[0]
-
-        most = x[0].shape[0]
+        ints, floats = (assignments, ids), ((x, weights), params)
         sizes = rows, later_rows(rows)
-        results = in_rounds(one_round, sizes, busiest, most, ints, floats, exchanges=True)
-        return results, jnp.int32(0)
+        return in_rounds(self._round, sizes, busiest, most, ints, floats, exchanges=True)
 
     def _assign(self, ids: jax.Array) -> Assignment:
         """Assign tokens to parts: a token goes once to a part in which it has several experts."""
@@ -388,10 +428,10 @@ class _Exchange:
         again = jnp.tril(part[:, :, None] == part[:, None, :], -1).any(2)
         return Assignment.of(jnp.where(again, parts, part), parts)
 
-    def _round(self, rows: int, start, ints, floats) -> tuple[list[jax.Array], jax.Array]:
+    def _round(self, rows: int, start, ints, floats) -> list[jax.Array]:
         """Send at most `rows` rows from each part to each other, of those for it from number `start` on."""
-        (x, weights), matrices = floats
-        x = [tokens[:, : matrices[0].shape[0]] for tokens in x]
+        (x, weights), params = floats
+        x = [tokens[:, : self.d_model] for tokens in x]
         slots = [assignment.padded(start, rows) for assignment in ints[0]]
         received = []
         for tokens in map(self._fill, slots, x, ints[1], weights):
@@ -399,9 +439,9 @@ class _Exchange:
                 received[-1], tokens = jax.lax.optimization_barrier((received[-1], tokens))
             x_here, ids, sent = exchange_tokens(self.exchange, *tokens)
             received.append((checkpoint_name(x_here, "dispatched"), ids, sent))
-        results, dropped = _in_turn(self.inner, received, matrices, self.exchange)
+        results = _in_turn(self.inner, received, params, self.exchange)
         back = zip(results, slots, strict=True)
-        return [combine(y, slot.token, slot.slot) for y, slot in back], dropped
+        return [combine(y, slot.token, slot.slot) for y, slot in back]
 
     def _fill(self, slots: Slots, x, ids, weights) -> Tokens:
         """Fill the send buffers: rows for all parts, expert ids counted from each part's first expert, weights."""

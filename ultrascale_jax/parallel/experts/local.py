@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,13 @@ from ultrascale_jax.parallel.gate import Gate, gated
 
 type Product = Callable[[str, jax.Array, jax.Array], jax.Array]
 """`(subscripts, rows, matrices)` as `jnp.einsum` takes them: `[E, C, D]` or `[E, C, F]` times `[D, E, F]`."""
+
+type OneRound = Callable[[int, jax.Array, Assignment, tuple[Any, Any]], jax.Array]
+"""`(size, start, assignment, ((x, weights), params)) -> sums [n, D]` of at most `size` rows, of each expert or of all,
+from number `start` on."""
+
+type ExpertFunction = Callable[[Any, jax.Array], jax.Array]
+"""`(params, x_ECD) -> y_ECD`: each of E experts maps its C rows."""
 
 
 def model_dim_first(matrices: Sequence[jax.Array]) -> list[jax.Array]:
@@ -56,6 +64,26 @@ def padded_experts(
     h_ECF = _weighed_gate(activation, gate_ECF, up_ECF, weight_EC)
     y_ECD = product("ECF,DEF->ECD", h_ECF, w_down)
     return combine(y_ECD.reshape(-1, D), slots.token, slots.slot)
+
+
+def mapped_experts(
+    expert: ExpertFunction,
+    d_model: int,
+    size: int,
+    start: jax.Array,
+    assignment: Assignment,
+    floats,
+) -> jax.Array:
+    """Apply a function to at most `size` rows of each expert, from its row number `start` on."""
+    (x, weights), params = floats
+    slots = assignment.padded(start, size)
+    x_ECD = dispatch(x[:, :d_model], slots.token, slots.slot).reshape(-1, size, d_model)
+    y_ECD = expert(params, x_ECD)
+    if y_ECD.shape != x_ECD.shape:
+        raise ValueError(f"expert: returns {y_ECD.shape} for x {x_ECD.shape}; want the same shape")
+    weight_EC = take_weights(weights, slots).reshape(-1, size)
+    weighted = (y_ECD.astype(jnp.float32) * weight_EC[..., None]).astype(x.dtype)
+    return combine(weighted.reshape(-1, d_model), slots.token, slots.slot)
 
 
 def ragged_experts(

@@ -34,9 +34,8 @@ def a2a_stages(run: Run) -> list[A2AStage]:
 
 def received_rows(run: Run) -> int:
     """Count the rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
-    gathered = run.mesh.ep if run.moe.dispatch == "allgather" else 1
     found = [hop.parts * hop.rows for hop in a2a_stages(run)]
-    return (found[-1] if found else tokens(run) * gathered) * run.mesh.sp
+    return (found[-1] if found else tokens(run)) * run.mesh.sp
 
 
 def balanced_rows(run: Run) -> float:
@@ -77,15 +76,11 @@ def gemm_rows(run: Run) -> int:
 
 def a2a_rows(run: Run) -> int:
     """Count the rows that a GPU gets of all its tokens, in all exchanges together."""
-    gathered = run.mesh.ep > 1 and run.moe.dispatch == "allgather"
-    found = [hop.parts * hop.rows for hop in a2a_stages(run)]
-    return num_chunks(run) * (sum(found) + gathered * tokens(run) * run.mesh.ep)
+    return num_chunks(run) * sum(hop.parts * hop.rows for hop in a2a_stages(run))
 
 
 def exchange_loops(run: Run) -> int:
     """Count the loops for further rounds of an exchange, one inside the other: none where all tokens have room."""
-    if run.moe.dispatch == "capacity":
-        return 0
     held, count = tokens(run), 0
     for hop in a2a_stages(run):
         count += hop.rows < held
@@ -95,7 +90,7 @@ def exchange_loops(run: Run) -> int:
 
 def round_loops(run: Run) -> int:
     """Count all loops for further rounds: those of the exchanges, and that of an expert's rows inside."""
-    if run.moe.dispatch == "capacity" or run.shape.experts is None:
+    if run.shape.experts is None:
         return 0
     return exchange_loops(run) + (expert_capacity(run) < _most_rows(run))
 
@@ -148,12 +143,8 @@ def dispatch_seconds(run: Run, cluster: Cluster) -> float:
     def seconds(kind: str, count: int, ranks: Group) -> float:
         return costs.collective_seconds(cluster, kind, 2 * run.shape.d_model * count, ranks)
 
-    def along(axis: str) -> Group:
-        return group(run.mesh, (axis,), cluster.gpus_per_node)
-
-    found = seconds("all-gather", received_rows(run), along("sp"))
+    over_sequence = group(run.mesh, ("sp",), cluster.gpus_per_node)
+    found = seconds("all-gather", received_rows(run), over_sequence)
     for hop, ranks in stage_groups(run, cluster.gpus_per_node):
         found += seconds("all-to-all", hop.parts * hop.rows, ranks)
-    if run.moe.dispatch == "allgather":
-        found += seconds("all-gather", tokens(run) * run.mesh.ep, along("ep"))
     return num_chunks(run) * found

@@ -316,7 +316,7 @@ def _exchanges(
     cfg: Config, cluster: Cluster, mesh: MeshConfig, choices: Choices
 ) -> list[MoEConfig]:
     """Return ways to the experts: the recipe's, in as many parts of ep as it has nodes."""
-    if cfg.model.experts is None or cfg.moe.dispatch == "allgather":
+    if cfg.model.experts is None:
         return [cfg.moe]
     nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
     parts = choices.get("a2a_groups", (nodes,))

@@ -4,7 +4,7 @@
 const TITLES = {
   loss: "loss (nats)", eval_loss: "held-out loss (nats)", lr: "learning rate", grad_norm: "gradient norm", tokens_per_s: "tokens/s",
   mfu: "MFU", step_s: "step (s)", hbm_gib: "memory of the first device (GiB)", moe_max_load: "busiest expert over the mean",
-  data_wait_s: "wait for data (s)", mtp_loss: "loss of further tokens (nats)", moe_dropped: "dropped choices of experts",
+  data_wait_s: "wait for data (s)", mtp_loss: "loss of further tokens (nats)",
   moe_entropy: "entropy of the router (nats)", tflops_per_device: "TFLOP/s of a device",
 };
 const HIDDEN = new Set(["tokens", "eval_tokens", "batch_hash", "skipped", "spike"]);
