@@ -1,13 +1,14 @@
-"""Run the pages of the course and of docs/explanation: `python -m scripts.course check|update|figures [PAGE...]`.
+"""Run the blocks of pages: `python -m scripts.course check|update|figures [PAGE...]`.
 
     check     run every block of the pages, and compare what it prints with the page
     update    run every block, and write what it prints into the page
     figures   run the blocks that draw figures, and keep the ones in the folder `figures` of the page
 
-Without PAGE, which is a name such as 01_memory or a path, all pages. Commands run in an empty folder with links to the
-checkout, so a page writes nothing into it. The Python blocks of a page are one process with 8 fake CPU devices, which
-runs after the page's commands; `figures` runs all of them if one draws. Only stdout is compared. The exit code is 1 if
-a page differs.
+A PAGE is a name such as 01_memory or a path; without one these are all of docs/course and docs/explanation. `parts` is
+docs/parts.md. Commands run in an empty folder with links to the checkout, so a page writes nothing into it. The Python
+blocks of a page are one process with 8 fake CPU devices, which runs after the page's commands; those of parts are a
+process each. `figures` runs all Python of a page if one block draws. Only stdout is compared. The exit code is 1 if a
+page differs.
 """
 
 import argparse
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = Path("docs")
 FOLDERS = ("course", "explanation")
 """Folders of docs/ whose pages run."""
+NAMED = ("parts",)
+"""Pages of docs/ itself, which run where they are named. Each of their Python blocks is a whole program."""
 FIGURES = "figures"
 """The folder of figures in each."""
 
@@ -78,12 +81,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_pages(names: Sequence[str] = ()) -> list[Path]:
-    """Return the pages of these names, or all. `UserError` for one that is not there."""
-    paths = (path for name in FOLDERS for path in sorted((ROOT / DOCS / name).glob("*.md")))
-    pages = {path.stem: path for path in paths}
+    """Return the pages of these names, or all in `FOLDERS`. `UserError` for one that is not there."""
+    paths = [path for name in FOLDERS for path in sorted((ROOT / DOCS / name).glob("*.md"))]
+    named = [ROOT / DOCS / f"{name}.md" for name in NAMED]
+    pages = {path.stem: path for path in paths + named}
     for name in names:
         require(Path(name).stem in pages, "PAGE", name, f"choose from {', '.join(pages)}")
-    return [pages[Path(name).stem] for name in names] or list(pages.values())
+    return [pages[Path(name).stem] for name in names] or paths
 
 
 def check(page: Path) -> str:
@@ -182,11 +186,12 @@ def outputs(page: Path, blocks: Sequence[Block], folder: Path) -> Iterator[tuple
             module = ["-m", "ultrascale_jax"] if program == "ultrascale" else []
             place = f"{page.name}:{block.line}: {block.text}"
             yield block, tidy(_run([*module, *words], folder, place))
-    if python:
+    programs = [[block] for block in python] if page.stem in NAMED else [python] if python else []
+    for program in programs:
         script = folder / f"{page.stem}.py"
-        script.write_text(_script(python), encoding="utf-8")
+        script.write_text(_script(program), encoding="utf-8")
         printed = _run([script.name], folder, f"{page.name}: Python").split(f"{END_OF_BLOCK}\n")
-        yield from zip(python, map(tidy, printed), strict=False)
+        yield from zip(program, map(tidy, printed), strict=False)
 
 
 def _script(blocks: Sequence[PythonBlock]) -> str:
