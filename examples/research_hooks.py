@@ -1,4 +1,4 @@
-"""Train with a loss term, an optimizer and frozen parameters of your own, on any mesh: `python research_hooks.py`."""
+"""Train with terms, an optimizer and frozen parameters of your own, on any mesh: `python research_hooks.py`."""
 
 import os
 
@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import contextlib
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,19 @@ import optax
 import ultrascale_jax as us
 
 
-class SmallStates(us.Transformer):
-    """A model whose loss also keeps the last hidden states small; Lion trains all but the embedding."""
+class MeasuredMLP(us.MLP):
+    """The built-in MLP, which also reports the mean size of its results."""
 
+    def __call__(self, x_BRD):
+        y_BRD = super().__call__(x_BRD)
+        return y_BRD, {"mlp_size": jnp.mean(jnp.abs(y_BRD.astype(jnp.float32)))}
+
+
+class SmallStates(us.Transformer):
+    """A model that keeps the results of MLPs and the last states small too; Lion trains all but the embedding."""
+
+    layers = us.Layers(mlp=MeasuredMLP)
+    layer_terms: ClassVar = {"mlp_size": 0.1}  # times 0.1 in the objective; 0 would only log it
     loss_terms = ("state_size",)  # logged beside the loss
 
     def loss(self, x_BRD, targets_BT, weight, **settings):
@@ -36,6 +47,7 @@ class SmallStates(us.Transformer):
         return path != "embed"
 
 
+TERMS = ("loss", "state_size", "mlp_size")
 CFG = us.Config(
     model=us.ModelConfig(
         vocab_size=256, d_model=32, d_ff=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
@@ -47,7 +59,7 @@ CFG = us.Config(
 
 
 def train(sizes: us.MeshConfig, devices: list[jax.Device]):
-    """Return loss and term of each step on a mesh, and without pp the states after layer 2 of the last batch."""
+    """Return loss and terms of each step on a mesh, and without pp the states after layer 2 of the last batch."""
     cfg = dataclasses.replace(CFG, mesh=sizes).check(len(devices))
     mesh = us.make_mesh(cfg.mesh, devices)
     rows, states = [], None
@@ -59,7 +71,7 @@ def train(sizes: us.MeshConfig, devices: list[jax.Device]):
         for _ in range(cfg.train.steps):
             _, batch, _ = next(batches)
             state, metrics = step(state, batch)
-            rows.append([float(metrics[name]) for name in ("loss", "state_size")])
+            rows.append([float(metrics[name]) for name in TERMS])
         if sizes.pp == 1:
             documents = batch["positions"], batch.get("segment_ids")
             inputs = us.LayerInputs.of(cfg.model, *documents, context=cfg.cp)
@@ -74,7 +86,8 @@ def main():
     one = train(us.MeshConfig(fsdp=1), jax.devices()[:1])
     many = train(us.MeshConfig(fsdp=4, tp=2), jax.devices())
     for number, (a, b) in enumerate(zip(one[0], many[0], strict=True), start=1):
-        print(f"step {number}: loss {a[0]:.6f} {b[0]:.6f}, state_size {a[1]:.6f} {b[1]:.6f}")
+        pairs = (f"{name} {x:.6f} {y:.6f}" for name, x, y in zip(TERMS, a, b, strict=True))
+        print(f"step {number}:", ", ".join(pairs))
     return one, many
 
 

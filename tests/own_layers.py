@@ -1,4 +1,9 @@
-"""A model whose attention, MLP, norm and loss are not the built-in ones, as `docs/layers.md` shows them."""
+"""A model whose attention, MLP, norm and loss are not the built-in ones, as `docs/layers.md` shows them.
+
+Its loss and the parts of its layers have terms, with a weight in the objective and without.
+"""
+
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +33,8 @@ class GatedAttention(nnx.Module):
         out_BTNH, cache = us.attend(self.implementation, q_BTNH, k_BTKH, v_BTKH, inputs)
         gate_BTN = jax.nn.sigmoid(us.linear("BTD,DN->BTN", x_BTD, self.w_gate[...]))
         out_BTNH = out_BTNH * gate_BTN[..., None]
-        return us.linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
+        y_BTD = us.linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
+        return y_BTD, cache, {"open_gates": jnp.mean(gate_BTN.astype(jnp.float32))}
 
 
 class SquaredReLU(nnx.Module):
@@ -45,7 +51,13 @@ class SquaredReLU(nnx.Module):
         up_BTF = us.linear("BTD,DF->BTF", us.gather_sequence(x_BRD), self.w_up[...])
         scale_BTF = us.broadcast_param(self.scale[...], "F", "BTF", up_BTF.shape)
         h_BTF = jnp.square(jax.nn.relu(up_BTF)) * scale_BTF.astype(up_BTF.dtype)
-        return us.linear("BTF,FD->BTD", h_BTF, self.w_down[...], to="BRD")
+        y_BRD = us.linear("BTF,FD->BTD", h_BTF, self.w_down[...], to="BRD")
+        h32_BTF = h_BTF.astype(jnp.float32)
+        terms = {
+            "activity": jnp.mean(jnp.abs(h32_BTF)),
+            "zeros": jnp.mean(jnp.float32(h32_BTF == 0)),
+        }
+        return y_BRD, terms
 
 
 class Unscaled(nnx.Module):
@@ -64,6 +76,8 @@ class OwnModel(us.Transformer):
     """The layers above, and a head that maps hidden states once more and keeps them small."""
 
     layers = us.Layers(attention=GatedAttention, mlp=SquaredReLU, norm=Unscaled)
+    layer_terms: ClassVar = {"activity": 0.5, "open_gates": 2.0, "zeros": 0}
+    loss_terms = ("squares",)
 
     def __init__(self, cfg: us.ModelConfig, key: jax.Array, *place, **settings):
         super().__init__(cfg, key, *place, **settings)
@@ -82,4 +96,5 @@ class OwnModel(us.Transformer):
         objective, nats = super().loss(x_BRD, targets_BT, weight, **settings)
         squares = jnp.sum(jnp.square(us.reshard("BRD->BTD", x_BRD).astype(jnp.float32)))
         # All members of the tensor group (and of a pipeline) have computed the same sum.
-        return objective + 1e-3 * weight * us.all_reduce(squares, "V", "mean"), nats
+        squares = weight * us.all_reduce(squares, "V", "mean")
+        return objective + 1e-3 * squares, nats, {"squares": squares}

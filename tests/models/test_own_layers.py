@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,35 +41,64 @@ def on(cfg: Config, mesh: str) -> Config:
     return cfg.check(int(np.prod(list(cfg.mesh.sizes.values()))))
 
 
-def trace(model: type, mesh: str = "fsdp=2,sp=2", **train) -> None:
+def trace(model: type, mesh: str = "fsdp=2,sp=2", *, cfg: Config = CFG, **train) -> None:
     """Trace a training step, without compiling it."""
-    cfg = on(change(CFG, train=train), mesh)
+    cfg = on(change(cfg, train=train), mesh)
     devices = mesh_of(cfg)
     with jax.set_mesh(devices):
         state, batch = us.abstract_state(cfg, devices, model), abstract_batch(cfg, devices)
         jax.eval_shape(lambda *args: train_step(cfg, *args), state, batch)
 
 
-def model_with(**parts) -> type:
+def model_with(terms: dict[str, float] | None = None, **parts) -> type:
     class Own(us.Transformer):
         layers = us.Layers(**parts)
+        layer_terms = terms or {}
 
     return Own
 
 
-class InFloat32(SquaredReLU):
+class InFloat32(us.MLP):
     def __call__(self, x_BRD):
         return super().__call__(x_BRD).astype(jnp.float32)
 
 
-class Gathered(SquaredReLU):
+class Gathered(us.MLP):
     def __call__(self, x_BRD):
         return us.reshard("BRD->BTD", super().__call__(x_BRD))
 
 
+class WithTerm(us.MLP):
+    terms = staticmethod(lambda x_BRD: {"size": jnp.mean(jnp.abs(x_BRD.astype(jnp.float32)))})
+
+    def __call__(self, x_BRD):
+        return super().__call__(x_BRD), self.terms(x_BRD)
+
+
+class TermOfTokens(WithTerm):
+    terms = staticmethod(lambda x_BRD: {"size": jnp.mean(x_BRD.astype(jnp.float32), axis=-1)})
+
+
+class TermInBf16(WithTerm):
+    terms = staticmethod(lambda x_BRD: {"size": jnp.mean(x_BRD)})
+
+
+class NamelessTerm(WithTerm):
+    terms = staticmethod(lambda x_BRD: jnp.float32(0))
+
+
+class TermNamedLoss(WithTerm):
+    terms = staticmethod(lambda x_BRD: {"loss": jnp.float32(0)})
+
+
+class AttentionOfTheSameTerm(us.Attention):
+    def __call__(self, x_BRD, inputs):
+        return *super().__call__(x_BRD, inputs), {"size": jnp.float32(0)}
+
+
 class WholeSums(GatedAttention):
     def __call__(self, x_BRD, inputs):
-        y_BTD, cache = super().__call__(x_BRD, inputs)
+        y_BTD, cache, _ = super().__call__(x_BRD, inputs)
         return us.reshard("BTD->BTD", y_BTD, summed=frozenset({"sp", "tp"})), cache
 
 
@@ -98,6 +128,25 @@ FAULTS = {
     "no call": ({"norm": NoCall}, r"layers\.norm='NoCall': .*must be callable with \(x_BRD\)"),
     "type": ({"mlp": InFloat32}, r"layers\.mlp='InFloat32': returned float32\["),
     "split": ({"mlp": Gathered}, r"layers\.mlp='Gathered': .*must return bfloat16\[8"),
+    "term without a name": (
+        {"mlp": NamelessTerm},
+        r"layers\.mlp='NamelessTerm': .*a dict of float32",
+    ),
+    "term of each token": (
+        {"mlp": TermOfTokens},
+        r"layers\.mlp='TermOfTokens': .*'size': 'float32\[",
+    ),
+    "term in bfloat16": ({"mlp": TermInBf16}, r"layers\.mlp='TermInBf16': .*'size': 'bfloat16\[\]"),
+    "undeclared term": ({"mlp": WithTerm}, r"Own\.layer_terms={}: the parts returned \['size'\]"),
+    "missing term": ({"terms": {"x": 0}}, r"Own\.layer_terms={'x': 0}: the parts returned \[\]"),
+    "term of both parts": (
+        {"mlp": WithTerm, "attention": AttentionOfTheSameTerm},
+        r"layers=\['size'\]: attention and MLP return",
+    ),
+    "name of a metric": (
+        {"mlp": TermNamedLoss, "terms": {"loss": 0}},
+        r"Own\.layer_terms='loss': is the name of another metric",
+    ),
     "whole sums": ({"attention": WholeSums}, r"layers\.attention='WholeSums': .*partial=True"),
     "unknown letter": ({"mlp": mlp_of("DY", (32, 8))}, r"dims='DY': Y is none of the letters A"),
     "unknown letter of x": ({"mlp": mlp_of("DF", (32, 8), "BTd")}, r"act_dims='BTd': d is none"),
@@ -118,6 +167,32 @@ def test_a_layer_that_breaks_the_contract_is_named(name, mesh):
 @pytest.mark.parametrize("precision", ["fp8", "fp8_block"])
 def test_own_layers_take_every_precision(mesh, precision):
     trace(OwnModel, mesh, precision=precision)
+
+
+def test_a_term_with_the_name_of_a_column_of_the_run_or_of_another_term_is_refused(tmp_path):
+    class Twice(us.Transformer):
+        loss_terms = ("size",)
+        layer_terms: ClassVar = {"size": 0}
+
+    class Column(us.Transformer):
+        loss_terms = ("mfu",)
+
+    cfg = on(change(CFG, log={"run_dir": str(tmp_path)}), "fsdp=2")
+    for model, message in (
+        (Twice, r"Twice\.layer_terms='size': is the name of another"),
+        (Column, r"Column\.loss_terms='mfu': is the name of another"),
+    ):
+        with pytest.raises(UserError, match=message):
+            us.train(cfg, mesh_of(cfg), model=model)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_pipeline_refuses_terms_of_an_mlp_that_only_some_layers_have():
+    experts = us.Experts(num=4, top_k=2, d_ff=32, dense_layers=1)
+    cfg, model = change(CFG, model={"experts": experts}), model_with({"size": 0}, mlp=WithTerm)
+    trace(model, cfg=cfg)
+    with pytest.raises(UserError, match=r"layers\.mlp='WithTerm': returns terms, .* without pp"):
+        trace(model, "pp=2,fsdp=2", cfg=cfg)
 
 
 def test_what_cannot_be_with_own_layers_is_refused(tmp_path):

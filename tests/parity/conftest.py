@@ -37,8 +37,8 @@ def forget_programs():
 
 
 class Outcome(NamedTuple):
-    """Losses of all steps, the model's and each of its `mtp_layers`; gradients of the first by name in canonical order,
-    and the evaluation at the end, if any."""
+    """Losses of all steps, the model's and each of its `mtp_layers`, and its terms; gradients of the first by name in
+    canonical order, and the evaluation at the end, if any."""
 
     losses: list[list]
     gradients: dict[str, np.ndarray]
@@ -106,7 +106,8 @@ def run_seed(cfg: Config, step: Callable, evaluates: bool, start: Callable) -> O
         batch = loader.batch(i)
         batch = jax.device_put(masked(batch) if cfg.model.experts else batch, sharding)
         (state, metrics), found = step(state, batch)
-        losses.append([metrics["loss"], *metrics.get("mtp_loss", ())])
+        terms = [metrics[name] for name in (*state.params.loss_terms, *state.params.layer_terms)]
+        losses.append([metrics["loss"], *metrics.get("mtp_loss", ()), *terms])
         first = first or by_name(*found)
     if evaluates and cfg.train.dpo.enabled:
         sums = make_pair_step(cfg)(state, batch)

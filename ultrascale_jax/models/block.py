@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -37,14 +38,14 @@ class Layers:
     """Classes of the parts of each layer; `docs/layers.md` has the contract.
 
     A subclass of `Transformer` names its own: `layers = Layers(mlp=SquaredReLU)`. Experts (`model.experts`) keep their
-    own layer.
+    own layer. `Transformer.layer_terms` names the terms that parts return.
     """
 
     attention: Callable[..., Any] | None = None
     """`(cfg, key, kernels) -> module`; the module maps `(x_BRD, inputs)` to partial sums `[B, T, D]` of the tensor
-    group and the cache. None is `Attention`, or `MLA` where the model has `latent`."""
+    group and the cache[, and a dict of terms]. None is `Attention`, or `MLA` where the model has `latent`."""
     mlp: Callable[..., Any] = MLP
-    """`(cfg, key) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type."""
+    """`(cfg, key) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type, or to that and a dict of terms."""
     norm: Callable[..., Any] | None = None
     """`(cfg) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type. None is RMSNorm. It stands before (or
     after, `model.norm_placement`) both halves of a layer, and before the head."""
@@ -60,6 +61,10 @@ class Layers:
         """The names of the classes that are not the built-in ones."""
         given = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
         return {name: _name(cls) for name, (cls, default) in given.items() if cls is not default}
+
+
+type Terms = dict[str, jax.Array]
+"""Float32 scalars by name that a layer's parts return."""
 
 
 def _name(cls: Any) -> str:
@@ -90,6 +95,30 @@ def _check_cache(module: Any, cache: Cache | None, inputs: LayerInputs) -> None:
     fix = "returned no cache, which generation needs; `attend` returns one"
     has_cache = inputs.cache is None or cache is not None
     require(has_cache, "layers.attention", _name(type(module)), fix)
+
+
+def _checked_terms(part: str, module: Any, terms: Any) -> Terms:
+    """Return the terms that a part returned; refuse all but float32 scalars by name."""
+
+    def is_scalar(value: Any) -> bool:
+        kind = jax.typeof(value)
+        is_whole = not kind.sharding.spec.unreduced
+        return kind.shape == () and kind.dtype == jnp.float32 and is_whole
+
+    fits = isinstance(terms, dict) and all(map(is_scalar, jax.tree.leaves(terms)))
+    found = jax.tree.map(lambda value: str(jax.typeof(value)), terms)
+    fix = (
+        f"returned the terms {found}, and must return a dict of float32 scalars, means over tokens"
+    )
+    require(fits, f"layers.{part}", _name(type(module)), fix)
+    return terms
+
+
+def _joined(attention: Terms, mlp: Terms) -> Terms:
+    """Return the terms of a layer's parts; refuse a name of both."""
+    both = sorted(attention.keys() & mlp.keys())
+    require(not both, "layers", both, "attention and MLP return terms of this name; rename one")
+    return attention | mlp
 
 
 def _summed(module: Any, y: Any) -> jax.Array:
@@ -150,47 +179,56 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BRD: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, Routed | None, Cache | None]:
+    ) -> tuple[jax.Array, Routed | None, Cache | None, Terms]:
         """Map `[B, R, D]` to `[B, R, D]`; parameters as `gather_params` returns them, with one feed-forward layer.
 
-        The second result is what the router of experts did, if there is one; the third the cache.
+        The second result is what the router of experts did, if there is one; the third the cache; the fourth the terms
+        that the parts returned.
 
         Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
         gradients, and the reduce-scatter out of attention beside attention's.
         """
-        x_BRD, cache, feed_forward = self.attend(x_BRD, inputs)
-        x_BRD, routed, _ = self.feed(x_BRD, feed_forward, inputs.moe)
-        return x_BRD, routed, cache
+        x_BRD, cache, feed_forward, of_attention = self.attend(x_BRD, inputs)
+        x_BRD, routed, _, of_mlp = self.feed(x_BRD, feed_forward, inputs.moe)
+        return x_BRD, routed, cache, _joined(of_attention, of_mlp)
 
-    def attend(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None, Any]:
-        """Run the first half: the residual stream, the cache, and the feed-forward layer as the second half uses it."""
+    def attend(
+        self, x_BRD: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Cache | None, Any, Terms]:
+        """Run the first half: the residual stream, the cache, the feed-forward layer as the second half uses it, and
+        the attention's terms."""
         with jax.named_scope("attention"):
             h_BRD = self._before(x_BRD, "attn_norm")
             h_BRD, attn = _together(inputs, h_BRD, self.attn)
-            h, cache = attn(h_BRD, inputs)
+            h, cache, *terms = attn(h_BRD, inputs)
             _check_cache(attn, cache, inputs)
+            terms = _checked_terms("attention", attn, terms[0]) if terms else {}
             h, feed_forward = _together(inputs, h, self.feed_forward)
             h_BRD = checkpoint_name(_summed(attn, h), "attn_out")
             x_BRD = x_BRD + self._after(h_BRD, "attn_norm", "attn_out_norm")
-            return x_BRD, cache, feed_forward
+            return x_BRD, cache, feed_forward, terms
 
     def feed(
         self, x_BRD: jax.Array, feed_forward: Any, moe: MoEConfig, dense: Dense | None = None
-    ) -> tuple[jax.Array, Routed | None, Any]:
-        """Run the second half: the residual stream, what the router of experts did, and what `dense` returns besides.
+    ) -> tuple[jax.Array, Routed | None, Any, Terms]:
+        """Run the second half: the residual stream, what the router of experts did, what `dense` returns besides, and
+        the MLP's terms.
 
         With `dense` the layer has experts or not, as an array says (`MoE.__call__`).
         """
-        routed = more = None
+        routed, more, terms = None, None, {}
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = self._before(x_BRD, "mlp_norm")
             if isinstance(feed_forward, MoE):
                 h, routed, more = feed_forward(h, moe, dense)
             else:
                 h = feed_forward(h)
+                if isinstance(h, tuple):
+                    h, returned = h
+                    terms = _checked_terms("mlp", feed_forward, returned)
                 _check_result("mlp", feed_forward, h, x_BRD)
             h = checkpoint_name(h, "mlp_out")
-            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed, more
+            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed, more, terms
 
     def _before(self, x_BRD: jax.Array, name: str) -> jax.Array:
         """Normalise the input of a half-block, where its norm stands there."""

@@ -48,7 +48,7 @@ class MTPModule(nnx.Module):
             x_BRP = jnp.concatenate([self._normed(*side) for side in sides], axis=-1)
             w_join = gather_params(self.w_join, inputs.dtype, zero_sizes(self.cfg))
             x_BRD = linear("BRP,PD->BRD", x_BRP, w_join[...])
-        x_BRD, routed, _ = self.block.gather_params(inputs)(x_BRD, inputs)
+        x_BRD, routed, *_ = self.block.gather_params(inputs)(x_BRD, inputs)
         return self._normed(x_BRD, self.norm), routed
 
     def _normed(self, x_BRD: jax.Array, norm: Any) -> jax.Array:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.models.block import Block
+from ultrascale_jax.models.block import Block, Terms
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.moe import Routed
@@ -37,6 +37,8 @@ class LayerOutputs(NamedTuple):
     """With a cache, keys and values."""
     routed: Routed | None
     """Choices and losses of the routers of experts, if there are any."""
+    terms: Terms
+    """Terms that the parts of the layers returned."""
 
 
 def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
@@ -73,8 +75,8 @@ def run(
     def layer(x_BRD, row):
         block, layer_row = row
         inputs = piece.inputs.of_layer(layer_row)
-        x_BRD, routed, cache = block.gather_params(inputs)(x_BRD, inputs)
-        return x_BRD, LayerOutputs(cache and cache[:2], routed)
+        x_BRD, routed, cache, terms = block.gather_params(inputs)(x_BRD, inputs)
+        return x_BRD, LayerOutputs(cache and cache[:2], routed, terms)
 
     return jax.lax.scan(remat(layer), x_BRD, (piece.block, piece.rows))
 
@@ -86,17 +88,17 @@ def _gathering_ahead(
     inputs, lowering = piece.inputs, piece.inputs.lowering
 
     def compute(block, x_BRD, inputs, row):
-        x_BRD, routed, _ = block(x_BRD, inputs.of_layer(row))
+        x_BRD, routed, _, terms = block(x_BRD, inputs.of_layer(row))
         if routed is None:
-            return x_BRD, jnp.float32(0.0)
-        return x_BRD, routed.balance_BR, routed.statistics_Z
+            return x_BRD, (jnp.float32(0.0), terms)
+        return x_BRD, (routed.balance_BR, terms), routed.statistics_Z
 
     def gather(block, row):
         return block.gather_params(inputs.of_layer(row))
 
     # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
     context = dataclasses.replace(inputs, fp8=None)
-    x_BRD, (balance_LBR, *statistics) = prefetch_scan(
+    x_BRD, ((balance_LBR, terms), *statistics) = prefetch_scan(
         remat(compute),
         piece.block,
         x_BRD,
@@ -107,4 +109,5 @@ def _gathering_ahead(
         lowering=lowering,
         offload=offload,
     )
-    return x_BRD, LayerOutputs(None, Routed(balance_LBR, *statistics) if statistics else None)
+    routed = Routed(balance_LBR, *statistics) if statistics else None
+    return x_BRD, LayerOutputs(None, routed, terms)

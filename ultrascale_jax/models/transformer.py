@@ -17,7 +17,7 @@ training those of the next layer, otherwise its own.
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from flax import nnx
 from ultrascale_jax.config import Config, KernelsConfig, ModelConfig, require, require_type
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.kernels.device import takes
-from ultrascale_jax.models.block import Block, Layers, normed
+from ultrascale_jax.models.block import Block, Layers, Terms, normed
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
     gather_params,
@@ -74,6 +74,15 @@ def _joined[Tree](parts: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
+def _mean_over_layers(outputs: Sequence[LayerOutputs]) -> Terms:
+    """Return each term's mean over the layers that returned it."""
+    names = dict.fromkeys(name for output in outputs for name in output.terms)
+    rows = {
+        name: [output.terms[name] for output in outputs if name in output.terms] for name in names
+    }
+    return {name: jnp.mean(_joined(rows_L)) for name, rows_L in rows.items()}
+
+
 class ModelOutputs(NamedTuple):
     """Results of the layers."""
 
@@ -87,6 +96,8 @@ class ModelOutputs(NamedTuple):
     """With a cache, the same with these positions added."""
     captured: dict[int, jax.Array]
     """Residual stream `[B, R, D]` after the layers that `capture` names."""
+    terms: Terms
+    """Terms that the parts of the layers returned, each the mean over the layers."""
 
 
 class Transformer(nnx.Module):
@@ -102,6 +113,10 @@ class Transformer(nnx.Module):
     loss_terms: ClassVar[tuple[str, ...]] = ()
     """Names of the scalars that `loss` returns in a dict, its third result. Each is a sum over positions times
     `weight`, as the bare loss is; a step's metrics have its mean over the targets, beside `loss`."""
+
+    layer_terms: ClassVar[Mapping[str, float]] = {}
+    """Names of the terms that the parts of `layers` return, and the weight of each in the objective; 0 only reports
+    it. A step's metrics have the mean over positions and over the layers that return it."""
 
     @staticmethod
     def make_optimizer(cfg: Config) -> optax.GradientTransformation | None:
@@ -212,7 +227,15 @@ class Transformer(nnx.Module):
         if inputs.cache is not None:
             keys, values = _joined([output.kv for output in outputs if output.kv is not None])
             cache = keys, values, inputs.cache[2] + tokens_BT.shape[1]
-        return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache, captured)
+        terms = _mean_over_layers(outputs)
+        self.check_layer_terms(terms)
+        return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache, captured, terms)
+
+    def check_layer_terms(self, terms: Collection[str]) -> None:
+        """Refuse names of terms, as the parts of the layers returned them, that are not those of `layer_terms`."""
+        fix = f"the parts returned {sorted(terms)}; the attribute names each, with its weight, and no other"
+        same = sorted(terms) == sorted(self.layer_terms)
+        require(same, f"{type(self).__name__}.layer_terms", self.layer_terms, fix)
 
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Look up the residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""

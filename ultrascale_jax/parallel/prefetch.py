@@ -96,7 +96,7 @@ def prefetch_scan(
 
     Args:
       layer: `(gathered, x[, context][, constants]) -> y` or `-> (y, aux[, statistics])`, with those of the two that are
-        given, and no closure over a value that is differentiated. y has x's type; aux is a float array, and is
+        given, and no closure over a value that is differentiated. y has x's type; aux is a tree of float arrays, and is
         differentiated; statistics, any tree, are not.
       params: a tree of float arrays with a leading dim of layers, sharded as they rest.
       x: the first layer's input, one array.
@@ -237,7 +237,8 @@ class _Scan:
             return Backward(dx, gathered, dgathered, unsummed, gradients, returning)
 
         constant, row = read_row((constants, kept), 0)
-        dgathered, _ = jax.eval_shape(compute, last, constant, (row, last_on_host), dy, daux[0])
+        daux_row = jax.tree.map(lambda a: a[0], daux)
+        dgathered, _ = jax.eval_shape(compute, last, constant, (row, last_on_host), dy, daux_row)
         shards = jax.eval_shape(functools.partial(self.scatter, stacks), dgathered)
         unsummed, finished = jax.eval_shape(reduce, dgathered, shards)
         gradients = jax.tree.map(lambda like: empty_stack(like, self.num), finished)

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ultrascale_jax.models.block import Block
+from ultrascale_jax.config import require
+from ultrascale_jax.models.block import Block, Terms
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import MLP
 from ultrascale_jax.models.moe import Routed
@@ -83,15 +84,19 @@ def run(
     inputs: LayerInputs,
     is_dense: jax.Array,
     rows: Rows,
-) -> tuple[jax.Array, Routed | None, list[jax.Array]]:
+) -> tuple[jax.Array, Routed | None, list[jax.Array], Terms]:
     """Run a layer of either kind: as `Block`, with the sums of `rows.either`, of whose MLP `sums` are."""
     leaves, tree = jax.tree.flatten(sums)
     block = block.gather_params(inputs)
-    x_BRD, _, experts = block.attend(x_BRD, inputs)
+    x_BRD, _, experts, terms = block.attend(x_BRD, inputs)
 
     def mlp(leaves, inputs, x_BRD):
         with jax.named_scope("mlp"):
-            return jax.tree.unflatten(tree, leaves).gather_params(inputs).mlp(x_BRD)
+            module = jax.tree.unflatten(tree, leaves).gather_params(inputs).mlp
+            y_BRD = module(x_BRD)
+            fix = "returns terms, which no pipeline of layers with and without experts takes; use a mesh without pp"
+            require(not isinstance(y_BRD, tuple), "layers.mlp", type(module).__name__, fix)
+            return y_BRD
 
     def run_shared(shared: MLP | None, x_BRD):
         return jnp.zeros_like(x_BRD) if shared is None else shared(x_BRD)
@@ -100,7 +105,8 @@ def run(
         return either(mlp, run_shared, is_dense, rows, inputs, leaves, shared, x_BRD)
 
     # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
-    return block.feed(x_BRD, experts, inputs.moe, (is_dense, dense_or_shared))
+    x_BRD, routed, more, _ = block.feed(x_BRD, experts, inputs.moe, (is_dense, dense_or_shared))
+    return x_BRD, routed, more, terms
 
 
 def _here(dense_order: LayerOrder, order: LayerOrder) -> jax.Array:

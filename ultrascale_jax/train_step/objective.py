@@ -3,6 +3,7 @@
 Both give, for a micro-batch, the term to differentiate and `Sums`, which add up over the micro-batches of a step.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import Config, remat_names, require, require_type
+from ultrascale_jax.models.block import Terms
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.lora import split_adapters, without_adapters
@@ -38,7 +40,7 @@ class Sums(NamedTuple):
     pairs: jax.Array | None = None
     """With `train.dpo` the sums over pairs of `preference.SUMS`."""
     terms: dict[str, jax.Array] | None = None
-    """Sums of `Transformer.loss_terms` times the weight of a position; none without any."""
+    """Sums of `Transformer.loss_terms` and `layer_terms` times the weight of a position; none without any."""
 
 
 class Objective(Protocol):
@@ -64,7 +66,7 @@ class NextToken:
     router_weight: jax.Array | float = 0.0
     """Factor of a position's routers' losses."""
     terms: tuple[str, ...] = ()
-    """`Transformer.loss_terms` of the model."""
+    """`Transformer.loss_terms` and `layer_terms` of the model."""
 
     def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
         """Return what `Objective.loss` says."""
@@ -77,6 +79,10 @@ class NextToken:
             model, out.x_BRD, targets_BT, self.weight, z_loss=z_loss, dtype=dtype
         )
         total, routed = total + self.router_weight * out.balance, out.statistics_LZ
+        positions = self.router_weight * targets_BT.size
+        of_layers = {name: positions * value for name, value in out.terms.items()}
+        total = sum((w * of_layers[name] for name, w in model.layer_terms.items()), total)
+        terms = join_terms(terms, of_layers)
         if not model.cfg.mtp_layers:
             return total, Sums(nats, routed, terms=terms)
         later_tokens = predict_ahead(
@@ -167,6 +173,21 @@ def model_loss(
     return objective, nats, {name: jnp.float32(terms[name]) for name in names} or None
 
 
+def join_terms(of_loss: Terms | None, of_layers: Terms) -> Terms | None:
+    """Return the terms of the loss and of the layers; None without any."""
+    return (of_loss or {}) | of_layers or None
+
+
+def check_term_names(model: type[Transformer], taken: Collection[str]) -> None:
+    """Refuse a term of a model whose name is taken, by a metric or by another term."""
+    for attribute in ("loss_terms", "layer_terms"):
+        names = [*getattr(model, attribute)]
+        name = next((name for name in names if name in taken), None)
+        fix = "is the name of another metric of a step; rename the term"
+        require(name is None, f"{model.__name__}.{attribute}", name, fix)
+        taken = {*taken, *names}
+
+
 def check_batch(batch: Batch) -> None:
     """Refuse what is no batch of `hooks.Batch`."""
     require_type("batch", batch, dict, "of tokens, targets and positions, [B, T] int32")
@@ -200,14 +221,23 @@ def of_known_ids(cfg: Config, batch: Batch, loss: jax.Array) -> jax.Array:
     return jnp.where(jnp.sum(outside.astype(jnp.int32)) == 0, loss, jnp.nan)
 
 
-def metrics(cfg: Config, batch: Batch, sums: Sums, mean: jax.Array) -> Metrics:
-    """Return the metrics of a step's sums but its loss; `mean` times a sum of weighted losses is their mean."""
-    values = balance.metrics(cfg, sums.routed)
+def metrics(
+    cfg: Config,
+    model: type[Transformer],
+    batch: Batch,
+    sums: Sums,
+    mean: jax.Array,
+    of_update: Metrics,
+) -> Metrics:
+    """Return the metrics of a step: of its update, and of its sums but the loss.
+
+    `mean` times a sum of weighted losses is their mean.
+    """
+    values = of_update | balance.metrics(cfg, sums.routed)
     if sums.mtp is not None:
         nats, counts = sums.mtp
         values["mtp_loss"] = mean * count(batch) * nats / jnp.maximum(counts, 1)
-    if sums.terms is not None:
-        values |= {name: mean * term for name, term in sums.terms.items()}
     if sums.pairs is not None:
         values |= preference.metrics(sums.pairs, preference.count_pairs(batch))
-    return values
+    check_term_names(model, values)
+    return values | {name: mean * term for name, term in (sums.terms or {}).items()}

@@ -25,9 +25,9 @@ from ultrascale_jax.parallel.pipeline.stages import Stages
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
-from ultrascale_jax.sharding.rules import act, specs, varying
+from ultrascale_jax.sharding.rules import act, axes_of, mesh_size, specs, varying
 from ultrascale_jax.train_step import mixed_stages
-from ultrascale_jax.train_step.objective import Sums, model_loss
+from ultrascale_jax.train_step.objective import Sums, join_terms, model_loss
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
@@ -47,18 +47,27 @@ def gradients(
 
     def region(params, parts, weights):
         model = _in_use(cfg, params)
-        (loss, terms), grads, routed = _run(cfg, schedules.of_config(cfg), model, parts, *weights)
+        losses, grads, (routed, terms) = _run(cfg, schedules.of_config(cfg), model, parts, *weights)
         assert grads is not None
         if routed is not None:
             routed = jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"})))
         grads = reduce_gradients(grads, model)
         grads = mixed_stages.by_stack(grads, params) if _is_mixed(cfg) else grads
-        return loss, terms, grads, routed
+        return losses, grads, routed, jax.tree.map(partial(_mean_over_layers, cfg), terms)
 
     stored, routed = specs(params), None if cfg.model.experts is None else P("pp")
-    run = smap(region, in_specs=(stored, act("MBT"), P()), out_specs=(P(), P(), stored, routed))
-    loss, terms, grads, statistics = run(params, parts, (weight, router_weight))
-    return grads, Sums(loss, statistics, terms=terms)
+    run = smap(region, in_specs=(stored, act("MBT"), P()), out_specs=(P(), stored, routed, P()))
+    (loss, terms), grads, statistics, means = run(params, parts, (weight, router_weight))
+    positions = router_weight * parts["targets"][0].size
+    of_layers = {name: positions * value for name, value in means.items()}
+    return grads, Sums(loss, statistics, terms=join_terms(terms, of_layers))
+
+
+def _mean_over_layers(cfg: Config, rows_L: jax.Array) -> jax.Array:
+    """Return the mean over all layers of a term, whose rows are sums over micro-batches of this device's means."""
+    total = jnp.sum(rows_L)
+    mean = jax.lax.pmean(total, tuple(sorted(varying(total) - {"pp"})))
+    return jax.lax.psum(mean, "pp") / cfg.model.num_layers
 
 
 def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:
@@ -68,7 +77,7 @@ def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Arra
 
     def region(params, parts, weight):
         model = _in_use(cfg, params)
-        (loss, _), _, _ = _run(cfg, forward, model, parts, weight, jnp.zeros_like(weight))
+        (loss, _), *_ = _run(cfg, forward, model, parts, weight, jnp.zeros_like(weight))
         return loss
 
     run = smap(region, in_specs=(specs(params), act("MBT"), P()), out_specs=P())
@@ -84,8 +93,8 @@ def _run(
     position_weight: jax.Array,
     router_weight: jax.Array,
 ):
-    """Return bare loss and loss terms, the same on every device, and this device's partial sums of gradients and
-    routers' statistics (none without a backward pass)."""
+    """Return bare loss and loss terms, the same on every device, and this device's partial sums: of gradients, and of
+    the routers' statistics and the terms of its layers (none without a backward pass)."""
     used = prepare_params(cfg, params)
     out = pipeline(
         schedule,
@@ -103,6 +112,39 @@ def _run(
         blocks = map_params(partial(_from_model_dim_first, cfg), out.blocks)
         grads = out.shared.with_stacks(blocks)
     return losses, grads, out.statistics
+
+
+def _layer(cfg: Config, params: Transformer) -> Callable:
+    """Return a layer as `Stages` says, whose statistics are those of its router, if any, and the terms of its parts."""
+
+    def layer(blocks: tuple[Block, ...], x_BRD, context, number, rows: Rows | None = None):
+        inputs, router_weight = context
+        inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
+        block, *mlps = blocks
+        if rows is None:
+            x_BRD, routed, sums, terms = block.gather_params(inputs)(x_BRD, inputs)
+        else:
+            [mlp_sums] = mlps
+            is_dense = number < cfg.model.dense_layers
+            x_BRD, routed, sums, terms = mixed_stages.run(
+                block, mlp_sums, x_BRD, inputs, is_dense, rows
+            )
+        params.check_layer_terms(terms)
+        aux, statistics_Z = jnp.float32(0.0), None
+        if routed is not None:
+            aux, statistics_Z = router_weight * jnp.sum(routed.balance_BR), routed.statistics_Z
+        for name, weight in params.layer_terms.items():
+            aux += weight * router_weight * _share(cfg, terms[name], x_BRD)
+        return x_BRD, aux, (statistics_Z, terms), *(() if rows is None else (sums,))
+
+    return layer
+
+
+def _share(cfg: Config, term: jax.Array, x_BRD: jax.Array) -> jax.Array:
+    """Return this device's part of a layer's term times the positions of a micro-batch, over the number of layers."""
+    positions = x_BRD.shape[0] * x_BRD.shape[1] * mesh_size(*axes_of("BR"))
+    devices = mesh_size(*(varying(term) - {"pp"}))
+    return term * (positions / devices / cfg.model.num_layers)
 
 
 def _has_model_dim_first(cfg: Config, dims: str) -> bool:
@@ -137,23 +179,8 @@ def _stages(
 ) -> Stages:
     """Return the model's parts as functions of their parameters; a position's loss is times `position_weight`, and its
     routers' losses times `router_weight`."""
-    dtype, dense = COMPUTE[cfg.train.precision], cfg.model.dense_layers
+    dtype = COMPUTE[cfg.train.precision]
     fp8 = fp8_of(cfg, params)
-
-    def layer(blocks: tuple[Block, ...], x_BRD, context, number, rows: Rows | None = None):
-        inputs, router_weight = context
-        inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
-        block, *mlps = blocks
-        if rows is None:
-            x_BRD, routed, sums = block.gather_params(inputs)(x_BRD, inputs)
-        else:
-            [mlp_sums] = mlps
-            is_dense = number < dense
-            x_BRD, routed, sums = mixed_stages.run(block, mlp_sums, x_BRD, inputs, is_dense, rows)
-        if routed is None:
-            return x_BRD, jnp.float32(0.0)
-        aux = router_weight * jnp.sum(routed.balance_BR)
-        return x_BRD, aux, routed.statistics_Z, *(() if rows is None else (sums,))
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):
@@ -179,7 +206,7 @@ def _stages(
     one = tuple(jax.tree.map(lambda p: p[0], params.stacks))
     shared = params.with_stacks(())
     return Stages(
-        layer=remat(cfg)(layer),
+        layer=remat(cfg)(_layer(cfg, params)),
         embed=embed,
         embed_parts=True,
         head=head,

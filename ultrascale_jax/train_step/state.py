@@ -63,10 +63,15 @@ class TrainState:
         return self.params if self.frozen is None else combine(self.params, self.frozen)
 
 
-def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainState:
-    """Make a fresh state inside the current mesh; call it under `jax.jit`."""
+def check_model(model: Any) -> None:
+    """Refuse what is no class of models."""
     is_model = isinstance(model, type) and issubclass(model, Transformer)
     require(is_model, "model", model, "must be Transformer or a subclass of it, not an instance")
+
+
+def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainState:
+    """Make a fresh state inside the current mesh; call it under `jax.jit`."""
+    check_model(model)
 
     def rest(value, dims, act_dims):
         if cfg.train.zero:

@@ -103,7 +103,11 @@ def gradients(
         minimised = preference_objective(cfg, used, fp8, frozen, weight)
     else:
         minimised = NextToken(
-            cfg=cfg, fp8=fp8, weight=weight, router_weight=router_weight, terms=params.loss_terms
+            cfg=cfg,
+            fp8=fp8,
+            weight=weight,
+            router_weight=router_weight,
+            terms=(*params.loss_terms, *params.layer_terms),
         )
     trained, fixed = split_adapters(used) if adapters else (used, None)
 
@@ -206,4 +210,4 @@ def apply_gradients(
         metrics["spike"] = verdict.spike
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale
-    return new, objective.metrics(cfg, batch, sums, mean) | metrics
+    return new, objective.metrics(cfg, model, batch, sums, mean, metrics)

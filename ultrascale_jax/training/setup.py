@@ -33,18 +33,20 @@ from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.model_shape import adapter_params
 from ultrascale_jax.sharding.mesh import check_mesh
+from ultrascale_jax.train_step.objective import check_term_names
 from ultrascale_jax.train_step.optim import rate_change
 from ultrascale_jax.train_step.precision import attention_call, check_kernels
 from ultrascale_jax.train_step.state import (
     TrainState,
     abstract_state,
+    check_model,
     fresh_state,
     init_adapters,
     init_state,
 )
 from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.evaluation import Evaluation, PreferenceEvaluation
-from ultrascale_jax.training.metrics import RunLog
+from ultrascale_jax.training.metrics import COLUMNS, RunLog
 from ultrascale_jax.training.profiler import Profiler
 from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput
@@ -87,6 +89,8 @@ def _enter(
     require_type("hooks", hooks, Sequence, "[MyHook()] say")
     for hook in hooks:
         require(isinstance(hook, Hook), "hooks", hook, "must be instances of Hook, as [MyHook()]")
+    check_model(model)
+    check_term_names(model, {*COLUMNS, "time"})
     check_kernels(cfg, mesh.devices.flat[0])
     chosen(cfg.log.to)  # raises where a package is missing
     notes = parallelism(cfg)
