@@ -37,6 +37,11 @@ def size(count: float) -> str:
     return f"{count / unit_bytes:.1f} {unit}"
 
 
+def rounded(number: float) -> str:
+    """Return a number as text with three digits, or as a whole number from 100 on: `0.0923`, `71.2`, `27,338`."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:,.3g}"
+
+
 def decimal(count: float) -> str:
     """Return a count in powers of 1,000: `15 T`, `1.5 M`, `7`."""
     unit = max((u for u in "KMBT" if count >= SUFFIXES[u]), key=SUFFIXES.__getitem__, default="")

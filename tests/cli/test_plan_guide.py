@@ -50,6 +50,24 @@ def test_the_bill_follows_from_the_step(found):
     assert bill["gpu_hours"] == pytest.approx(8 * seconds / 3600)
     assert bill["usd"] == pytest.approx(2.5 * bill["gpu_hours"])
     assert bill["mwh"] == pytest.approx(bill["gpu_hours"] * 1275 / 1e6)
+    assert bill["usd_per_million_tokens"] == pytest.approx(bill["usd"] / 15e6)
+    assert found["checkpoint"]["total_bytes"] == 12 * 8_030_261_248
+
+
+def test_failures_take_days_and_are_told(capsys):
+    run = ["guide", "debug", "--gpus", "8", "--mesh", "fsdp=8", "--price", "2"]
+    failing = ["--failure-hours", "500", "--restart-s", "600", "--storage-gbs", "1"]
+    plain, dear = answer(capsys, *run), answer(capsys, *run, *failing)
+    goodput = dear["bill"]["interruptions"]["goodput"]
+    assert 0 < goodput < 1 and plain["bill"]["interruptions"] is None
+    assert dear["bill"]["days"] == pytest.approx(plain["bill"]["days"] / goodput)
+    for row, other in zip(plain["other_clusters"], dear["other_clusters"], strict=True):
+        assert other["days"] > row["days"]
+    plan.main([*run, *failing])
+    shown = capsys.readouterr().out
+    assert "with a failure every 62.5 h" in shown and f"goodput {goodput:.2%}" in shown
+    plan.main(run)
+    assert "Times are by formula, without failures." in capsys.readouterr().out
 
 
 def test_another_cluster_is_worth_what_makes_the_training_cost_the_same(found):
@@ -83,6 +101,10 @@ def test_a_model_that_fits_nowhere_says_so(capsys):
         (["--tokens", "many"], "tokens='many': write a number of tokens, as 300B, 4M (4,000,000)"),
         (["--price", "0"], "price=0.0: must be above 0"),
         (["--watts", "-1"], "watts=-1.0: must be above 0"),
+        (["--storage-gbs", "0"], "storage_gbs=0.0: must be above 0"),
+        (["--save-s", "3"], "save_s=3.0: counts only with --failure-hours"),
+        (["--restart-s", "-3"], "restart_s=-3.0: must not be negative"),
+        (["--failure-hours", "9"], "failure_hours=9.0: give --restart-s too"),
         (["--gpus", "7", "--train.global-batch", "8"], "gpus=7: nothing is legal on 7 GPUs"),
     ],
 )

@@ -138,6 +138,46 @@ def test_the_speed_of_exactly_this_configuration(capsys):
     assert f"by formula {found['step_s']:.3g} s a step, {rates}" in text(capsys, *question)
 
 
+def test_a_checkpoint_its_host_and_the_bill_of_exactly_this_configuration(capsys):
+    run = [*FITS, "--storage-gbs", "4"]
+    found, shown = answer(capsys, *run), text(capsys, *run)
+    assert found["checkpoint"]["total_bytes"] == 12 * 8_030_261_248
+    assert found["checkpoint"]["write_s"] == pytest.approx(12 * 8.030261248 / 4)
+    assert found["host"]["total_bytes"] == found["checkpoint"]["total_bytes"]
+    assert "a checkpoint has 89.7 GiB; training waits 0.225 s until a GPU has copied" in shown
+    assert "a host of 8 GPUs holds 89.7 GiB of a checkpoint that is being written, of 2" in shown
+    assert found["bill"] is None and "the whole training" not in shown
+    asked = [*run, "--tokens", "1T", "--price", "2", "--checkpoint.every", "50"]
+    asked += ["--failure-hours", "51000", "--restart-s", "600"]
+    bill = answer(capsys, *asked)["bill"]
+    interruptions = bill["interruptions"]
+    assert interruptions["interval_steps"] == 50
+    days = 1e12 / 8 / found["tokens_per_s_gpu"] / 86400
+    assert bill["days"] == pytest.approx(days / interruptions["goodput"])
+    best = interruptions["best_interval_steps"]
+    shown = text(capsys, *asked)
+    assert "a save every 50 steps (" in shown and f"; {best:,} cost least): goodput" in shown
+
+
+def test_the_ranks_of_a_pipeline_use_what_they_keep_in_flight(capsys):
+    """1F1B in lock step keeps 2 (p - r) micro-batches on rank r; all ranks have the buffers of the first."""
+    run = ["llama3_8b", "--gpus", "8", "--train.global-batch", "32", "--train.microbatches", "16"]
+    run += ["--mesh", "pp=4,fsdp=2", "--train.remat", "full", "--model.num-layers", "30"]
+    found = answer(capsys, *run)
+    ranks = found["ranks"]
+    assert [row["in_flight"] for row in ranks] == [8, 6, 4, 2]
+    assert [row["layers"] for row in ranks] == [8, 8, 7, 7]
+    kept = found["parts"]["activations: layer inputs"]
+    for row, unused in zip(ranks, (0, 1 / 4, 1 / 2, 3 / 4), strict=True):
+        assert row["used_bytes"] == pytest.approx(found["peak_bytes"] - unused * kept, abs=2)
+    assert re.search(r"pipeline rank .* layers .* micro-batches at once", text(capsys, *run))
+    many = [*run, "--train.global-batch", "4096", "--train.microbatches", "2048"]
+    for schedule, chunks in (("afab", [2048] * 4), ("1f1b", [8, 6, 4, 2])):
+        every = answer(capsys, *many, "--pp.schedule", schedule)["ranks"]
+        assert [row["in_flight"] for row in every] == chunks
+    assert answer(capsys, *FITS)["ranks"] == []
+
+
 def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
     arguments = [*FITS, "--train.remat", "full", "--gpu", "h200"]
     hint = answer(capsys, *arguments)["hints"][0]["options"]
@@ -219,6 +259,10 @@ def test_the_figure_is_a_picture_and_nothing_else_can_be_asked_for(capsys, tmp_p
     [
         (["--gpus", "0"], "gpus=0: must be from 1 to 1048576"),
         (["--gpu", "tpu"], "gpu='tpu': choose one of"),
+        (
+            ["--global-batch-tokens", "4Mi", "--train.global-batch", "8"],
+            "train.global_batch=8: --global-batch-tokens gives the batch too",
+        ),
         (["llama3_8b", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
         (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),
         (["llama3_8b", "--data.seq-len", "many"], "Error parsing --data.seq-len"),

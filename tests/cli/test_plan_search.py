@@ -106,6 +106,11 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
         (["--fixed", "tensor=2"], "fixed='tensor=2'"),
         (["--fixed", "tp=3"], "fixed='tp=3': nothing is legal on 8 GPUs"),
         (["--fixed", ""], "fixed=''"),
+        (["--mesh", "tp=8", "--fixed", "tp=4"], "fixed='tp=4': another option says tp=8"),
+        (
+            ["--train.remat", "full", "--fixed", "remat=none"],
+            "fixed='remat=none': another option says remat=full; leave out one of them",
+        ),
         (["--fixed", "schedule=gpipe"], "fixed='schedule=gpipe': schedule is one of afab"),
         (["--top", "0"], "top=0"),
         (["--compile", "-1"], "compile=-1"),

@@ -75,6 +75,11 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     Raises `UserError` for a step larger than anyone's, a machine that is not known, or one without such a precision.
     """
     if options.global_batch_tokens is not None:
+        both = "train.global_batch" in options.named
+        fix = "gives the batch too; leave out one of them"
+        require(
+            not both, "train.global_batch", cfg.train.global_batch, f"--global-batch-tokens {fix}"
+        )
         count = tokens("global_batch_tokens", options.global_batch_tokens)
         fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
         sequences = count // cfg.data.seq_len

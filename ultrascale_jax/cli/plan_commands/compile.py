@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 from ultrascale_jax import units
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands import bill, common
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.config.section import Count
+from ultrascale_jax.plan.bill import bill as bill_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.report.compiled import CompiledReport, Executed
 
@@ -25,7 +26,7 @@ MOST_BYTES = 16 * units.GIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Options):
+class Options(bill.Options):
     """Options of `ultrascale plan compile`."""
 
     dump: Annotated[str | None, command_line.option("DIR")] = None
@@ -49,10 +50,15 @@ def main(argv: list[str]) -> None:
         command_line.use_fake_devices(options.gpus)
     with command_line.user_errors():
         folder = None if options.dump is None else _folder(options.dump)
+        alone = options.storage_gbs is not None and options.failure_hours is None
+        require(not alone, "storage_gbs", options.storage_gbs, "counts only with --failure-hours")
         cfg, why = common.choose_open(cfg, options, cluster)
         common.tell(why)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
         report = CompiledReport.of(cfg, step, timeline, cluster)
+        if options.asks_for_bill:
+            price = bill_of(report.prediction, bill.terms(cfg, options))
+            report = dataclasses.replace(report, bill=price)
         if options.execute:
             result = interruptible(lambda: executed(cfg, step), "executing")
             report = dataclasses.replace(report, executed=result)

@@ -7,18 +7,21 @@ GPU hours, energy and cost of the whole training, beside those on other clusters
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
+from ultrascale_jax.cli.plan_commands.bill import Options, terms
 from ultrascale_jax.cli.plan_commands.words import compile_command, recipe_of, train_command
 from ultrascale_jax.config import Config, MeshConfig, Remat, UserError, require, with_changes
 from ultrascale_jax.figures.charts import Bar, Bars
+from ultrascale_jax.plan.bill import Bill, Terms, bill, energy
+from ultrascale_jax.plan.formulas.checkpoint import Checkpoint, checkpoint
 from ultrascale_jax.plan.formulas.memory import breakdown
-from ultrascale_jax.plan.hardware import Cluster, Gpu, find_cluster
+from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import line, table, wrap
@@ -26,7 +29,7 @@ from ultrascale_jax.plan.search.ranking import LONG, Search
 from ultrascale_jax.plan.search.search_space import configured, named_choices
 from ultrascale_jax.plan.verdict import DOES_NOT_FIT, by_formula
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.units import GIB, decimal
+from ultrascale_jax.units import GIB, decimal, rounded
 
 INSTEAD = ("a100", "h100", "h200", "b200")
 """GPUs whose bill is told beside that of the GPUs at hand."""
@@ -49,36 +52,6 @@ CHANGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Options):
-    """Options of `ultrascale plan guide`."""
-
-    tokens: Annotated[str | None, command_line.option("15T", "the recipe's")] = None
-    """Tokens of the whole training; K, M, B and T are powers of 1,000, Ki and Mi of 1,024."""
-    price: Annotated[float | None, command_line.option("USD")] = None
-    """Price of one GPU for one hour."""
-    watts: Annotated[float | None, command_line.option("W", "a DGX's by 8, or the card's")] = None
-    """Power of one GPU with its share of the host and the cooling."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("price", "watts"):
-            value = getattr(self, name)
-            require(value is None or 0 < value < 1e6, name, value, "must be above 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bill:
-    """Time, energy and cost of the whole training."""
-
-    days: float
-    gpu_hours: float
-    mwh: float | None
-    """Energy in MWh; none where the power of the machine is not known."""
-    usd: float | None
-    """Cost; none without a price of this GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GuideReport:
     """The three steps, and the bill."""
 
@@ -87,8 +60,8 @@ class GuideReport:
     usable_bytes: int
     parameters: int
     seq_len: int
-    tokens: int
-    """Tokens of the full training."""
+    terms: Terms
+    """What the full training has to pay for."""
     fit: list[dict[str, Any]]
     """Step 1: ways that hold ever less on each GPU."""
     batch: dict[str, Any]
@@ -103,14 +76,15 @@ class GuideReport:
     check: str | None
     """Command that compiles it."""
     step: dict[str, Any] | None
-    bill: dict[str, Any] | None
+    checkpoint: Checkpoint | None
+    bill: Bill | None
     energy: str
     """Power that the bill's energy counts."""
     other_clusters: list[dict[str, Any]]
 
     def asdict(self) -> dict[str, Any]:
         """Return the fields of the JSON object."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"tokens": self.terms.tokens}
 
     def __rich__(self) -> Group:
         gib, state = self.usable_bytes / GIB, 16 * self.parameters / GIB
@@ -127,11 +101,11 @@ class GuideReport:
         ]
         if self.command is not None:
             parts += [
-                *(self.command, "", f"The whole training: {decimal(self.tokens)} tokens"),
+                *(self.command, "", f"The whole training: {decimal(self.terms.tokens)} tokens"),
                 self._bill(),
                 self.energy,
-                "Times are by formula and without interruptions. Compile the program before you rent the GPUs: "
-                f"{self.check}",
+                *self._saves(),
+                f"Compile the program before you rent the GPUs: {self.check}",
             ]
         return Group(*(line(part) if isinstance(part, str) else part for part in parts))
 
@@ -174,15 +148,25 @@ class GuideReport:
         return made
 
     def _bill(self) -> Table:
-        numbers = ("days", "GPU hours", "MWh", "USD", "as cheap at USD/h")
-        made = table(("cluster",), numbers, ("mesh",))
+        columns = {"days": "days", "gpu_hours": "GPU hours", "mwh": "MWh"}
+        if self.terms.price is not None:
+            columns |= {"usd": "USD", "usd_per_million_tokens": "USD/M tokens"}
+            columns |= {"even_price": "as cheap at USD/h"}
+        made = table(("cluster",), tuple(columns.values()), ("mesh",))
         assert self.bill is not None and self.step is not None  # there is a best
-        own: dict[str, Any] = {"what": "as asked"} | self.bill | {"label": self.step["label"]}
+        own: dict[str, Any] = {"what": "as asked", "label": self.step["label"]} | vars(self.bill)
         for row in (own, *self.other_clusters):
-            cells = [row.get(name) for name in ("days", "gpu_hours", "mwh", "usd", "even_price")]
-            shown = ["" if n is None else f"{n:,.0f}" if n >= 100 else f"{n:,.3g}" for n in cells]
+            cells = [row.get(name) for name in columns]
+            shown = ["" if n is None else rounded(n) for n in cells]
             made.add_row(row["what"], *shown, row["label"])
         return made
+
+    def _saves(self) -> list[str]:
+        """Return the lines about checkpoints and failures."""
+        assert self.bill is not None and self.checkpoint is not None  # there is a best
+        failing = self.bill.interruptions
+        times = "without failures" if failing is None else failing.text
+        return [self.checkpoint.text, f"Times are by formula, {times}."]
 
     def figure(self) -> Bars:
         """Draw step 1: the memory of each way."""
@@ -223,7 +207,7 @@ def explain(
 
     Raises `UserError` where nothing is legal, `SystemExit` where Ctrl-C interrupts the search.
     """
-    tokens = training_tokens(cfg, options)
+    asked = terms(cfg, options)
     fit = ladder(cfg, cluster, options)
     found = Search(cfg, cluster, named_choices(cfg, options.named, options.gpus))
     if search.predict(found, tell):
@@ -237,7 +221,7 @@ def explain(
         usable_bytes=cluster.gpu.usable_bytes,
         parameters=ModelShape.of(cfg.model).num_params,
         seq_len=cfg.data.seq_len,
-        tokens=tokens,
+        terms=asked,
         fit=fit,
         batch=batch(cfg, cluster, best),
         throughput=throughput(found),
@@ -246,17 +230,11 @@ def explain(
         command=train_command(recipe, configured(cfg, best.run)) if best else None,
         check=compile_command(recipe, configured(cfg, best.run), options) if best else None,
         step=best.summary() if best else None,
-        bill=dataclasses.asdict(bill(best, cluster, tokens, options)) if best else None,
-        energy=energy(cluster.gpu, options),
-        other_clusters=others(cfg, cluster, best, tokens, options, tell) if best else [],
+        checkpoint=checkpoint(best.run, cluster.gpu, asked.storage_gbs) if best else None,
+        bill=bill(best, asked) if best else None,
+        energy=energy(cluster.gpu, asked.watts),
+        other_clusters=others(cfg, cluster, best, asked, options, tell) if best else [],
     )
-
-
-def training_tokens(cfg: Config, options: Options) -> int:
-    """Return the tokens of the training: those of `--tokens`, or those of the recipe's batches."""
-    if options.tokens is None:
-        return cfg.train.batches.before(cfg.train.steps) * cfg.data.seq_len
-    return common.tokens("tokens", options.tokens)
 
 
 def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, Any]]:
@@ -361,35 +339,11 @@ def changes(found: Search) -> list[dict[str, Any]]:
     return [{"way": "", "why": why} | c.best.summary() for c, why in rows]
 
 
-def bill(step: StepPrediction, cluster: Cluster, tokens: int, options: Options) -> Bill:
-    """Price the training at this step's rate, without interruptions."""
-    seconds = tokens / (step.tokens_per_s_gpu * cluster.num_gpus)
-    hours = seconds / 3600 * cluster.num_gpus
-    watts = options.watts or cluster.gpu.machine_watts or cluster.gpu.watts
-    return Bill(
-        days=seconds / 86400,
-        gpu_hours=hours,
-        mwh=None if watts is None else hours * watts / 1e6,
-        usd=None if options.price is None else hours * options.price,
-    )
-
-
-def energy(gpu: Gpu, options: Options) -> str:
-    """Say of which watts the energy is."""
-    if options.watts:
-        return f"Energy: {options.watts:,.4g} W a GPU, as given"
-    if gpu.machine_watts:
-        return f"Energy: {gpu.machine_watts:,.4g} W a GPU with its share of the host"
-    if gpu.watts:
-        return f"Energy: {gpu.watts:,.4g} W a GPU, the card alone; --watts counts a host too"
-    return "Energy: the power of this GPU is not known; --watts gives it"
-
-
 def others(
     cfg: Config,
     cluster: Cluster,
     best: StepPrediction,
-    tokens: int,
+    asked: Terms,
     options: Options,
     tell: output.Tell,
 ) -> list[dict[str, Any]]:
@@ -400,7 +354,7 @@ def others(
     `even_price` is the price of a GPU hour there at which the training costs as much as on `cluster`.
     """
     n, replace = cluster.num_gpus, dataclasses.replace
-    hours = bill(best, cluster, tokens, options).gpu_hours
+    hours = bill(best, asked).gpu_hours
     clusters = {
         f"{factor:g} x the GPUs": replace(cluster, num_gpus=int(factor * n)) for factor in FACTORS
     }
@@ -419,9 +373,9 @@ def others(
         row: dict[str, Any] = {"what": what, "label": step.run.label if step else why}
         if step:
             row |= {"step_s": step.step_s, "mfu": step.mfu}
-            own = options if other.gpu == cluster.gpu else replace(options, price=None, watts=None)
-            row |= dataclasses.asdict(bill(step, other, tokens, own))
-            row["even_price"] = options.price and options.price * hours / row["gpu_hours"]
+            own = asked if other.gpu == cluster.gpu else replace(asked, price=None, watts=None)
+            row |= dataclasses.asdict(bill(step, own))
+            row["even_price"] = asked.price and asked.price * hours / row["gpu_hours"]
         rows.append(row)
     return rows
 

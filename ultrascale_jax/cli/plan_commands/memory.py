@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands import bill, common
 from ultrascale_jax.config import AUTO, Config, UserError, with_changes
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.step_time import estimate
@@ -24,7 +24,7 @@ from ultrascale_jax.plan.workload import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Options):
+class Options(bill.Options):
     """Options of `ultrascale plan memory`."""
 
     explain: Annotated[Literal["mesh", "roofline"] | None, command_line.option("mesh|roofline")] = (
@@ -44,7 +44,14 @@ def main(argv: list[str]) -> None:
         with output.working("looking for options that fit"):
             hints = find_hints(cfg, options, cluster)
         step = estimate(Run.of(cfg, options.gpus), cluster)
-        report = MemoryReport.of(step, cluster, options.explain, hints=hints)
+        report = MemoryReport.of(
+            step,
+            cluster,
+            options.explain,
+            hints=hints,
+            storage_gbs=options.storage_gbs,
+            terms=bill.terms(cfg, options) if options.asks_for_bill else None,
+        )
         common.tell(why)
         output.show("memory", report, as_json=options.json, figure=options.figure, width=150)
 

@@ -7,8 +7,9 @@ Formulas rank every legal configuration; the best few are compiled and timed. Fi
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
     recipe = recipe_of(argv)
     with command_line.user_errors():
         choices = named_choices(cfg, options.named, options.gpus)
-        choices |= {} if options.fixed is None else parse_choices("fixed", options.fixed)
+        choices |= _fixed(options, choices)
         search = Search(cfg, cluster, choices)
         interrupted = run(search, compiler(recipe, options), options.compile)
         some = search.counts["candidates"] > 0 or interrupted
@@ -68,6 +69,15 @@ def main(argv: list[str]) -> None:
         raise SystemExit(common.INTERRUPTED)
     if report.best_command is None:
         raise SystemExit(1)
+
+
+def _fixed(options: Options, named: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the choices of `--fixed`. Raises `UserError` where they contradict the options `named`."""
+    found = {} if options.fixed is None else parse_choices("fixed", options.fixed)
+    for name in sorted(found.keys() & named.keys()):
+        fix = f"another option says {name}={named[name][0]}; leave out one of them"
+        require(found[name] == named[name], "fixed", options.fixed, fix)
+    return found
 
 
 def predict(search: Search, tell: output.Tell) -> bool:

@@ -37,6 +37,8 @@ class Counts:
     """As `program.Slots`: most values of a kind at once on the fullest rank."""
     peaks: dict[str, int]
     """Chunks that the fullest rank keeps at once: `in_flight` from forward to backward pass, then `w_queue`."""
+    in_flight: dict[int, int]
+    """Rank to the chunks that it keeps at once from forward to backward pass."""
 
 
 def counts(run: Run) -> Counts:
@@ -52,6 +54,20 @@ def stack_rows(run: Run) -> tuple[int, int]:
     """Count the rows that each rank of a pipeline has of the stacks of dense layers, and of layers of experts."""
     layers = run.shape.num_layers
     return _stack_rows(_key(run), layers, layers - run.shape.moe_layers)
+
+
+def rank_layers(run: Run) -> tuple[int, ...]:
+    """Count the layers of the model that each rank has, without padding."""
+    key, shape = _key(run), run.shape
+    table = _table(key if key.fewer is None else key._replace(microbatches=key.fewer[0]))
+    dense = shape.num_layers - shape.moe_layers
+    stages = table.ranks, table.virtual, table.placement
+    order = schedules.layer_order(*stages, shape.num_layers, dense)
+    rows = len(order) // table.ranks
+    return tuple(
+        sum(layer is not None for layer in order[rank * rows : (rank + 1) * rows])
+        for rank in range(table.ranks)
+    )
 
 
 def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ...]], float]:
@@ -188,5 +204,7 @@ def _counted(key: Key, stash: str) -> tuple[dict[str, dict], list[dict[str, int]
         part = slice(segment.start, segment.stop)
         needed = {name: int(program.every[name][part].sum()) for name in ENOUGH}
         segments.append({"ticks": length} | needed)
-    peaks = {"in_flight": max(in_flight(schedule)), "w_queue": max(w_queue(schedule))}
-    return {"ticks": ticks, "slots": vars(program.slots), "peaks": peaks}, segments
+    ranks = dict(enumerate(in_flight(schedule)))
+    peaks = {"in_flight": max(ranks.values()), "w_queue": max(w_queue(schedule))}
+    counted = {"ticks": ticks, "slots": vars(program.slots), "peaks": peaks, "in_flight": ranks}
+    return counted, segments

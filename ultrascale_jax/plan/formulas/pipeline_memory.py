@@ -6,11 +6,15 @@ loop over layers or in the loss. As in `memory.py` every term is a buffer of XLA
 `docs/planning/pipelines.csv` has the sums beside XLA's own.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.activations import (
     Layer,
     document_mask,
     experts_forward_bytes,
+    layer_of,
     loss_chunks,
     saved_bytes,
     working_set,
@@ -34,6 +38,38 @@ def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
         * (sharded_params(run, weights) if run.zero == 3 else whole),
         "accumulation buffer": 4 * (sharded_params(run, weights) if run.zero >= 2 else whole),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The work of one rank of a pipeline, and the part of its memory that it uses."""
+
+    rank: int
+    layers: int
+    """Layers of the model, without padding."""
+    in_flight: float
+    """Micro-batches that it keeps at once for their backward pass."""
+    used_bytes: int
+    """Bytes at the peak without the slots that it never fills; all ranks run one program and have the same buffers."""
+
+
+def by_rank(run: Run, parts: Mapping[str, float]) -> list[RankMemory]:
+    """Say what each rank uses of the `parts` at the peak, which are the same on all; empty without a pipeline."""
+    if run.mesh.pp == 1:
+        return []
+    chunks = pipeline.counts(run).in_flight
+    kept = saved_bytes(run, layer_of(run)) if run.stash == "residuals" else {"stage inputs": 0}
+    filled = sum(parts.get(f"activations: {name}", 0) for name in kept)
+    most, every = max(chunks.values()), sum(parts.values())
+    return [
+        RankMemory(
+            rank=rank,
+            layers=layers,
+            in_flight=chunks[rank] / run.virtual_stages,
+            used_bytes=int(every - (1 - chunks[rank] / most) * filled),
+        )
+        for rank, layers in enumerate(pipeline.rank_layers(run))
+    ]
 
 
 def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:

@@ -14,6 +14,7 @@ from ultrascale_jax.config import Config
 from ultrascale_jax.figures.charts import Areas
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.streams import Streams, events_of
+from ultrascale_jax.plan.bill import Bill
 from ultrascale_jax.plan.formulas.costs import CONTENTION
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
@@ -59,6 +60,8 @@ class CompiledReport:
     """When the memory in use changes, in seconds, and the bytes of each class of buffers from then on."""
     config: Config
     """Configuration that was compiled."""
+    bill: Bill | None = None
+    """Days and cost of the whole training, where they were asked for."""
     executed: "Executed | None" = None
     """Result of running the program on a CPU, if it was asked for."""
 
@@ -117,6 +120,7 @@ class CompiledReport:
             "memory_over_step": {"start_s": times, "bytes": classes},
             "timeline": {"streams": {n: [e[:4] for e in es] for n, es in self.streams.items()}},
             "config": dataclasses.asdict(self.config),
+            "bill": None if self.bill is None else dataclasses.asdict(self.bill),
         } | executed
 
     @property
@@ -134,6 +138,7 @@ class CompiledReport:
                 f"program ({program['synchronous_in_loops']} of these in loops); compiled in {self.compile_s:.0f} s"
             )
         ]
+        found += [] if self.bill is None else [line(f"the whole training: {self.bill.text}")]
         found += [] if self.executed is None else [self.executed.table()]
         head = line(f"{step.run.label} on {step.run.num_gpus} x {step.gpu.name}")
         return Group(head, self._memory(), *found)
@@ -166,6 +171,7 @@ class CompiledReport:
         for name, seconds in rows.items():
             made.add_row(name, f"{(seconds or 0.0) * 1e3:.1f}")
         made.add_row("tokens/s/GPU", f"{step.tokens_per_s_gpu:,.0f}")
+        made.add_row("TFLOP/s/GPU", units.rounded(step.tflops_per_s_gpu))
         made.add_row("MFU", f"{step.mfu:.1%}")
         return made
 

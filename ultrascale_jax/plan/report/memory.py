@@ -12,7 +12,11 @@ from ultrascale_jax import units
 from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import WHOLE
+from ultrascale_jax.plan.bill import Bill, Terms, bill
 from ultrascale_jax.plan.formulas import memory, pipeline
+from ultrascale_jax.plan.formulas.checkpoint import Checkpoint, checkpoint
+from ultrascale_jax.plan.formulas.host import HostMemory
+from ultrascale_jax.plan.formulas.pipeline_memory import RankMemory, by_rank
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import limit, line, wrap
@@ -68,6 +72,12 @@ class MemoryReport:
     """Bytes at the peak, by part."""
     timeline: list[tuple[str, int]]
     """Bytes by moment of two steps."""
+    ranks: Sequence[RankMemory]
+    """Ranks of the pipeline; empty without one."""
+    checkpoint: Checkpoint
+    host: HostMemory
+    bill: Bill | None = None
+    """Days and cost of the whole training, where they were asked for."""
     hints: Sequence[Hint] = ()
     """Faster runs that fit, or any where this one does not."""
     sections: Sequence[MeshReport | RooflineReport] = ()
@@ -81,14 +91,21 @@ class MemoryReport:
         explain: Section | None = None,
         *,
         hints: Sequence[Hint] = (),
+        storage_gbs: float | None = None,
+        terms: Terms | None = None,
     ) -> "MemoryReport":
-        """Count the memory of the run of `step` on a GPU of `cluster`."""
-        run = step.run
+        """Count the memory of the run of `step` on a GPU of `cluster`, and price the training where there are terms."""
+        run, parts = step.run, memory.breakdown(step.run).parts
+        saved = checkpoint(run, cluster.gpu, storage_gbs)
         sections = {None: [], "mesh": [MeshReport], "roofline": [RooflineReport]}[explain]
         return cls(
             step=step,
-            parts=memory.breakdown(run).parts,
+            parts=parts,
             timeline=memory.timeline(run),
+            ranks=by_rank(run, parts),
+            checkpoint=saved,
+            host=HostMemory.of(step, saved, cluster),
+            bill=None if terms is None else bill(step, terms),
             hints=hints,
             sections=[section.of(run, cluster) for section in sections],
         )
@@ -131,6 +148,10 @@ class MemoryReport:
                 "parts": self.parts,
                 "timeline": self.timeline,
                 "in_flight": self.in_flight,
+                "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
+                "checkpoint": dataclasses.asdict(self.checkpoint),
+                "host": dataclasses.asdict(self.host) | {"total_bytes": self.host.total_bytes},
+                "bill": None if self.bill is None else dataclasses.asdict(self.bill),
                 "hints": [dataclasses.asdict(hint) for hint in self.hints],
             }
             | sections
@@ -138,13 +159,25 @@ class MemoryReport:
 
     def __rich__(self) -> Group:
         lines = [line(f"{self.run.num_gpus} x {self.gpu.name}: {self.run.label}")]
-        below = [line(self.speed), line(self.answer), *self.sections]
+        below = [line(self.checkpoint.text), line(self.host.text), line(self.speed)]
+        below += [] if self.bill is None else [line(f"the whole training: {self.bill.text}")]
+        below += [line(self.answer), *self.sections]
         if self.in_flight > 1:
             count = f"{self.in_flight:g} micro-batches"
             below.insert(
                 0, line(f"the fullest rank of the pipeline keeps the activations of {count}")
             )
-        return Group(*lines, self._parts(), self._moments(), *below)
+        tables = [self._parts(), self._moments()]
+        tables += [self._ranks()] if self.ranks else []
+        return Group(*lines, *tables, *below)
+
+    def _ranks(self) -> Table:
+        unit, count = units.byte_unit(self.peak_bytes)
+        made = Table("pipeline rank", "layers", "micro-batches at once", f"{unit} used", unit)
+        for row in self.ranks:
+            sizes = (f"{row.used_bytes / count:.2f}", f"{self.peak_bytes / count:.2f}")
+            made.add_row(str(row.rank), str(row.layers), f"{row.in_flight:g}", *sizes)
+        return made
 
     def _parts(self) -> Table:
         unit, count = units.byte_unit(self.peak_bytes)

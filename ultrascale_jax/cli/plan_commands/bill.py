@@ -1,0 +1,80 @@
+"""Options that price a whole training: its tokens, price and power, storage, and failures."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from ultrascale_jax.cli import command_line
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.config import Config, require
+from ultrascale_jax.plan.bill import FailureTerms, Terms
+
+MOST = 1e12
+"""Larger numbers are slips."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Options):
+    """Options of the verbs that price a training."""
+
+    tokens: Annotated[str | None, command_line.option("15T", "the recipe's")] = None
+    """Tokens of the whole training; K, M, B and T are powers of 1,000, Ki and Mi of 1,024."""
+    price: Annotated[float | None, command_line.option("USD")] = None
+    """Price of one GPU for one hour."""
+    watts: Annotated[float | None, command_line.option("W", "a DGX's by 8, or the card's")] = None
+    """Power of one GPU with its share of the host and the cooling."""
+    storage_gbs: Annotated[float | None, command_line.option("GB/S")] = None
+    """1e9 bytes a second that all hosts together write of a checkpoint."""
+    failure_hours: Annotated[float | None, command_line.option("H")] = None
+    """Hours between two failures of one GPU, with all else that stops a run counted as its failures; a run of N GPUs
+    fails N times as often. Saves follow at the interval that costs least, or at --checkpoint.every."""
+    restart_s: Annotated[float | None, command_line.option("S")] = None
+    """Seconds from a failure until the run trains again; --failure-hours needs it."""
+    save_s: Annotated[float | None, command_line.option("S", "those of the copy to the host")] = (
+        None
+    )
+    """Seconds for which training waits for a save."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("price", "watts", "storage_gbs", "failure_hours"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < MOST, name, value, "must be above 0")
+        for name in ("restart_s", "save_s"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < MOST, name, value, "must not be negative")
+            alone = value is not None and self.failure_hours is None
+            require(not alone, name, value, "counts only with --failure-hours")
+        complete = self.failure_hours is None or self.restart_s is not None
+        require(complete, "failure_hours", self.failure_hours, "give --restart-s too")
+
+    @property
+    def asks_for_bill(self) -> bool:
+        """Whether the command line has one of the options that only a bill needs."""
+        return {"tokens", "price", "watts", "failure_hours"} & {*self.named} != set()
+
+
+def terms(cfg: Config, options: Options) -> Terms:
+    """Return what the training of `cfg` has to pay for; its tokens are those of its batches unless `options` say."""
+    tokens = cfg.train.batches.before(cfg.train.steps) * cfg.data.seq_len
+    if options.tokens is not None:
+        tokens = common.tokens("tokens", options.tokens)
+    failures = None
+    if options.failure_hours is not None and options.restart_s is not None:
+        every = None
+        if "checkpoint.every" in options.named:
+            step_tokens = cfg.train.global_batch * cfg.data.seq_len
+            every = cfg.checkpoint.every or math.ceil(tokens / step_tokens)
+        failures = FailureTerms(
+            gpu_hours=options.failure_hours,
+            restart_s=options.restart_s,
+            save_s=options.save_s,
+            interval_steps=every,
+        )
+    return Terms(
+        tokens=tokens,
+        price=options.price,
+        watts=options.watts,
+        storage_gbs=options.storage_gbs,
+        failures=failures,
+    )

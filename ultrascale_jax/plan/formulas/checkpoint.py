@@ -1,0 +1,52 @@
+"""Count the bytes of a checkpoint and the seconds of a save; no JAX.
+
+A checkpoint holds the float32 parameters that are trained and the optimizer's moments (`checkpoint/manager.py`). A save
+copies them to the host's memory, for which training waits, and then writes them while training goes on.
+"""
+
+from dataclasses import dataclass
+
+from ultrascale_jax import units
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
+from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.workload import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The size of a checkpoint, and the seconds of a save."""
+
+    total_bytes: int
+    """Bytes on the disk, without metadata and before compression."""
+    gpu_bytes: int
+    """Bytes that one GPU copies to its host at most, where they stay until they are written."""
+    copy_s: float
+    """Seconds for which training waits at least."""
+    write_s: float | None
+    """Seconds until it is complete, beside training; none where the storage's rate is not known."""
+
+    @property
+    def text(self) -> str:
+        """All of it in a line."""
+        written = (
+            f", which takes {units.rounded(self.write_s)} s" if self.write_s is not None else ""
+        )
+        return (
+            f"a checkpoint has {units.size(self.total_bytes)}; training waits {units.rounded(self.copy_s)} s until a "
+            f"GPU has copied at most {units.size(self.gpu_bytes)} to its host, and goes on while it is written{written}"
+        )
+
+
+def checkpoint(run: Run, gpu: Gpu, storage_gbs: float | None = None) -> Checkpoint:
+    """Predict a save of `run`; `storage_gbs` is what all hosts write together, in 1e9 bytes a second."""
+    width, weights = 4 + run.moment_bytes, weights_of(run)
+    total = width * (run.adapter_params or run.shape.num_params)
+    norms = 0 if run.adapter_params else weights.vectors
+    copied = width * (trained_params(run, weights) + norms)
+    return Checkpoint(
+        total_bytes=int(total),
+        gpu_bytes=int(copied),
+        copy_s=costs.host_seconds(gpu, copied),
+        write_s=None if storage_gbs is None else total / (1e9 * storage_gbs),
+    )
