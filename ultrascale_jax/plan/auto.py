@@ -25,7 +25,13 @@ from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes
 from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
 from ultrascale_jax.plan.search.ranking import EQUAL, Candidate, Search
-from ultrascale_jax.plan.search.search_space import UNEVEN, Choices, configured, pinned
+from ultrascale_jax.plan.search.search_space import (
+    UNEVEN,
+    Choices,
+    changed_options,
+    configured,
+    pinned,
+)
 from ultrascale_jax.plan.verdict import FITS
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
@@ -115,27 +121,9 @@ def choose_auto(
         run = best.run
     chosen = configured(cfg, run) if choose_mesh else cfg
     chosen = with_changes(chosen, mesh=chosen.mesh, remat=run.remat, microbatches=run.microbatches)
-    words = [f"--mesh {run.mesh.text}"] if choose_mesh else []
-    words += _changes(cfg, chosen)
+    words = changed_options(cfg, chosen, mesh=choose_mesh)
     at_once = f"{run.sequences} sequence{'s' * (run.sequences > 1)} a GPU at once"
-    return chosen, f"{' '.join(words)} ({at_once}): by formula {_reason(search, best)}"
-
-
-CHOSEN = (
-    *("train.remat", "train.microbatches", "train.zero", "pp.schedule", "pp.virtual", "pp.stash"),
-    *("moe.a2a_groups", "cp.ulysses"),
-)
-"""Fields that can be chosen, beside the mesh."""
-
-
-def _changes(before: Config, after: Config) -> list[str]:
-    """Return the options of the fields of `CHOSEN` that differ."""
-    words = []
-    for name in CHOSEN:
-        section, _, field = name.partition(".")
-        old, new = (getattr(getattr(cfg, section), field) for cfg in (before, after))
-        words += [f"--{name.replace('_', '-')} {new}"] if new != old else []
-    return words
+    return chosen, f"{words} ({at_once}): by formula {_reason(search, best)}"
 
 
 def _search(cfg: Config, cluster: Cluster, choices: Choices) -> Search:

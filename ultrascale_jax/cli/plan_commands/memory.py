@@ -67,7 +67,8 @@ def find_hints(
     """
     step = estimate(Run.of(cfg, options.gpus), cluster)
     if step.verdict == FITS:
-        return [hint for hint in _hints(cfg, cfg, cluster, meshes=False) if hint.options][:1]
+        room = _hints(cfg, cfg, cluster, meshes=False)
+        return [hint for hint in room if EQUAL * hint.step_s < step.step_s][:1]
     hints: list[Hint] = []
     for tried in (cfg, with_smaller_moments(cfg)):
         fitting = any(hint.verdict == FITS for hint in hints)

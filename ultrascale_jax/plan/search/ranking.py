@@ -28,6 +28,7 @@ from ultrascale_jax.plan.search.search_space import (
     POLICIES,
     Choices,
     Space,
+    changed_options,
     configured,
     divisors,
     drawback,
@@ -37,6 +38,7 @@ from ultrascale_jax.plan.search.search_space import (
 from ultrascale_jax.plan.verdict import (
     DOES_NOT_FIT,
     FITS,
+    LIKELY,
     SETTLES,
     UNSURE,
     Verdict,
@@ -339,10 +341,16 @@ class Search:
         return min((c for c in chosen if self.token_s(c) <= limit), key=place)
 
     def faster(self, best: Candidate) -> Candidate | None:
-        """Return the fastest of which the formulas are unsure, if it is faster than `best` beyond `EQUAL`."""
+        """Return the fastest that probably fits, if it beats `best` beyond `EQUAL`.
+
+        Where there is none, and `best` fits for certain, any that may fit will do.
+        """
         limit = self.token_s(best) / EQUAL
-        unsure = (c for c in self.ranking if c.verdict == UNSURE and not (c.refusal or c.failure))
-        return next((c for c in unsure if self.token_s(c) < limit), None)
+        unsure = [c for c in self.ranking if c.verdict == UNSURE and not (c.refusal or c.failure)]
+        faster = [c for c in unsure if self.token_s(c) < limit]
+        likely = [c for c in faster if c.best.peak_bytes <= LIKELY * self.usable_bytes]
+        worth = likely or (faster if best.verdict == FITS else [])
+        return min(worth, key=self.token_s, default=None)
 
     @functools.cached_property
     def smaller_moments(self) -> Candidate | None:
@@ -367,6 +375,7 @@ class Search:
         if winner is not None:
             failure = f"; by formula, since it does not compile: {winner.failure}"
             text = f"best: {winner.run.label}: {winner.verdict}{failure if winner.failure else ''}"
+            text += f", {self.step_s(winner):.3g} s a step"
             if winner.verdict == UNSURE:
                 text += f", {winner.best.peak_bytes / GIB:.1f} of {usable} by formula"
             smaller = self._smaller_moments_help()
@@ -394,10 +403,12 @@ class Search:
         """Say what `plan compile` would settle: whether `best` fits, and one that is faster; empty for nothing."""
         text, other = "", self.faster(best)
         if other is not None:
-            times, size = self.token_s(best) / self.token_s(other), other.best.peak_bytes / GIB
-            text = f"; {times:.2f} times as fast and unsure: {other.run.label}, {size:.1f}"
-            text += f" of {self.usable_bytes / GIB:.1f} GiB by formula"
-        return f"{text}; {SETTLES}" if text or best.verdict == UNSURE else ""
+            free = any(len(self._choices.get(axis, ())) != 1 for axis in AXES)
+            options = changed_options(self.cfg, other.configured(self.cfg), mesh=free)
+            share, step_s = other.best.peak_bytes / self.usable_bytes, self.step_s(other)
+            text = f"; faster but unsure, {share:.0%} of the memory by formula: {options}, {step_s:.3g} s a step"
+        settles = "`plan compile` with these options settles it" if other else SETTLES
+        return f"{text}; {settles}" if text or best.verdict == UNSURE else ""
 
     def rows(self, top: int) -> dict[str, list[tuple[Candidate, str]]]:
         """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""

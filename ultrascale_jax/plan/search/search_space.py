@@ -222,9 +222,9 @@ def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
 
 
 OPTIONS = {
-    "zero": "train.zero",
     "remat": "train.remat",
     "microbatches": "train.microbatches",
+    "zero": "train.zero",
     "schedule": "pp.schedule",
     "virtual_stages": "pp.virtual",
     "stash": "pp.stash",
@@ -247,6 +247,16 @@ def named_choices(cfg: Config, names: Collection[str], num_gpus: int) -> dict[st
     axes = AXES if "mesh" in names else [axis for axis in AXES if f"mesh.{axis}" in names]
     sizes = cfg.mesh.resolve(num_gpus).sizes if axes else {}
     return found | {axis: (sizes[axis],) for axis in axes}
+
+
+def changed_options(before: Config, after: Config, *, mesh: bool) -> str:
+    """Return the options of the fields that a search chooses and that differ; with `mesh` that one in any case."""
+    words = [f"--mesh {after.mesh.text}"] if mesh else []
+    for name in ("train.global_batch", *OPTIONS.values()):
+        section, _, field_name = name.partition(".")
+        old, new = (getattr(getattr(cfg, section), field_name) for cfg in (before, after))
+        words += [f"--{name.replace('_', '-')} {new}"] if new != old else []
+    return " ".join(words)
 
 
 def with_smaller_moments(cfg: Config) -> Config | None:
