@@ -25,8 +25,6 @@ from ultrascale_jax.kernels.choices import AttentionCall
 from ultrascale_jax.kernels.device import device, match_vma, on_gpu
 from ultrascale_jax.kernels.residuals import name_attention
 
-MODULES = {"cudnn": attention_cudnn, "xla": attention_xla}
-
 NO_WINDOW = 2**30
 """A window that no sequence fills."""
 
@@ -109,11 +107,7 @@ def attention_forward(
       it counts for nothing.
     """
     chosen = choose(implementation, q, k, mask, scores=scores)
-    if chosen == "mosaic":
-        from ultrascale_jax.kernels import attention_mosaic
-
-        return attention_mosaic.forward(q, k, v, mask)
-    return MODULES[chosen].forward(q, k, v, mask, scores)
+    return _module(chosen).forward(q, k, v, mask, scores)
 
 
 def attention_backward(
@@ -137,11 +131,16 @@ def attention_backward(
       dout: cotangent of `out`, `[B, T, N, H]`.
     """
     chosen = choose(implementation, q, k, mask, scores=scores)
+    return _module(chosen).backward(q, k, v, out, lse, dout, mask, scores)
+
+
+def _module(chosen: str) -> Any:
+    """Return the module of an implementation that `choose` returned; our kernel's is imported where one is chosen."""
     if chosen == "mosaic":
         from ultrascale_jax.kernels import attention_mosaic
 
-        return attention_mosaic.backward(q, k, v, out, lse, dout, mask)
-    return MODULES[chosen].backward(q, k, v, out, lse, dout, mask, scores)
+        return attention_mosaic
+    return {"cudnn": attention_cudnn, "xla": attention_xla}[chosen]
 
 
 def choose(

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.attention_mask import BlockMask
+from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, BlockMask, Scores
 from ultrascale_jax.kernels.attention_ranges import Ranges, ranges_of
 from ultrascale_jax.kernels.device import match_vma
 
@@ -125,14 +125,24 @@ class Program:
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: BlockMask, *, staged: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: BlockMask,
+    scores: Scores = PLAIN_SCORES,
+    *,
+    staged: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `attention_forward`; a query that sees no key gets zeros, and a log-sum-exp of -1e30.
 
     With `staged` every operand of a product passes through shared memory, as the GPU interpreter wants it. Without, the
     weights stay in registers.
+
+    Raises:
+      ValueError: `scores` has a soft cap, or a scale that is not positive.
     """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    divisor = _divisor(scores, H)
     q, k, v, ranges = match_vma(q, k, v, ranges_of(mask, B, T, S))
     stages = 256 // H
     scratch = {"lse": plgpu.SMEM((COMPUTE, HALF), jnp.float32)}
@@ -140,7 +150,7 @@ def forward(
         scratch["p"] = _tiled((COMPUTE, HALF, TILE))
     out, lse = _call(
         "attention",
-        functools.partial(_attend, stages=stages),
+        functools.partial(_attend, divisor=divisor, stages=stages),
         {"out": q, "lse": jax.ShapeDtypeStruct((B, N, T), jnp.float32)},
         {"q": q, "k": k, "v": v},
         ranges,
@@ -157,10 +167,18 @@ def forward(
     return out, lse
 
 
-def _attend(p: Program, wg, *, stages: int) -> None:
+def _divisor(scores: Scores, head_dim: int) -> float:
+    """Return the number by which q k^T is divided; refuse scores that the kernels do not compute."""
+    divisor = scores.divisor(head_dim)
+    if scores.softcap is not None or divisor <= 0:
+        raise ValueError(f"scores={scores}: the kernel takes positive scales, and no soft cap")
+    return divisor
+
+
+def _attend(p: Program, wg, *, divisor: float, stages: int) -> None:
     """Compute half a tile of the result and its log-sum-exp."""
     H = p.s["q"].shape[2]
-    scale = LOG2_E / math.sqrt(H)
+    scale = LOG2_E / divisor
     (k_full, v_full), (k_free, v_free) = p.full, p.free
     mask = _mask(p, 2 * p.tile + wg, (HALF, TILE))
     pl.when(p.count > 0)(lambda: plgpu.barrier_wait(k_full.at[0]))
@@ -221,9 +239,10 @@ def _softmax(x, scale: float, largest, total) -> tuple:
 
 
 def backward(
-    q, k, v, out, lse, dout, mask: BlockMask, *, staged: bool = False
+    q, k, v, out, lse, dout, mask: BlockMask, scores: Scores = PLAIN_SCORES, *, staged: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `attention_backward`; `staged` as given to `forward`."""
+    divisor = _divisor(scores, q.shape[3])
     (B, T), S, group = q.shape[:2], k.shape[1], q.shape[2] // k.shape[2]
     ranges = ranges_of(mask, B, T, S)
     q, k, v, out, lse, dout, ranges = match_vma(q, k, v, out, lse, dout, ranges)
@@ -233,7 +252,7 @@ def backward(
     half = _tiled((COMPUTE, HALF, HALF))
     dk, dv = _call(
         "attention_dkv",
-        functools.partial(_pull_back_keys, group=group),
+        functools.partial(_pull_back_keys, divisor=divisor, group=group),
         {"dk": k, "dv": v},
         inputs,
         ranges,
@@ -251,7 +270,7 @@ def backward(
     )
     (dq,) = _call(
         "attention_dq",
-        _pull_back_queries,
+        functools.partial(_pull_back_queries, divisor=divisor),
         {"dq": q},
         inputs,
         ranges,
@@ -266,10 +285,10 @@ def backward(
     return dq, dk, dv
 
 
-def _pull_back_keys(p: Program, wg, *, group: int) -> None:
+def _pull_back_keys(p: Program, wg, *, divisor: float, group: int) -> None:
     """Compute gradients of half a tile of keys and values; scores are `[keys, queries]` here."""
     H = p.s["k"].shape[2]
-    scale, key = 1 / math.sqrt(H), p.tile * TILE + wg * HALF
+    scale, key = 1 / divisor, p.tile * TILE + wg * HALF
     k_s, v_s = p.s["k"].at[wg], p.s["v"].at[wg]
 
     def gradients(dk_a, dv_a):
@@ -298,10 +317,10 @@ def _pull_back_keys(p: Program, wg, *, group: int) -> None:
     _store(p, wg, ("dk", "k", dk), ("dv", "v", dv))
 
 
-def _pull_back_queries(p: Program, wg) -> None:
+def _pull_back_queries(p: Program, wg, *, divisor: float) -> None:
     """Compute the gradient of half a tile of queries."""
     H = p.s["q"].shape[2]
-    scale = 1 / math.sqrt(H)
+    scale = 1 / divisor
     q_s, do_s = p.s["q"].at[wg], p.s["do"].at[wg]
     lse, delta = (
         plgpu.load(p.g[name].at[p.index(name, wg)], layout=ROWS, optimized=False)

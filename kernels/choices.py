@@ -149,7 +149,7 @@ class AttentionCall:
             "lengths that 128 divides": T % 128 == S % 128 == 0,
             "as many keys as queries": T == S or not self.causal,
             "a head dim of 64 or 128": H in (64, 128),
-            "a scale of 1 / sqrt(head_dim) and no soft cap": self.plain_scale and not self.softcap,
+            "no soft cap": not self.softcap,
         }
         # Without documents packed attention is cuDNN's.
         packed = cudnn | packed if self.masked else cudnn

@@ -18,7 +18,7 @@ from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention import attention, attention_backward, attention_forward
-from ultrascale_jax.kernels.attention_mask import BlockMask, visible_keys
+from ultrascale_jax.kernels.attention_mask import BlockMask, Scores, visible_keys
 from ultrascale_jax.kernels.attention_ranges import Ranges, visible_ranges
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.plan.compiled.compile import target_devices
@@ -100,13 +100,13 @@ class Case(NamedTuple):
     want: Dense
 
 
-def case(shape, lengths, window=None, dtype=jnp.bfloat16) -> Case:
+def case(shape, lengths, window=None, dtype=jnp.bfloat16, scale=None) -> Case:
     """Documents of these lengths."""
     B, tokens, N, K, H = shape
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(B, tokens, n, H)).astype(dtype) for n in (N, K, K, N)]
     ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
-    want = dense_attention(*arrays, segment_ids=ids, window=window)
+    want = dense_attention(*arrays, segment_ids=ids, window=window, scale=scale)
     return Case(arrays, ids, window, want)
 
 
@@ -205,8 +205,9 @@ def test_the_kernel_in_the_interpreter_equals_the_oracle_and_has_no_races(interp
 @pytest.mark.wide
 @pytest.mark.slow
 def test_the_kernels_blocks_join_to_the_whole_in_the_interpreter(interpreted):
-    blocks = case((1, 384, 1, 1, 64), (100, 130, 154), window=90)
-    got = interpreted(joined(blocks, *KERNEL, 128), *blocks.arrays)
+    blocks = case((1, 384, 1, 1, 64), (100, 130, 154), window=90, scale=0.2)
+    passes = [functools.partial(run, scores=Scores(scale=0.2)) for run in KERNEL]
+    got = interpreted(joined(blocks, *passes, 128), *blocks.arrays)
     check_joined(got, blocks.want, ROUNDED)
 
 
@@ -257,6 +258,13 @@ def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
         for arrays in wrong:
             with pytest.raises(ValueError, match=r"kernels\.attention='mosaic'.*got NVIDIA H100"):
                 jax.eval_shape(run, *arrays)
+        run_block = functools.partial(attention_forward, q, k, v, implementation="mosaic")
+        assert jax.eval_shape(lambda: run_block(scores=Scores(scale=0.2)))[0].shape == q.shape
+        with pytest.raises(ValueError, match=r"kernels\.attention='mosaic': needs no soft cap"):
+            run_block(scores=Scores(softcap=5.0))
+        for scores in (Scores(scale=-1.0), Scores(softcap=5.0)):
+            with pytest.raises(ValueError, match=r"scores=Scores\(.*positive scales, and no soft"):
+                mosaic.forward(q, k, v, BlockMask(), scores)
     with pytest.raises(ValueError, match="must be one of auto, cudnn"):
         attention(q, k, v, q_index=index, implementation="triton")
 
