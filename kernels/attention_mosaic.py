@@ -60,7 +60,7 @@ class Loads:
 
     resident: list[str]
     """Inputs of which each warpgroup holds the rows of its half of the program's tile."""
-    ahead: list[list[str]]
+    streamed: list[list[str]]
     """Groups of inputs whose visited tiles are loaded ahead; those of a group share barriers."""
     where: Callable
     """`where(program, step)` gives the first row of a step's tile, and the head."""
@@ -82,12 +82,12 @@ class Loads:
             return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
         resident = {name: buffer(name, COMPUTE, HALF) for name in self.resident}
-        ahead = {x: buffer(x, self.stages, self.rows) for group in self.ahead for x in group}
+        streamed = {x: buffer(x, self.stages, self.rows) for group in self.streamed for x in group}
         return {
-            "s": resident | ahead,
+            "s": resident | streamed,
             "loaded": barriers(len(self.resident), COMPUTE),
-            "full": [barriers(len(group)) for group in self.ahead],
-            "free": [barriers(COMPUTE) for _ in self.ahead],
+            "full": [barriers(len(group)) for group in self.streamed],
+            "free": [barriers(COMPUTE) for _ in self.streamed],
             "turn": barriers(COMPUTE, 1),
         }
 
@@ -157,7 +157,7 @@ def forward(
         _steps(ranges, TILE, TILE, S),
         Loads(
             resident=["q"],
-            ahead=[["k"], ["v"]],
+            streamed=[["k"], ["v"]],
             where=lambda p, i: ((p.first + i) * TILE, lax.div(p.head, N // K)),
             rows=TILE,
             stages=stages,
@@ -204,8 +204,8 @@ def _attend(p: Program, wg, *, divisor: float, stages: int) -> None:
 
         def weigh(weighted_a):
             plgpu.wgmma(weighted_a, weights, p.s["v"].at[slot])
-            after = k_full.at[lax.rem(i + 1, stages)]
-            pl.when(i + 1 < p.count)(lambda: plgpu.barrier_wait(after))
+            next_full = k_full.at[lax.rem(i + 1, stages)]
+            pl.when(i + 1 < p.count)(lambda: plgpu.barrier_wait(next_full))
             return weighted_a[...]
 
         weighted = pl.run_scoped(weigh, plgpu.ACC((HALF, H), jnp.float32))
@@ -259,7 +259,7 @@ def backward(
         _query_steps(ranges, S),
         Loads(
             resident=["k", "v"],
-            ahead=[["q", "do", "lse", "delta"]],
+            streamed=[["q", "do", "lse", "delta"]],
             where=lambda p, i: (
                 (p.first + lax.rem(i, p.count)) * HALF,
                 p.head * group + lax.div(i, p.count),
@@ -277,7 +277,7 @@ def backward(
         _steps(ranges, TILE, HALF, S),
         Loads(
             resident=["q", "do"],
-            ahead=[["k", "v"]],
+            streamed=[["k", "v"]],
             where=lambda p, i: ((p.first + i) * HALF, lax.div(p.head, group)),
         ),
         {"ds": half} if staged else {},
@@ -529,7 +529,7 @@ def _load_ahead(p: Program, loads: Loads) -> None:
     # The last steps only wait: a barrier that still changes must not be left behind.
     @pl.loop(0, count + stages)
     def _(i):
-        for names, full, free in zip(loads.ahead, p.full, p.free, strict=True):
+        for names, full, free in zip(loads.streamed, p.full, p.free, strict=True):
             slot = lax.rem(i, stages)
             pl.when(i >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
             pl.when(i < count)(functools.partial(load, names, full, i))

@@ -56,6 +56,6 @@ def _count_until(k_ids, k_index, q_ids, q_index) -> jax.Array:
         larger = count + (1 << bit)
         last = jnp.minimum(larger, S) - 1
         ids, index = k_ids[last], k_index[last]
-        before = (ids < q_ids) | ((ids == q_ids) & (index <= q_index))
-        count = jnp.where((larger <= S) & before, larger, count)
+        visible = (ids < q_ids) | ((ids == q_ids) & (index <= q_index))
+        count = jnp.where((larger <= S) & visible, larger, count)
     return count

@@ -26,10 +26,10 @@ def projections(x_BTD: jax.Array, weights: Sequence[jax.Array], heads: str) -> l
     def run(*arrays):
         return _products(*match_vma(*arrays))
 
-    given = x_BTD, *weights
+    operands = x_BTD, *weights
     split = tuple(act(f"BT{letter}H") for letter in heads)
-    found = smap(run, in_specs=specs(given), out_specs=split)(*given)
-    return [checkpoint_name(y, PRODUCT) for y in found]
+    results = smap(run, in_specs=specs(operands), out_specs=split)(*operands)
+    return [checkpoint_name(y, PRODUCT) for y in results]
 
 
 @jax.custom_vjp

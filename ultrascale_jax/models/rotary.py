@@ -64,10 +64,12 @@ def rotary(
     frequency = frequencies(cfg, local=local)
     unit = 2 * math.pi / 2**32
     steps = np.rint(frequency / unit).astype(np.int64)
-    rest = (frequency - steps * unit).astype(np.float32)[None, None, :]
+    remainder = (frequency - steps * unit).astype(np.float32)[None, None, :]
     positions_BT1 = positions_BT[:, :, None]
     phase = positions_BT1 * steps.astype(np.int32)[None, None, :]
-    angle = phase.astype(jnp.float32) * np.float32(unit) + positions_BT1.astype(jnp.float32) * rest
+    angle = (
+        phase.astype(jnp.float32) * np.float32(unit) + positions_BT1.astype(jnp.float32) * remainder
+    )
     magnitude = 1.0 if local or cfg.rope_scaling is None else cfg.rope_scaling.magnitude
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 

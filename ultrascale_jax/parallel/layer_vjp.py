@@ -70,21 +70,22 @@ class LayerVJP:
     def _classify(self, leaves, x, context_leaves) -> None:
         """Find the residuals that depend on x and must be kept; parameters and context give the others again."""
         x_leaves, x_tree = jax.tree.flatten(x)
-        first, after = len(leaves), len(leaves) + len(x_leaves)
+        x_start, context_start = len(leaves), len(leaves) + len(x_leaves)
 
         def residuals(*inputs):
-            x = x_tree.unflatten(inputs[first:after])
-            return self._run(list(inputs[:first]), x, inputs[after:])[3]
+            x = x_tree.unflatten(inputs[x_start:context_start])
+            return self._run(list(inputs[:x_start]), x, inputs[context_start:])[3]
 
         traced = Equations(residuals, *leaves, *x_leaves, *context_leaves)
-        depending = traced.descendants(traced.inputs[first:after])
+        depending = traced.descendants(traced.inputs[x_start:context_start])
         kept = dict.fromkeys(v for v in traced.outputs if is_var(v) and v in depending)
         number = {variable: n for n, variable in enumerate(kept)}
         self._places = [number[v] if is_var(v) and v in number else None for v in traced.outputs]
         """For each residual its number among those that are kept; None if it is derived again."""
         self._keep = [self._places.index(n) for n in range(len(kept))]
         derived = [v for v, n in zip(traced.outputs, self._places, strict=True) if n is None]
-        self._derive = traced.function([*traced.inputs[:first], *traced.inputs[after:]], derived)
+        constants = [*traced.inputs[:x_start], *traced.inputs[context_start:]]
+        self._derive = traced.function(constants, derived)
         names = _names(traced.eqns)
         self.names = [names.get(variable) for variable in kept]
         """Names that `checkpoint_name` gave to each of `kept`; None without one."""

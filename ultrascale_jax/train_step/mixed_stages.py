@@ -59,12 +59,12 @@ def by_stack(grads: Transformer, params: Transformer) -> Transformer:
 def rows_by_position(model: Transformer) -> list[np.ndarray]:
     """Return the argument `rows` of `executor.pipeline` for the stacks of a model in use."""
     (order, dense_order), ranks = model.orders, mesh_size("pp")
-    here, dense = _by_rank(order, ranks), _by_rank(dense_order, ranks)
+    layers, dense = _by_rank(order, ranks), _by_rank(dense_order, ranks)
     rows = [
         [part.index(i) if i in part else 0 for i in row]
-        for row, part in zip(here, dense, strict=True)
+        for row, part in zip(layers, dense, strict=True)
     ]
-    tables = [np.arange(len(here[0]))] * ranks, rows
+    tables = [np.arange(len(layers[0]))] * ranks, rows
     return [
         np.array(table, np.int32)
         for stack, table in zip(model.stacks, tables, strict=True)

@@ -111,9 +111,9 @@ def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
     init: Callable = (chosen or optimizer(cfg)).init
     opt_state = init(trained)
     if chosen is not None:
-        others = [x.shape for x in jax.tree.leaves(opt_state) if x.ndim and x.shape not in shapes]
+        unlike = [x.shape for x in jax.tree.leaves(opt_state) if x.ndim and x.shape not in shapes]
         fix = "an optimizer's state has arrays in the shapes of the parameters, and scalars; others have no sharding"
-        require(not others, "model.make_optimizer", model.__name__, f"{fix}: {others[:3]}")
+        require(not unlike, "model.make_optimizer", model.__name__, f"{fix}: {unlike[:3]}")
     return opt_state
 
 
@@ -218,8 +218,8 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
     return _map_moving(move, like, tree)
 
 
-def _map_moving[Tree](move: Callable, tree: Tree, *others: Tree) -> Tree:
-    """Return `move(order, array, *arrays of others)` for stacks that a checkpoint has in another order.
+def _map_moving[Tree](move: Callable, tree: Tree, *trees: Tree) -> Tree:
+    """Return `move(order, array, *arrays of trees)` for stacks that a checkpoint has in another order.
 
     Another array is that of the last tree. Moments are models, too, or a list (Muon's) in the order of the trained
     parameters.
@@ -244,7 +244,7 @@ def _map_moving[Tree](move: Callable, tree: Tree, *others: Tree) -> Tree:
         in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
         return leaves[path[-1].idx](x, *same) if in_list else (x, *same)[-1]
 
-    return jax.tree.map_with_path(node, tree, *others, is_leaf=is_model)
+    return jax.tree.map_with_path(node, tree, *trees, is_leaf=is_model)
 
 
 def _sorted(order: LayerOrder) -> list[int]:
@@ -257,26 +257,26 @@ def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
 
     From the sharding at rest to this one is an all-to-all inside each pipeline.
     """
-    rest = typed(NamedSharding, leaf.sharding)
-    spec = [None, *rest.spec[1:], *(None,) * (leaf.ndim - len(rest.spec))]
+    stored = typed(NamedSharding, leaf.sharding)
+    spec = [None, *stored.spec[1:], *(None,) * (leaf.ndim - len(stored.spec))]
     for dim in range(1, leaf.ndim):
         axes = spec[dim] or ()
         axes = (*((axes,) if isinstance(axes, str) else axes), "pp")
-        if leaf.shape[dim] % math.prod(rest.mesh.shape[axis] for axis in axes) == 0:
+        if leaf.shape[dim] % math.prod(stored.mesh.shape[axis] for axis in axes) == 0:
             spec[dim] = axes
             break
-    return NamedSharding(rest.mesh, P(*spec))
+    return NamedSharding(stored.mesh, P(*spec))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _take(
-    stack: jax.Array, rows: LayerOrder, between: NamedSharding, rest: NamedSharding
+    stack: jax.Array, rows: LayerOrder, between: NamedSharding, sharding: NamedSharding
 ) -> jax.Array:
     """Return layers `rows` of the stack, zeros for None, picked on devices that have all of them."""
     index = np.array([len(stack) if row is None else row for row in rows])
     whole = jax.reshard(stack, between)
     taken = whole.at[index].get(mode="fill", fill_value=0, out_sharding=between)
-    return jax.reshard(taken, rest)
+    return jax.reshard(taken, sharding)
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -66,8 +66,10 @@ class RingSpec:
         if self.chunks == 1:
             return (rank * T + jnp.arange(T))[None]
         first, second = -(-T // 2), T // 2
-        late = self.ranks * first + (self.ranks - 1 - rank) * second
-        return jnp.concatenate([rank * first + jnp.arange(first), late + jnp.arange(second)])[None]
+        second_start = self.ranks * first + (self.ranks - 1 - rank) * second
+        return jnp.concatenate(
+            [rank * first + jnp.arange(first), second_start + jnp.arange(second)]
+        )[None]
 
     def distances(self, T: int) -> list[int]:
         """Return the distances on the ring over which some rank sees keys of another, in increasing order."""
@@ -326,8 +328,8 @@ def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):
 
         def one(state, distance, hop=hop):
             carry, keys = state
-            ahead = spec.send(keys, hop) if hop else keys
-            return (attend(carry, keys, distance), ahead), None
+            sent = spec.send(keys, hop) if hop else keys
+            return (attend(carry, keys, distance), sent), None
 
         carry, keys = _repeat(one, (carry, keys), group)
     return carry
@@ -340,10 +342,10 @@ def _backward_blocks(spec: RingSpec, distances: list[int], keys, dqs, add):
 
         def one(state, distance, prev_hop=prev_hop, hop=hop):
             dqs, keys, dkeys = state
-            ahead = spec.send(keys, hop) if hop else keys
+            sent = spec.send(keys, hop) if hop else keys
             arrived = spec.send(dkeys, prev_hop) if prev_hop else 0
             dqs, block_dkeys = add(dqs, keys, distance)
-            return (dqs, ahead, arrived + block_dkeys), None
+            return (dqs, sent, arrived + block_dkeys), None
 
         dqs, keys, dkeys = _repeat(one, (dqs, keys, dkeys), group)
     return dqs, dkeys, functools.partial(spec.send, hop=spec.ranks - distances[-1])

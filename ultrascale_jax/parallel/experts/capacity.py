@@ -32,10 +32,10 @@ def hit_fraction(experts: Experts, count: int) -> float:
     if count > size:
         closed = experts.groups - math.ceil(count / size)
         return 1 - math.comb(closed, opened) / math.comb(experts.groups, opened)
-    j, more = divmod(experts.top_k, opened)
-    missed = (opened - more) * math.comb(size - count, j) / math.comb(size, j)
-    if more:
-        missed += more * math.comb(size - count, j + 1) / math.comb(size, j + 1)
+    j, remainder = divmod(experts.top_k, opened)
+    missed = (opened - remainder) * math.comb(size - count, j) / math.comb(size, j)
+    if remainder:
+        missed += remainder * math.comb(size - count, j + 1) / math.comb(size, j + 1)
     return (opened - missed) / experts.groups
 
 
@@ -79,12 +79,14 @@ def a2a_stages(moe: MoEConfig, experts: Experts, ranks: int, tokens: int) -> lis
     """Return the exchanges between `ranks` ranks with `tokens` tokens each; none for one rank."""
     if ranks == 1:
         return []
-    found, left, sources = [], ranks, 1
+    stages, left, sources = [], ranks, 1
     for parts in (moe.a2a_groups, ranks // moe.a2a_groups) if moe.a2a_groups > 1 else (ranks,):
         left //= parts
         count = left * experts.num // ranks
-        held = found[-1].parts * found[-1].rows if found else tokens
-        rows = capacity(held, sources * tokens * hit_fraction(experts, count), moe.capacity_factor)
-        found.append(A2AStage(parts, count, rows))
+        arrived = stages[-1].parts * stages[-1].rows if stages else tokens
+        rows = capacity(
+            arrived, sources * tokens * hit_fraction(experts, count), moe.capacity_factor
+        )
+        stages.append(A2AStage(parts, count, rows))
         sources *= parts
-    return [stage for stage in found if stage.parts > 1]
+    return [stage for stage in stages if stage.parts > 1]

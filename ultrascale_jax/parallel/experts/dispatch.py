@@ -56,9 +56,9 @@ class Assignment(NamedTuple):
     def padded(self, start: jax.Array | int, rows: int) -> Slots:
         """Return a buffer with `rows` slots for each place, which takes a place's choices from number `start` on."""
         num, first = self.counts.shape[0], jnp.cumsum(self.counts) - self.counts
-        here = self.position - first[jnp.minimum(self.places, num - 1)] - start
-        inside = (self.places < num) & (here >= 0) & (here < rows)
-        slot = jnp.where(inside, self.places * rows + here, num * rows)
+        offset = self.position - first[jnp.minimum(self.places, num - 1)] - start
+        inside = (self.places < num) & (offset >= 0) & (offset < rows)
+        slot = jnp.where(inside, self.places * rows + offset, num * rows)
         index = start + jnp.arange(rows, dtype=jnp.int32)
         filled = index[None] < self.counts[:, None]
         choice = _pick(
@@ -69,11 +69,11 @@ class Assignment(NamedTuple):
     def ragged(self, start: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
         """Return a buffer with `size` slots for the sorted choices from number `start` on, and those of each place."""
         ends = jnp.clip(jnp.cumsum(self.counts) - start, 0, size)
-        here = self.position - start
-        inside = (self.places < self.counts.shape[0]) & (here >= 0) & (here < size)
+        offset = self.position - start
+        inside = (self.places < self.counts.shape[0]) & (offset >= 0) & (offset < size)
         index = jnp.arange(size, dtype=jnp.int32)
         choice = _pick(self.sorted, jnp.where(index < ends[-1], start + index, self.sorted.size))
-        slots = Slots(choice, jnp.where(inside, here, size))
+        slots = Slots(choice, jnp.where(inside, offset, size))
         return slots, jnp.diff(ends, prepend=0)
 
 
@@ -240,12 +240,12 @@ def _add_later(one_round: Callable, rows: tuple[int, int], busiest: jax.Array, f
     return jax.lax.while_loop(lambda state: state[0] < busiest, add, (jnp.int32(rows[0]), first))[1]
 
 
-def _later_gradients(one_round, rows, given, g, d_tokens) -> tuple[Any, Any]:
+def _later_gradients(one_round, rows, saved, g, d_tokens) -> tuple[Any, Any]:
     """Return `d_tokens` with those of the rounds after the first, computed again, and the matrices' gradients of these.
 
     The latter are not set if there is no such round: zeros would take time in every step.
     """
-    busiest, ints, floats = given
+    busiest, ints, floats = saved
 
     def add(state):
         start, *total = state
@@ -273,11 +273,11 @@ def _all_rounds_forward(one_round, rows, busiest, ints, floats):
 
 
 def _all_rounds_backward(one_round, rows, saved, g):
-    pull_back, given = saved
+    pull_back, inputs = saved
     ((d_tokens, d_matrices),) = pull_back(g)
     # The tokens' gradients do not wait for the matrices', which can be computed while the first are sent.
-    d_tokens, later = _later_gradients(one_round, rows, given, g, d_tokens)
-    return None, None, (d_tokens, _add_if_any(rows, given[0], d_matrices, later))
+    d_tokens, later = _later_gradients(one_round, rows, inputs, g, d_tokens)
+    return None, None, (d_tokens, _add_if_any(rows, inputs[0], d_matrices, later))
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
@@ -297,14 +297,14 @@ def _later_backward(one_round, rows, saved, g):
     return None, None, _later_gradients(one_round, rows, saved, g, _zeros(saved[2][0]))
 
 
-_later.defvjp(lambda *given: (_later(*given), given[2:]), _later_backward)
+_later.defvjp(lambda *inputs: (_later(*inputs), inputs[2:]), _later_backward)
 
 
 def _zeros(like: Any) -> Any:
     """Return arrays of zeros, each written by itself: of equal ones XLA would write one, and copy it for each loop."""
     leaves, tree = jax.tree.flatten(like)
     zeros = jax.lax.optimization_barrier([jnp.zeros((), leaf.dtype) for leaf in leaves])
-    found = (
+    arrays = (
         vary(jnp.full(a.shape, zero), varying(a)) for a, zero in zip(leaves, zeros, strict=True)
     )
-    return tree.unflatten(found)
+    return tree.unflatten(arrays)

@@ -158,10 +158,10 @@ def expert_exchange(
     Raises:
       ValueError: the shapes do not fit each other or the axis, or `expert` returns another shape than it takes.
     """
-    ranks, held = _axis_size(axis), _leading_size(params)
+    ranks, num_local = _axis_size(axis), _leading_size(params)
     if not callable(expert):
         raise ValueError(f"expert={expert!r}: must be a function (params, x_ECD) -> y_ECD")
-    experts = Experts(num=ranks * held, top_k=ids.shape[-1])
+    experts = Experts(num=ranks * num_local, top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
     one_round = functools.partial(mapped_experts, expert, x.shape[1])
     return _send(one_round, params, (x, ids, weights), axis, moe, experts)
@@ -184,9 +184,9 @@ def _send(
     ids, weights = ids.astype(jnp.int32), weights.astype(jnp.float32)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, *jax.tree.leaves(params))))
     x, weights, params = jax.tree.map(lambda a: vary(a, axes), (x, weights, params))
-    known = (ids >= 0) & (ids < experts.num)
-    dropped = jnp.sum(~known & (ids != -1), dtype=jnp.int32)
-    ids = jnp.where(known, ids, experts.num)
+    in_range = (ids >= 0) & (ids < experts.num)
+    dropped = jnp.sum(~in_range & (ids != -1), dtype=jnp.int32)
+    ids = jnp.where(in_range, ids, experts.num)
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
     shared = jax.lax.axis_size("sp") if splits else 1
@@ -233,11 +233,11 @@ def _leading_size(params: Any) -> int:
 def _check_matrices(x, w_gate, w_up, w_down, experts: Experts, ranks: int) -> None:
     """Raise an error for matrices that do not fit each other or x."""
     D, E, F = x.shape[1], experts.num // ranks, w_gate.shape[-1]
-    wanted = [(E, D, F), (E, D, F), (E, F, D)]
-    given = [a.shape for a in (w_gate, w_up, w_down)]
-    if given != wanted:
+    expected = [(E, D, F), (E, D, F), (E, F, D)]
+    shapes = [a.shape for a in (w_gate, w_up, w_down)]
+    if shapes != expected:
         raise ValueError(
-            f"w_gate, w_up, w_down of shapes {given}: want {wanted} for x {x.shape} and "
+            f"w_gate, w_up, w_down of shapes {shapes}: want {expected} for x {x.shape} and "
             f"{experts.num} experts over {ranks} ranks"
         )
 
@@ -249,10 +249,10 @@ def _check_tokens(x, ids, weights, moe: MoEConfig, experts: Experts, ranks: int)
     moe.check(experts, ranks)
     if x.ndim != 2:
         raise ValueError(f"x {x.shape}: want this rank's tokens [n, D]; reshape [B, T, D]")
-    wanted = (x.shape[0], experts.top_k)
-    if not ids.shape == weights.shape == wanted:
+    expected = (x.shape[0], experts.top_k)
+    if not ids.shape == weights.shape == expected:
         raise ValueError(
-            f"ids {ids.shape}, weights {weights.shape}: want {wanted}, the {experts.top_k} experts of each token of "
+            f"ids {ids.shape}, weights {weights.shape}: want {expected}, the {experts.top_k} experts of each token of "
             f"x {x.shape}"
         )
     integers, floats = (
@@ -278,14 +278,14 @@ def _outer(
     """
     ranks, (n, D) = jax.lax.axis_size(axis), tokens[0].shape
     stages = a2a_stages(moe, experts, ranks, n)
-    held = [n, *(stage.parts * stage.rows for stage in stages)]
+    rows_held = [n, *(stage.parts * stage.rows for stage in stages)]
     local = _Local(
         one_round=one_round,
         ragged=ragged,
         num=experts.num // ranks,
         d_model=D,
         rows=n * experts.top_k * shared,
-        received=held[-1] * shared,
+        received=rows_held[-1] * shared,
         capacity_factor=expert_capacity_factor(moe, experts, ranks),
         later_share=32 if one_expert_per_rank(experts, ranks) else 8,
         idles=idles,
@@ -293,7 +293,7 @@ def _outer(
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
     agreed = (axis, "sp") if shared > 1 else (axis,)
     outer: Outer = functools.partial(_in_turn, run)
-    for stage, first in reversed(list(zip(stages, held[:-1], strict=True))):
+    for stage, first in reversed(list(zip(stages, rows_held[:-1], strict=True))):
         stride = ranks * stage.experts // experts.num
         span = stage.parts * stride
         groups = [

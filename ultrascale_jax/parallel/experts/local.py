@@ -121,5 +121,6 @@ def _weighed_gate_backward(activation, saved, g):
 
 
 _weighed_gate.defvjp(
-    lambda activation, *given: (_weighed_gate(activation, *given), given), _weighed_gate_backward
+    lambda activation, *operands: (_weighed_gate(activation, *operands), operands),
+    _weighed_gate_backward,
 )

@@ -200,8 +200,8 @@ def _lengths(schedule: Schedule, order: LayerOrder | np.ndarray | None) -> list[
 def _check(call: PipelineCall, order: LayerOrder | np.ndarray | None) -> None:
     """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
     schedule, stash, axis, rows = call.schedule, call.stash, call.axis, call.rows
-    held = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.blocks)]
-    layers = sorted(set(held)) if rows is None else sorted({table.shape[1] for table in rows})
+    num_layers = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.blocks)]
+    layers = sorted(set(num_layers)) if rows is None else sorted({table.shape[1] for table in rows})
     counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.microbatches)})
     m = schedule.microbatches
     for ok, why in (
@@ -216,8 +216,8 @@ def _check(call: PipelineCall, order: LayerOrder | np.ndarray | None) -> None:
             f"blocks of {layers} layers a rank: must be one multiple of {schedule.virtual}",
         ),
         (
-            rows is None or all(table.max() < n for table, n in zip(rows, held, strict=True)),
-            f"rows beyond the ends of leaves of {held} layers",
+            rows is None or all(table.max() < n for table, n in zip(rows, num_layers, strict=True)),
+            f"rows beyond the ends of leaves of {num_layers} layers",
         ),
         (
             order is None or len(order) == schedule.ranks * layers[0],
@@ -250,11 +250,11 @@ class _Executor:
         state, rank = self._start(), lax.axis_index(self.axis)
         ranks, ranks_before = self.program.columns(self.program.ranks)
         self.every, every_before = self.program.columns(self.program.every)
-        before = {name: jnp.asarray(table)[rank] for name, table in ranks_before.items()}
-        before |= {name: jnp.asarray(value) for name, value in every_before.items()}
+        first_reads = {name: jnp.asarray(table)[rank] for name, table in ranks_before.items()}
+        first_reads |= {name: jnp.asarray(value) for name, value in every_before.items()}
         ticks = {name: jnp.asarray(table)[:, rank] for name, table in ranks.items()}
         ticks |= {name: jnp.asarray(table) for name, table in self.every.items()}
-        state = self._read_next(state, self._embed(before), before)
+        state = self._read_next(state, self._embed(first_reads), first_reads)
         for segment in self.program.segments:
             part = jax.tree.map(lambda column, s=segment: column[s.start : s.stop], ticks)
             state, _ = lax.scan(partial(self._tick, segment), state, part)
@@ -325,8 +325,10 @@ class _Executor:
         read = {name: state[name] for name in reads if name in state}
         mine, y, dx, arrived = self.loop.run(segment, mine, read, tick)
         state = state | mine
-        before = state["x_forward"]
-        x = self._if(segment, "next_embed", tick, lambda _: self._embed(tick), lambda x: x, before)
+        x_before = state["x_forward"]
+        x = self._if(
+            segment, "next_embed", tick, lambda _: self._embed(tick), lambda x: x, x_before
+        )
         dy = y
         if forward:
             state, dy = self._head(segment, state, tick, y)
@@ -334,8 +336,8 @@ class _Executor:
             state = self._embed_gradient(segment, state, tick, dx)
         # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
         sums = {name: state[name] for name in ("shared", "microbatches") if name in state}
-        together = (dy, x, sums)
-        arrived, (dy, x, sums) = lax.optimization_barrier((arrived, together))
+        computed = (dy, x, sums)
+        arrived, (dy, x, sums) = lax.optimization_barrier((arrived, computed))
         state |= sums
         for kind, values in arrived.items():
             name = "inputs" if kind == "forward" else "gradients"
@@ -396,12 +398,12 @@ class _Executor:
                 (objective, metrics), (grads, batch_grads), dy = self._head_gradient(
                     y_last, micro_batch
                 )
-                more = (objective, metrics, self.stages.accumulate_shared(grads))
+                head_sums = (objective, metrics, self.stages.accumulate_shared(grads))
             else:
-                more = self.stages.head(self.shared, self._vary(y_last), micro_batch)
+                head_sums = self.stages.head(self.shared, self._vary(y_last), micro_batch)
             # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
             on = tick["head"] > 0
-            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], more)
+            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], head_sums)
             return sums, _add_to_row(operand[1], batch_grads, on, tick["head_mb"]), dy
 
         operand = (tuple(state[name] for name in names), batch_sums, y)
@@ -437,9 +439,9 @@ class _Executor:
 
             _, pull_back = jax.vjp(embed, self.shared, self._floats(micro_batch))
             grads, batch_grads = pull_back(d)
-            more = self.stages.accumulate_shared(grads)
+            embed_sums = self.stages.accumulate_shared(grads)
             on = tick["embed_gradient"] > 0
-            sums = jax.tree.map(jnp.add, operand[0], more)
+            sums = jax.tree.map(jnp.add, operand[0], embed_sums)
             return sums, _add_to_row(operand[1], batch_grads, on, row)
 
         operand = state["shared"], state.get("microbatches", [])

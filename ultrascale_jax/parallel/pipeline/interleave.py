@@ -94,10 +94,12 @@ class _Program:
         self.exchanges = {n for n, eqn in enumerate(self.eqns) if _is_exchange(eqn)}
         least = LIGHT * sum(self.seconds)
         heavy = {n for n, s in enumerate(self.seconds) if s > least} | self.exchanges
-        behind: list[set[int]] = []
+        heavy_sources: list[set[int]] = []
         for sources in self.before:
-            behind.append(set().union(*({m} if m in heavy else behind[m] for m in sources)))
-        self.sources = {n: behind[n] for n in sorted(heavy)}
+            heavy_sources.append(
+                set().union(*({m} if m in heavy else heavy_sources[m] for m in sources))
+            )
+        self.sources = {n: heavy_sources[n] for n in sorted(heavy)}
         """Equations that take time, each with those that it waits for, directly or through light ones."""
 
     def run(self) -> None:
@@ -125,12 +127,12 @@ class _Program:
 
     def needed(self, n: int) -> list[int]:
         """Return equation n and those in front of it that have not run, in order."""
-        found, stack = {n}, [n]
+        needed, stack = {n}, [n]
         while stack:
-            more = (self.before[stack.pop()] & self.todo) - found
-            found |= more
-            stack += more
-        return sorted(found)
+            waiting = (self.before[stack.pop()] & self.todo) - needed
+            needed |= waiting
+            stack += waiting
+        return sorted(needed)
 
     def execute(self, n: int) -> None:
         """Run an equation. Barriers hold what it computes, except elementwise values wider than the activations, which
@@ -142,14 +144,14 @@ class _Program:
         if n not in self.exchanges and (n in self.sources or not wide):
             self.held |= dict.fromkeys(eqn.outvars, fn)
 
-    def barrier(self, more: dict) -> None:
-        """Let what comes now wait for what was computed, and for the values `more`."""
+    def barrier(self, extra: dict) -> None:
+        """Let what comes now wait for what was computed, and for the values `extra`."""
         later = {v for n in self.todo for v in self.eqns[n].invars if is_var(v)}
         later |= {v for fn in self.functions for v in fn.outputs if is_var(v)}
         self.held = {
             v: fn for v, fn in self.held.items() if v in later and num_bytes(v) >= self.large
         }
-        self.held |= more
+        self.held |= extra
         values = lax.optimization_barrier([fn.values[v] for v, fn in self.held.items()])
         for (v, fn), value in zip(self.held.items(), values, strict=True):
             fn.values[v] = value

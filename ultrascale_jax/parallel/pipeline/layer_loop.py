@@ -57,7 +57,7 @@ class LayerLoop:
         leaves = jax.tree.leaves(call.blocks)
         self.layer = _with_all_arguments(stages)
         self.accumulate = jax.tree.leaves(stages.accumulate) or [float32] * len(leaves)
-        in_place = [i for i, here in enumerate(jax.tree.leaves(stages.in_place)) if here]
+        in_place = [i for i, reads in enumerate(jax.tree.leaves(stages.in_place)) if reads]
         grads = {i: self.accumulate[i](at(leaves[i], 0)) for i in in_place}
         self.in_place = {i: buffer(g, len(leaves[i]), self.axis) for i, g in grads.items()}
         positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
@@ -82,10 +82,10 @@ class LayerLoop:
     def start(self, x: Tree, slots: Slots) -> tuple[Tree, dict]:
         """Return x with the type of the layers' output, and empty state; the layers are traced only for their types."""
         # An index that differs between ranks, as those of a tick do.
-        here = 0 * lax.axis_index(self.axis)
-        tick = {"forward_chunk": here, "forward_on": here}
-        params = self._params(tick, "forward", here)
-        context = self._around(tick, "forward", here, self.context(at(self.microbatches, here)))
+        zero = 0 * lax.axis_index(self.axis)
+        tick = {"forward_chunk": zero, "forward_on": zero}
+        params = self._params(tick, "forward", zero)
+        context = self._fixed_args(tick, "forward", zero, self.context(at(self.microbatches, zero)))
         y, aux, *statistics = self.layer(params, x, *context)
         statistics = statistics[:-1] if self.in_place else statistics
         _check_result(x, y, aux)
@@ -147,84 +147,92 @@ class LayerLoop:
             written.add("residuals")
         if backward and self.schedule.split:
             written.add("weights")
-        rest = {name: value for name, value in state.items() if name not in written}
+        unchanged = {name: value for name, value in state.items() if name not in written}
         carry = {name: state[name] for name in written} | {"x": x, "g": g}
         if backward and not self.stashes:
-            rest["repeated"] = self._repeat(read["x_backward"], contexts["backward"], tick)
+            unchanged["repeated"] = self._repeat(read["x_backward"], contexts["backward"], tick)
 
         def layers(carry, start):
             indices = [start + i for i in range(self.step)]
-            after, new = self._passes(kinds, carry, rest, tick, indices, contexts)
+            updated, new_residuals = self._passes(kinds, carry, unchanged, tick, indices, contexts)
             if weights:
                 back = self.depth - 1 - start
-                waiting = at((after if backward else rest)["weights"], tick["weight_queue"], back)
+                waiting = at(
+                    (updated if backward else unchanged)["weights"], tick["weight_queue"], back
+                )
                 params = self._params(tick, "weight", back)
-                around = self._around(tick, "weight", back, contexts["weight"])
-                grads = self.split.second(params, around, waiting)
-                self._add(after, grads, tick, "weight", back)
+                fixed_args = self._fixed_args(tick, "weight", back, contexts["weight"])
+                grads = self.split.second(params, fixed_args, waiting)
+                self._add(updated, grads, tick, "weight", back)
             if "residuals" in written:
                 if backward:
                     # Written after the backward pass has read its own, or XLA would copy the full buffer.
-                    names = {"residuals", "g", "blocks", "weights"} & set(after)
-                    after |= lax.optimization_barrier({name: after[name] for name in names})
-                for index, kept in zip(indices, new, strict=True):
+                    names = {"residuals", "g", "blocks", "weights"} & set(updated)
+                    updated |= lax.optimization_barrier({name: updated[name] for name in names})
+                for index, kept in zip(indices, new_residuals, strict=True):
                     place = tick["forward_residuals"], index
-                    after["residuals"] = put(after["residuals"], kept, *place)
-            return after, None
+                    updated["residuals"] = put(updated["residuals"], kept, *place)
+            return updated, None
 
         starts = jnp.arange(0, self.depth, self.step)
-        after: dict = (
+        updated: dict = (
             layers(carry, starts[0])[0] if len(starts) == 1 else lax.scan(layers, carry, starts)[0]
         )
-        y, dx = after["x"], after["g"]
-        sent = after["sent"] if "sent" in after else self._send_both(kinds, y, dx)
-        return state | {name: after[name] for name in written}, y, dx, sent
+        y, dx = updated["x"], updated["g"]
+        sent = updated["sent"] if "sent" in updated else self._send_both(kinds, y, dx)
+        return state | {name: updated[name] for name in written}, y, dx, sent
 
-    def _passes(self, kinds, carry: dict, rest: dict, tick: Tick, indices: list, contexts: dict):
+    def _passes(
+        self, kinds, carry: dict, unchanged: dict, tick: Tick, indices: list, contexts: dict
+    ):
         """Run layers forward, and as many backward: return the carry after them, and for each of the first what its
         backward pass needs. If they are ordered as a whole stage, the carry also has what came from other ranks, as
         `sent`."""
         sends = self.hides_exchanges and self.step == self.depth
 
         def forward(x):
-            after, new = {"x": x}, []
+            updated, new_residuals = {"x": x}, []
             for index in indices:
-                after, kept = self._forward_layer(carry | after, tick, index, contexts["forward"])
-                new.append(kept)
-            return after, new, self.send("forward", after["x"]) if sends else []
+                updated, kept = self._forward_layer(
+                    carry | updated, tick, index, contexts["forward"]
+                )
+                new_residuals.append(kept)
+            return updated, new_residuals, self.send("forward", updated["x"]) if sends else []
 
-        def backward(given):
-            g, kept = given
-            after = {name: carry[name] for name in ("blocks", "weights") if name in carry}
-            for index, own in zip(indices, kept, strict=True):
+        def backward(inputs):
+            g, kept = inputs
+            updated = {name: carry[name] for name in ("blocks", "weights") if name in carry}
+            for index, residuals in zip(indices, kept, strict=True):
                 back = self.depth - 1 - index
-                self._backward_layer(g, own, after, tick, back, contexts["backward"])
-                g = after["g"]
-            return after, [], self.send("backward", g) if sends else []
+                self._backward_layer(g, residuals, updated, tick, back, contexts["backward"])
+                g = updated["g"]
+            return updated, [], self.send("backward", g) if sends else []
 
         runs: dict[str, tuple] = {"forward": (forward, carry["x"])} if "F" in kinds else {}
         if "B" in kinds:
-            kept = [self._kept(carry | rest, tick, self.depth - 1 - index) for index in indices]
+            kept = [
+                self._kept(carry | unchanged, tick, self.depth - 1 - index) for index in indices
+            ]
             runs["backward"] = backward, (carry["g"], kept)
         if self.hides_exchanges and runs:
             results = interleave(H100, *runs.values())
         else:
             results = [fn(activations) for fn, activations in runs.values()]
-        after, new, sent = dict(carry), [], {}
-        for name, (more, kept, values) in zip(runs, results, strict=True):
-            after, new = after | more, new + kept
+        updated, new_residuals, sent = dict(carry), [], {}
+        for name, (changes, kept, values) in zip(runs, results, strict=True):
+            updated, new_residuals = updated | changes, new_residuals + kept
             sent[name] = values
-        return after | ({"sent": sent} if sends else {}), new
+        return updated | ({"sent": sent} if sends else {}), new_residuals
 
     def _forward_layer(self, carry: dict, tick: Tick, index, context) -> tuple[dict, list]:
         """Return new state, and what the backward pass needs."""
         position = tick["forward_chunk"] * self.depth + index
         params = self._params(tick, "forward", index)
-        context = self._around(tick, "forward", index, context)
+        context = self._fixed_args(tick, "forward", index, context)
         real, on = self._real(tick, "forward", index), self._on(tick, "forward", index)
 
-        def total(sums: Tree, more: Tree) -> Tree:
-            return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, more)
+        def total(sums: Tree, terms: Tree) -> Tree:
+            return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, terms)
 
         if not self.trains:
             y, aux, *_ = self._layer(params, carry["x"], context)
@@ -232,27 +240,27 @@ class LayerLoop:
             return sums | {"x": where(real, y, carry["x"])}, []
         y, aux, statistics, kept = self.vjp.forward(params, carry["x"], context)
         statistics = total(at(carry["statistics"], position), statistics)
-        after = {
+        updated = {
             "x": where(real, y, carry["x"]),
             "auxiliary": total(carry["auxiliary"], aux),
             "statistics": put(carry["statistics"], statistics, position),
         }
-        return after, kept
+        return updated, kept
 
-    def _backward_layer(self, g, kept, after: dict, tick: Tick, back, context) -> None:
+    def _backward_layer(self, g, kept, updated: dict, tick: Tick, back, context) -> None:
         params = self._params(tick, "backward", back)
-        context = self._around(tick, "backward", back, context)
+        context = self._fixed_args(tick, "backward", back, context)
         on = self._on(tick, "backward", back)
-        sums = [after["blocks"][i] for i in self.in_place]
+        sums = [updated["blocks"][i] for i in self.in_place]
         cotangents = (g, vary(jnp.float32(on), self.aux_axes), *sums)
         if self.schedule.split:
             dx, grads, waiting = self.split.first(params, context, kept, cotangents)
-            after["weights"] = put(after["weights"], waiting, tick["backward_queue"], back)
+            updated["weights"] = put(updated["weights"], waiting, tick["backward_queue"], back)
         else:
             gradients, dx = self.vjp.backward(params, context, kept, cotangents)
             grads = dict(enumerate(gradients))
-        after["g"] = where(on, dx, g)
-        self._add(after, grads, tick, "backward", back)
+        updated["g"] = where(on, dx, g)
+        self._add(updated, grads, tick, "backward", back)
 
     def _kept(self, state: dict, tick: Tick, back) -> list[jax.Array]:
         """Return this layer's residuals: in the buffer, or from the repeated forward pass."""
@@ -265,8 +273,8 @@ class LayerLoop:
 
         def layer(x, index):
             params = self._params(tick, "backward", index)
-            around = self._around(tick, "backward", index, context)
-            y, _, _, kept = self.vjp.forward(params, x, around)
+            fixed_args = self._fixed_args(tick, "backward", index, context)
+            y, _, _, kept = self.vjp.forward(params, x, fixed_args)
             return where(self._real(tick, "backward", index), y, x), kept
 
         x = where(tick["backward_on"] > 0, x)
@@ -274,8 +282,8 @@ class LayerLoop:
 
     def _layer(self, params, x, context) -> tuple:
         """Run the layer, its results typed as the state that holds them."""
-        y, aux, *rest = self.layer(params, x, *context)
-        statistics, sums = (rest[:-1], rest[-1:]) if self.in_place else (rest, [])
+        y, aux, *extra = self.layer(params, x, *context)
+        statistics, sums = (extra[:-1], extra[-1:]) if self.in_place else (extra, [])
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
         return vary_all(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
 
@@ -289,11 +297,11 @@ class LayerLoop:
         read = [self.in_place[i] if i in self.in_place else at(a, row) for i, (a, row) in rows]
         return jax.tree.unflatten(tree, read)
 
-    def _around(self, tick: Tick, k: str, index, context) -> tuple:
+    def _fixed_args(self, tick: Tick, k: str, index, context) -> tuple:
         """Return the arguments of a layer that are not differentiated: context, number, and rows that it reads."""
-        around = context, self.starts[tick[f"{k}_chunk"]] + index
+        fixed_args = context, self.starts[tick[f"{k}_chunk"]] + index
         if not self.in_place:
-            return *around, None
+            return *fixed_args, None
         leaves, places = jax.tree.leaves(self.blocks), list(self.in_place)
         rows = Rows(
             stacks=[leaves[i] for i in places],
@@ -301,7 +309,7 @@ class LayerLoop:
             on=self._on(tick, k, index),
             accumulate=tuple(self.accumulate[i] for i in places),
         )
-        return *around, rows
+        return *fixed_args, rows
 
     def _rows_of(self, tick: Tick, k: str, index) -> list:
         """Return the row of a layer in each leaf of the blocks."""
@@ -318,27 +326,30 @@ class LayerLoop:
         """Return whether this layer is not padding, and its rank not idle."""
         return self._real(tick, k, index) & (tick[f"{k}_on"] > 0)
 
-    def _add(self, after: dict, grads: dict, tick: Tick, k: str, index) -> None:
+    def _add(self, updated: dict, grads: dict, tick: Tick, k: str, index) -> None:
         """Add one layer's gradients, by number of the leaf.
 
         Gradients of stacks that the layer is not in are zeros. The layer itself has added those of the parameters that
         it reads itself.
         """
-        sums, on = list(after["blocks"]), self._on(tick, k, index)
+        sums, on = list(updated["blocks"]), self._on(tick, k, index)
         rows = self._rows_of(tick, k, index)
         for i, grad in grads.items():
             in_place = i in self.in_place
             sums[i] = grad if in_place else add(sums[i], self.accumulate[i](grad), on, rows[i])
-        after["blocks"] = sums
+        updated["blocks"] = sums
 
 
 def _with_all_arguments(stages: Stages) -> Callable[..., tuple]:
     """Return the layer of `stages`, called also with arguments that it does not have, and with an auxiliary loss."""
 
     def layer(params, x, context, number, rows):
-        around = () if stages.context is None else (context,)
-        more = (number,) if stages.numbered else ()
-        results = stages.layer(params, x, *around, *more, *(() if rows is None else (rows,)))
+        options = (
+            (stages.context is not None, context),
+            (stages.numbered, number),
+            (rows is not None, rows),
+        )
+        results = stages.layer(params, x, *(value for taken, value in options if taken))
         return with_auxiliary(results, x)
 
     return layer
@@ -350,8 +361,8 @@ def _check_result(x: Tree, y: Tree, aux: jax.Array) -> None:
     def types(*values: Tree) -> str:
         return ", ".join(f"{jnp.result_type(a)}{[*jnp.shape(a)]}" for a in jax.tree.leaves(values))
 
-    alike = jax.tree.structure((x, 0)) == jax.tree.structure((y, aux))
-    if not alike or types(y, aux) != f"{types(x)}, float32[]":
+    same_structure = jax.tree.structure((x, 0)) == jax.tree.structure((y, aux))
+    if not same_structure or types(y, aux) != f"{types(x)}, float32[]":
         raise ValueError(
             f"the layer must return y like its x, {types(x)}, and a float32 scalar, not {types(y, aux)}"
         )

@@ -166,12 +166,12 @@ class _Program:
         ranks, devices = self.schedule.ranks, sizes[self.stage_axis]
         fix = f"the mesh has {devices} devices on axis {self.stage_axis!r}; build_schedule(name, {devices}, M)"
         require(ranks == devices, "schedule.ranks", ranks, fix)
-        others = ", ".join(repr(axis) for axis in sizes if axis != self.stage_axis)
-        known = set(self.rows_axes) <= set(sizes) - {self.stage_axis}
-        fix = f"must be other axes of the mesh than the stages': {others or 'it has none'}"
-        require(known, "batch_axes", self.batch_axes, fix)
-        around = () if self.context is None else ("context",)
-        check_call("layer", self.layer, "params", "x", *around)
+        other_axes = ", ".join(repr(axis) for axis in sizes if axis != self.stage_axis)
+        on_mesh = set(self.rows_axes) <= set(sizes) - {self.stage_axis}
+        fix = f"must be other axes of the mesh than the stages': {other_axes or 'it has none'}"
+        require(on_mesh, "batch_axes", self.batch_axes, fix)
+        with_context = () if self.context is None else ("context",)
+        check_call("layer", self.layer, "params", "x", *with_context)
         check_call("embed", self.embed, "shared", "batch")
         check_call("head", self.head, "shared", "x", "batch")
         if self.context is not None:
@@ -232,9 +232,9 @@ class _Program:
         require(jnp.shape(value) == (), name, jax.typeof(value), "must be a scalar")
         axes = {self.stage_axis, *self.rows_axes}
         value = jnp.asarray(value, jnp.float32)
-        others = sorted(varying_axes(value) - axes)
+        undeclared = sorted(varying_axes(value) - axes)
         fix = "differs between the devices of this axis, which is not in batch_axes; sum it there"
-        require(not others, name, others, fix)
+        require(not undeclared, name, undeclared, fix)
         return vary(value, axes)
 
 
@@ -369,9 +369,9 @@ class _Call:
     def _check_parameters(self) -> None:
         """Refuse parameters without gradients, and stacks of different or too few layers."""
         for name, leaves in (("blocks", self.blocks), ("shared", self.shared)):
-            others = [jax.typeof(a) for a in leaves if not _is_float(a)]
+            non_floats = [jax.typeof(a) for a in leaves if not _is_float(a)]
             fix = "must hold floats alone; give integers in the batches"
-            require(not others, name, others, fix)
+            require(not non_floats, name, non_floats, fix)
         counts = sorted({jnp.shape(a)[0] if jnp.ndim(a) else 0 for a in self.blocks})
         require(len(counts) == 1, "blocks", counts, "leaves must be stacks of one number of layers")
         stages = self.program.schedule.num_stages

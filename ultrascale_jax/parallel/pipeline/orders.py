@@ -50,8 +50,8 @@ def zb_uniform(ranks: int, groups: Sequence[int], virtual: int) -> Schedule:
 
 def divided(count: int, parts: int) -> tuple[int, ...]:
     """Return the sizes of `parts` parts of `count`, alike or one more in the first ones."""
-    each, more = divmod(count, parts)
-    return (each + 1,) * more + (each,) * (parts - more)
+    each, remainder = divmod(count, parts)
+    return (each + 1,) * remainder + (each,) * (parts - remainder)
 
 
 def depth_first(ranks: int, microbatches: int) -> tuple[int, ...]:
@@ -78,17 +78,17 @@ def _fused(name: str, ranks: int, groups: Sequence[int], *, virtual: int, split:
 
 
 def one_f_one_b_order(
-    rank: int, microbatches: int, ahead: int, defer: int | None = None
+    rank: int, microbatches: int, warmup: int, defer: int | None = None
 ) -> list[Cell]:
-    """Return 1F1B with one operation a cell: `ahead` forwards, then a forward and a backward in turn.
+    """Return 1F1B with one operation a cell: `warmup` forwards, then a forward and a backward in turn.
 
     With `defer` the W of each microbatch comes so many microbatches after its B; without it, there is no W.
     """
     m = microbatches
-    order: list[Cell] = [{"F": (i, rank)} for i in range(ahead)]
+    order: list[Cell] = [{"F": (i, rank)} for i in range(warmup)]
     for i in range(m):
-        if ahead + i < m:
-            order.append({"F": (ahead + i, rank)})
+        if warmup + i < m:
+            order.append({"F": (warmup + i, rank)})
         order.append({"B": (i, rank)})
         if defer is not None and i >= defer:
             order.append({"W": (i - defer, rank)})

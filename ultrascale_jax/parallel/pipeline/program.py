@@ -67,12 +67,12 @@ class Program:
 
     def columns(self, tables: dict[str, np.ndarray]) -> tuple[dict, dict]:
         """Return `tables` with a column next_* for what a tick reads ahead, and that column before the first tick."""
-        ahead = {f"next_{name}": tables[name] for name in READ_AHEAD if name in tables}
-        after = {
+        read_ahead = {f"next_{name}": tables[name] for name in READ_AHEAD if name in tables}
+        shifted = {
             name: np.concatenate([table[1:], np.zeros_like(table[:1])])
-            for name, table in ahead.items()
+            for name, table in read_ahead.items()
         }
-        return tables | after, {name: table[0] for name, table in ahead.items()}
+        return tables | shifted, {name: table[0] for name, table in read_ahead.items()}
 
 
 def _ports() -> list[str]:

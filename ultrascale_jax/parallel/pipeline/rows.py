@@ -103,8 +103,8 @@ class Rows:
 
     def add(self, sums: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
         """Add the gradients of the row to the stacks' `sums`."""
-        more = [fn(g) for fn, g in zip(self.accumulate, grads, strict=True)]
-        return [add(a, g, self.on, self.index) for a, g in zip(sums, more, strict=True)]
+        terms = [fn(g) for fn, g in zip(self.accumulate, grads, strict=True)]
+        return [add(a, g, self.on, self.index) for a, g in zip(sums, terms, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -65,11 +65,11 @@ def of_config(cfg: Config) -> Schedule:
     if not pp.from_file:
         return build(pp.schedule, p, m, pp.virtual)
     table = read_csv(pp.schedule)
-    for field, wanted, has in (
+    for field, value, has in (
         ("mesh.pp", p, table.ranks),
         ("train.microbatches", m, table.microbatches),
     ):
-        require(wanted == has, field, wanted, f"the table {pp.schedule} is for {has}")
+        require(value == has, field, value, f"the table {pp.schedule} is for {has}")
     layers, stages = cfg.model.num_layers, table.num_stages
     fix = f"the table {pp.schedule} has {stages} stages, which want a layer each; use fewer"
     require(layers >= stages, "model.num_layers", layers, fix)
@@ -130,10 +130,10 @@ def stack_orders(order: LayerOrder, ranks: int, dense: int) -> tuple[LayerOrder,
     if not 0 < dense < len(order) - order.count(None):
         return (order,)
     size = len(order) // ranks
-    held = [
+    dense_layers = [
         [i for i in order[start : start + size] if i is not None and i < dense]
         for start in range(0, len(order), size)
     ]
-    most = max(map(len, held))
-    first = tuple(i for part in held for i in (*part, *(None,) * (most - len(part))))
+    most = max(map(len, dense_layers))
+    first = tuple(i for part in dense_layers for i in (*part, *(None,) * (most - len(part))))
     return first, tuple(None if i is None or i < dense else i for i in order)

@@ -41,15 +41,15 @@ class SplitBackward:
 
         The gradients of vectors, and of the leaves whose number is in `early`, come with that of the input.
         """
-        known, known_tree = jax.tree.flatten((params, context))
+        constants, constants_tree = jax.tree.flatten((params, context))
         once, once_tree = jax.tree.flatten((residuals, cotangents))
 
         def backward(*inputs):
-            again = known_tree.unflatten(inputs[: len(known)])
-            grads, dx = vjp.backward(*again, *once_tree.unflatten(inputs[len(known) :]))
+            again = constants_tree.unflatten(inputs[: len(constants)])
+            grads, dx = vjp.backward(*again, *once_tree.unflatten(inputs[len(constants) :]))
             return [*jax.tree.leaves(dx), *grads]
 
-        traced = Equations(backward, *known, *once, barriers=False)
+        traced = Equations(backward, *constants, *once, barriers=False)
         leaves = enumerate(jax.tree.leaves(params))
         self._early = [i for i, leaf in leaves if leaf.ndim <= 1 or i in early]
         self._x_tree = jax.tree.structure(cotangents[0])
@@ -57,7 +57,7 @@ class SplitBackward:
         dx, grads = traced.outputs[:size], traced.outputs[size:]
         self._late = [i for i in range(len(grads)) if i not in self._early]
         first, second = [*dx, *(grads[i] for i in self._early)], [grads[i] for i in self._late]
-        variables, given_once = traced.inputs[: len(known)], traced.inputs[len(known) :]
+        variables, given_once = traced.inputs[: len(constants)], traced.inputs[len(constants) :]
         waiting = _crossing(traced, given_once, first, second)
         self._first = traced.function(traced.inputs, [*first, *waiting])
         self._second = traced.function([*variables, *waiting], second)

@@ -90,9 +90,9 @@ class Stages:
 
     def check_arguments(self) -> None:
         """Refuse functions that cannot be called with their arguments."""
-        around = ["context"] * (self.context is not None) + ["number"] * self.numbered
-        around += ["rows"] * (self.in_place is not None)
-        check_call("layer", self.layer, "params", "x", *around)
+        extra = ["context"] * (self.context is not None) + ["number"] * self.numbered
+        extra += ["rows"] * (self.in_place is not None)
+        check_call("layer", self.layer, "params", "x", *extra)
         check_call("embed", self.embed, "shared", "batch")
         check_call("head", self.head, "shared", "y", "batch")
 

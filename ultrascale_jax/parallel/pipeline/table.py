@@ -131,8 +131,8 @@ class Schedule:
                     where = "is missing" if made is None else f"runs in tick {made}{use}"
                     why = f"it needs {self.entry(need, microbatch, at)}, which {where}"
                     raise ScheduleError(why, rank, tick, self.entry(kind, microbatch, stage))
-        wanted = product(self.kinds, range(self.microbatches), range(self.num_stages))
-        missing = next((op for op in wanted if op not in when), None)
+        operations = product(self.kinds, range(self.microbatches), range(self.num_stages))
+        missing = next((op for op in operations if op not in when), None)
         if missing:
             raise ScheduleError(f"{self.entry(*missing)} is missing", self.rank_of(missing[2]))
         return self
@@ -159,8 +159,8 @@ class Schedule:
             return f"there are microbatches 0 to {self.microbatches - 1} only"
         if not 0 <= stage < self.num_stages:
             return f"there are stages 0 to {self.num_stages - 1} only"
-        own = self.rank_of(stage)
-        return f"stage {stage} is on rank {own}" if rank != own else None
+        owner = self.rank_of(stage)
+        return f"stage {stage} is on rank {owner}" if rank != owner else None
 
     def needs(self, kind: str, stage: int) -> Iterator[tuple[str, int]]:
         """Return the (kind, stage) whose results an operation of the same microbatch uses."""
