@@ -83,8 +83,10 @@ class Attention(nnx.Module):
         heads, weights = "NKK", []
         for name, letter in zip("qkv", heads, strict=True):
             weight = getattr(self, f"w_{name}")[...]
-            own = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
-            weights.append(weight.map(own) if isinstance(weight, Fp8Weight) else own(weight))
+            local_heads = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
+            weights.append(
+                weight.map(local_heads) if isinstance(weight, Fp8Weight) else local_heads(weight)
+            )
         if not any(isinstance(weight, Fp8Weight) for weight in weights):
             return projections(x_BTD, weights, heads)
         return [
@@ -173,6 +175,6 @@ def _core(implementation, q_BTNH, k_BSKH, v_BSKH, start, inputs: LayerInputs, si
     if inputs.segment_ids_BT is not None:
         segments = (inputs.segment_ids_BT, reshard("BT->BS", inputs.segment_ids_BT))
     documents = None if segments is None else (act("BT"), act("BS"))
-    given = (*map(act, ("BTNH", "BSKH", "BSKH", "T")), documents, act(""), specs(sinks))
-    run = smap(core, in_specs=given, out_specs=act("BTNH"))
+    in_specs = (*map(act, ("BTNH", "BSKH", "BSKH", "T")), documents, act(""), specs(sinks))
+    run = smap(core, in_specs=in_specs, out_specs=act("BTNH"))
     return run(q_BTNH, k_BSKH, v_BSKH, index_T, segments, inputs.full, sinks)

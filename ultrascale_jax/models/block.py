@@ -59,8 +59,8 @@ class Layers:
     @property
     def own(self) -> dict[str, str]:
         """The names of the classes that are not the built-in ones."""
-        given = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
-        return {name: _name(cls) for name, (cls, default) in given.items() if cls is not default}
+        classes = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
+        return {name: _name(cls) for name, (cls, default) in classes.items() if cls is not default}
 
 
 type Terms = dict[str, jax.Array]
@@ -83,10 +83,13 @@ def _with_call(part: str, module: Any, *arguments: str) -> Any:
 
 def _check_result(part: str, module: Any, y: Any, like: jax.Array) -> None:
     """Refuse a part's result that is not split and typed as the residual stream `like`."""
-    found, wanted = jax.typeof(y), jax.typeof(like)
-    same = (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    same = same and found.sharding.spec.partitions == wanted.sharding.spec.partitions
-    fix = f"returned {found}, and must return {wanted}, like the residual stream: `linear(..., to='BRD')`, in x's type"
+    returned, expected = jax.typeof(y), jax.typeof(like)
+    same = (returned.shape, returned.dtype) == (expected.shape, expected.dtype)
+    same = same and returned.sharding.spec.partitions == expected.sharding.spec.partitions
+    fix = (
+        f"returned {returned}, and must return {expected}, like the residual stream: `linear(..., to='BRD')`, "
+        "in x's type"
+    )
     require(same, f"layers.{part}", _name(type(module)), fix)
 
 
@@ -106,9 +109,9 @@ def _checked_terms(part: str, module: Any, terms: Any) -> Terms:
         return kind.shape == () and kind.dtype == jnp.float32 and is_whole
 
     fits = isinstance(terms, dict) and all(map(is_scalar, jax.tree.leaves(terms)))
-    found = jax.tree.map(lambda value: str(jax.typeof(value)), terms)
+    kinds = jax.tree.map(lambda value: str(jax.typeof(value)), terms)
     fix = (
-        f"returned the terms {found}, and must return a dict of float32 scalars, means over tokens"
+        f"returned the terms {kinds}, and must return a dict of float32 scalars, means over tokens"
     )
     require(fits, f"layers.{part}", _name(type(module)), fix)
     return terms
@@ -216,11 +219,11 @@ class Block(nnx.Module):
 
         With `dense` the layer has experts or not, as an array says (`MoE.__call__`).
         """
-        routed, more, terms = None, None, {}
+        routed, dense_extra, terms = None, None, {}
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = self._before(x_BRD, "mlp_norm")
             if isinstance(feed_forward, MoE):
-                h, routed, more = feed_forward(h, moe, dense)
+                h, routed, dense_extra = feed_forward(h, moe, dense)
             else:
                 h = feed_forward(h)
                 if isinstance(h, tuple):
@@ -228,7 +231,7 @@ class Block(nnx.Module):
                     terms = _checked_terms("mlp", feed_forward, returned)
                 _check_result("mlp", feed_forward, h, x_BRD)
             h = checkpoint_name(h, "mlp_out")
-            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed, more, terms
+            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed, dense_extra, terms
 
     def _before(self, x_BRD: jax.Array, name: str) -> jax.Array:
         """Normalise the input of a half-block, where its norm stands there."""
@@ -251,11 +254,11 @@ def gather_layer[Tree](tree: Tree, cfg: ModelConfig, inputs: LayerInputs) -> Tre
     sizes, fp8 = zero_sizes(cfg), inputs.fp8
 
     def leaf(path, param):
-        given = (param.get_value(), param.dims, param.act_dims, inputs.dtype, sizes)
+        placed = (param.get_value(), param.dims, param.act_dims, inputs.dtype, sizes)
         if fp8 is None or not in_fp8(param.dims):
-            return param.replace(gather_param(*given))
+            return param.replace(gather_param(*placed))
         amax = fp8.amaxes.get(jax.tree_util.keystr(path, simple=True, separator="."))
-        return param.replace(gather_fp8(*given, fp8.recipe, amax))
+        return param.replace(gather_fp8(*placed, fp8.recipe, amax))
 
     return jax.tree.map_with_path(leaf, tree, is_leaf=is_variable)
 

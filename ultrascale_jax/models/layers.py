@@ -73,35 +73,35 @@ def param(
     return nnx.Param(value, dims=dims, act_dims=act_dims)
 
 
-def map_params[M](fn: Callable[..., Any], module: M, *rest: M) -> M:
-    """Replace each parameter of `module` by `fn(array, dims, act_dims, *arrays of rest)`.
+def map_params[M](fn: Callable[..., Any], module: M, *modules: M) -> M:
+    """Replace each parameter of `module` by `fn(array, dims, act_dims, *arrays of modules)`.
 
     The dims of a stacked parameter start with L. One without an array (`models/lora.py`) stays as it is.
     """
 
-    def apply(variable, *others):
+    def apply(variable, *variables):
         value = variable.get_value()
         if value is None:
             return variable
         dims, act_dims = variable.dims, variable.act_dims
         stacked = "L" if value.ndim == len(dims) + 1 else ""
         return variable.replace(
-            fn(value, stacked + dims, act_dims, *(other.get_value() for other in others))
+            fn(value, stacked + dims, act_dims, *(other.get_value() for other in variables))
         )
 
-    return jax.tree.map(apply, module, *rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(apply, module, *modules, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def each_param(fn: Callable[..., Any], module: Any) -> list:
     """Return `fn(array, dims, act_dims)` of each parameter of `module`, in the order of its leaves."""
-    found = []
+    results = []
 
     def visit(value, dims, act_dims):
-        found.append(fn(value, dims, act_dims))
+        results.append(fn(value, dims, act_dims))
         return value
 
     map_params(visit, module)
-    return found
+    return results
 
 
 def adapter_of(module: Any, name: str) -> Any:
@@ -130,8 +130,8 @@ def gather_params[M](
     """
 
     def leaf(param):
-        given = param.get_value(), param.dims, param.act_dims
-        return param.replace(gather_param(*given, dtype, sizes))
+        placed = param.get_value(), param.dims, param.act_dims
+        return param.replace(gather_param(*placed, dtype, sizes))
 
     return jax.tree.map(leaf, module, is_leaf=is_variable)
 

@@ -41,14 +41,14 @@ def route(
       of all experts (scores over their sum), which balancing losses use.
     """
     scores = jax.nn.softmax(logits) if experts.scores == "softmax" else jax.nn.sigmoid(logits)
-    wanted = jax.lax.stop_gradient(scores if bias is None else scores + bias[None])
+    preferences = jax.lax.stop_gradient(scores if bias is None else scores + bias[None])
     if experts.groups > 1:
-        grouped = wanted.reshape(-1, experts.groups, experts.num // experts.groups)
+        grouped = preferences.reshape(-1, experts.groups, experts.num // experts.groups)
         best = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(2)
         chosen = jax.lax.top_k(best, experts.groups_per_token)[1]
         open_ = jnp.any(chosen[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
-        wanted = jnp.where(open_[:, :, None], grouped, -jnp.inf).reshape(wanted.shape)
-    ids = jax.lax.top_k(wanted, experts.top_k)[1].astype(jnp.int32)
+        preferences = jnp.where(open_[:, :, None], grouped, -jnp.inf).reshape(preferences.shape)
+    ids = jax.lax.top_k(preferences, experts.top_k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, ids, axis=1)
     if experts.normalize:
         weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
@@ -137,23 +137,23 @@ class MoE(nnx.Module):
         partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
 
         def run(x_BRD, params, is_dense):
-            given = self.cfg, moe, product, x_BRD, *params
-            y_BRD, balance_BR, statistics_Z = _experts(*given, is_dense=is_dense)
+            arguments = self.cfg, moe, product, x_BRD, *params
+            y_BRD, balance_BR, statistics_Z = _experts(*arguments, is_dense=is_dense)
             return y_BRD, Routed(balance_BR, leave_partial(statistics_Z, partial.unreduced))
 
         out_specs = act("BRD"), Routed(act("BR"), partial)  # pyrefly: ignore
         run = smap(run, in_specs=(act("BRD"), specs(params), P()), out_specs=out_specs)
         y_BRD, routed = run(x_BRD, params, None if dense is None else dense[0])
-        more = None
+        dense_extra = None
         if dense is not None:
             is_dense, either = dense
             with jax.named_scope(DENSE_OR_SHARED):
-                more_BRD, more = either(self.shared if experts.shared else None, x_BRD)
+                more_BRD, dense_extra = either(self.shared if experts.shared else None, x_BRD)
             y_BRD = y_BRD + more_BRD
             routed = jax.tree.map(lambda a: jnp.where(is_dense, 0, a), routed)
         elif experts.shared:
             y_BRD = y_BRD + self.shared(x_BRD)
-        return y_BRD, routed, more
+        return y_BRD, routed, dense_extra
 
 
 def _fp8_product(recipe: Recipe, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -13,10 +13,10 @@ def partition[M](model: M, chosen: Callable[[str], bool]) -> tuple[M, M]:
     A path is dotted, as `stacks.0.attn.w_q`. None is in place of the arrays of the other part.
     """
 
-    def part(wanted: bool) -> M:
+    def part(keeps_chosen: bool) -> M:
         def leaf(path, variable):
             is_chosen = chosen(jax.tree_util.keystr(path, simple=True, separator="."))
-            return variable if is_chosen == wanted else variable.replace(None)
+            return variable if is_chosen == keeps_chosen else variable.replace(None)
 
         return jax.tree.map_with_path(leaf, model, is_leaf=is_variable)
 

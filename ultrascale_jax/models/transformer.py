@@ -289,8 +289,8 @@ class Transformer(nnx.Module):
         return einsum("BTD,DV->BTV", x_BTD, head_DV, dtype=jnp.float32)
 
 
-def map_with_order[Tree](fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Return `fn(order, array, *arrays of others)` for each array of a tree.
+def map_with_order[Tree](fn: Callable[..., Any], tree: Tree, *trees: Tree) -> Tree:
+    """Return `fn(order, array, *arrays of trees)` for each array of a tree.
 
     In a `Transformer` the order is that of the array's stack; an array of no stack has None.
     """
@@ -309,4 +309,4 @@ def map_with_order[Tree](fn: Callable[..., Any], tree: Tree, *others: Tree) -> T
         stacks = [leaves(*row) for row in rows]
         return leaves(None, *(model.with_stacks(()) for model in models)).with_stacks(stacks)
 
-    return jax.tree.map(node, tree, *others, is_leaf=is_model)
+    return jax.tree.map(node, tree, *trees, is_leaf=is_model)

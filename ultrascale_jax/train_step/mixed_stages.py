@@ -105,8 +105,10 @@ def run(
         return either(mlp, run_shared, is_dense, rows, inputs, leaves, shared, x_BRD)
 
     # Stages part ways here: each collective inside is over ranks of one stage, and none is a ppermute.
-    x_BRD, routed, more, _ = block.feed(x_BRD, experts, inputs.moe, (is_dense, dense_or_shared))
-    return x_BRD, routed, more, terms
+    x_BRD, routed, dense_extra, _ = block.feed(
+        x_BRD, experts, inputs.moe, (is_dense, dense_or_shared)
+    )
+    return x_BRD, routed, dense_extra, terms
 
 
 def _here(dense_order: LayerOrder, order: LayerOrder) -> jax.Array:
