@@ -187,7 +187,7 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None):
 def sinks_gradient(
     out: jax.Array, lse: jax.Array, dout: jax.Array, sinks: jax.Array | None
 ) -> jax.Array | None:
-    """Return the gradient of the sinks `[N]`, from what `add_sinks` returned."""
+    """Return the gradient of the sinks `[N]`, from the results of `add_sinks`."""
     if sinks is None:
         return None
     delta_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)

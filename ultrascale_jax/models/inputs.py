@@ -64,7 +64,7 @@ class LayerInputs:
     recompute: bool = dataclasses.field(default=False, metadata=STATIC)
     """Keep no attention scores for the backward pass."""
     moe: MoEConfig = dataclasses.field(default=DROPLESS, metadata=STATIC)
-    """How tokens are sent to their experts, and what balances them."""
+    """How tokens are sent to their experts, and how the experts are balanced."""
     lowering: Lowering = dataclasses.field(default=PLAIN, metadata=STATIC)
     """How XLA runs the layers."""
 

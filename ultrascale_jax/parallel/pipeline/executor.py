@@ -107,7 +107,7 @@ def pipeline(
 
     Raises:
       ValueError: the axis is not manual, JAX does not track what varies over it, shapes do not fit the schedule, or the
-        functions do not return what `Stages` asks for.
+        a function does not return the values that `Stages` names.
     """
     _check_axis(schedule, axis)
     stages.check_arguments()
@@ -377,7 +377,7 @@ class _Executor:
         return [port for port in self.program.ports if port.startswith(kind)]
 
     def _send(self, kind: str, value: Tree) -> list[Tree]:
-        """Send the result of a tick's pass, forward or backward; return what arrives here by each of `_ports`."""
+        """Send the result of a tick's pass, forward or backward; return the values that arrive by each of `_ports`."""
         return [
             value
             if port.endswith("self")

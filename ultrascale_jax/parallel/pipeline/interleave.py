@@ -136,7 +136,7 @@ class _Program:
 
     def execute(self, n: int) -> None:
         """Run an equation. Barriers hold what it computes, except elementwise values wider than the activations, which
-        XLA would have to write to memory, and what is in flight."""
+        XLA would have to write to memory, and values in flight."""
         eqn, fn = self.eqns[n], self.owners[n]
         fn.run(eqn)
         self.todo.remove(n)
@@ -145,7 +145,7 @@ class _Program:
             self.held |= dict.fromkeys(eqn.outvars, fn)
 
     def barrier(self, extra: dict) -> None:
-        """Let what comes now wait for what was computed, and for the values `extra`."""
+        """Let the next equations wait for the values computed so far, and for `extra`."""
         later = {v for n in self.todo for v in self.eqns[n].invars if is_var(v)}
         later |= {v for fn in self.functions for v in fn.outputs if is_var(v)}
         self.held = {

@@ -121,7 +121,7 @@ class LayerLoop:
     def run(
         self, segment: Segment, state: dict, read: dict, tick: Tick
     ) -> tuple[dict, Tree, Tree, dict[str, list[Tree]]]:
-        """Run the layers of this tick: return new state, y and dx, and what has come from other ranks, by pass.
+        """Run the layers of this tick: return new state, y and dx, and the values received from other ranks, by pass.
 
         `read` has `x_forward`, `g` and `x_backward`.
         """
@@ -225,7 +225,7 @@ class LayerLoop:
         return updated | ({"sent": sent} if sends else {}), new_residuals
 
     def _forward_layer(self, carry: dict, tick: Tick, index, context) -> tuple[dict, list]:
-        """Return new state, and what the backward pass needs."""
+        """Return new state, and the residuals for the backward pass."""
         position = tick["forward_chunk"] * self.depth + index
         params = self._params(tick, "forward", index)
         context = self._fixed_args(tick, "forward", index, context)

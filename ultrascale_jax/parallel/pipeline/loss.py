@@ -113,7 +113,7 @@ def pipeline_loss(
     gradients back. Source: `docs/pipelines.md`.
 
     Raises:
-      UserError: an argument does not fit the mesh or the schedule, or a function does not return what it must.
+      UserError: an argument does not fit the mesh or the schedule, or a function returns another kind of value.
     """
     program = _Program(
         layer=layer, embed=embed, head=head, schedule=schedule, mesh=mesh, stage_axis=stage_axis,
