@@ -221,7 +221,7 @@ def _visit_all(cfg, dtype, visits, stacks, kv, x_BRD, positions_BT, start):
             block, kv, full = part
             visit_inputs = dataclasses.replace(inputs, window=window, cache=(*kv, start))
             layer_inputs = visit_inputs.of_layer((kv, None, full))
-            x_BRD, _, kv = block.gather_params(layer_inputs)(x_BRD, layer_inputs)
+            x_BRD, _, kv, _ = block.gather_params(layer_inputs)(x_BRD, layer_inputs)
             return x_BRD, list(kv[:2])
 
         full = None if inputs.full is None else inputs.full[visit.layers.start : visit.layers.stop]
