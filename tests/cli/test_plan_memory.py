@@ -159,6 +159,34 @@ def test_a_checkpoint_its_host_and_the_bill_of_exactly_this_configuration(capsys
     assert "a save every 50 steps (" in shown and f"; {best:,} cost least): goodput" in shown
 
 
+@pytest.mark.slow
+def test_limits_are_told_with_commands_that_reach_them(capsys, tmp_path):
+    run = ["smollm2_135m", "--gpu", "2,300,60", "--cluster", "1x4,64,12", "--gpus", "4"]
+    run += ["--train.global-batch", "4", "--train.remat", "full", "--train.zero", "3"]
+    run += ["--mesh", "fsdp=4", "--train.microbatches", "auto", "--explain", "limits"]
+    found, shown = answer(capsys, *run), text(capsys, *run)
+    rows = {row["question"]: row for row in found["limits"]["limits"]}
+    sure, here, anywhere = (
+        rows[f"{question} mesh"]
+        for question in (
+            "fewest GPUs on any",
+            "longest sequence on this",
+            "longest sequence on any",
+        )
+    )
+    assert sure["gpus"] < 4 and here["gpus"] == anywhere["gpus"] == 4
+    assert 2048 < here["seq_len"] <= 9 / 8 * anywhere["seq_len"]
+    for row in (sure, here, anywhere):
+        assert row["step"]["verdict"] == "fits" and row["command"] in shown
+        words = shlex.split(row["command"])[2:]
+        machine = ["--gpu", "2,300,60", "--cluster", f"1x{row['gpus']},64,12"]
+        again = answer(capsys, *words, *machine, "--gpus", str(row["gpus"]))
+        assert again["peak_bytes"] == row["step"]["peak_bytes"]
+    held = ["--mesh", "sp=1,fsdp=-1", "--figure", str(tmp_path / "limits.png")]
+    assert "fewest GPUs on this mesh" in text(capsys, *run, *held)
+    assert (tmp_path / "limits.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_the_ranks_of_a_pipeline_use_what_they_keep_in_flight(capsys):
     """1F1B in lock step keeps 2 (p - r) micro-batches on rank r; all ranks have the buffers of the first."""
     run = ["llama3_8b", "--gpus", "8", "--train.global-batch", "32", "--train.microbatches", "16"]

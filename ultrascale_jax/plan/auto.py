@@ -106,7 +106,7 @@ def choose_auto(
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     if not cfg.train.auto and not choose_mesh:
         return cfg, ""
-    choices = dict(fixed or {}) if choose_mesh else _choices(cfg, cluster)
+    choices = dict(fixed or {}) if choose_mesh else choices_of_mesh(cfg, cluster)
     search = _search(cfg, cluster, choices)
     if not search.counts["candidates"]:
         raise _nothing_legal(cfg, cluster, choices, choose_mesh=choose_mesh)
@@ -150,7 +150,7 @@ def _in_the_way(cfg: Config, cluster: Cluster, choices: Choices) -> str:
     return ""
 
 
-def _choices(cfg: Config, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
+def choices_of_mesh(cfg: Config, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
     """Return what stays as it is where the mesh does."""
     sizes = cfg.mesh.resolve(cluster.num_gpus).sizes
     kept = {"ulysses": (cfg.cp.ulysses,), "a2a_groups": (cfg.moe.a2a_groups,)} | pinned(cfg)

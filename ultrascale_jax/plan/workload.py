@@ -113,7 +113,7 @@ class Run:
             "remat": train.remat,
             "precision": COUNTED_AS.get(train.precision, train.precision),
             "document_mask": cfg.data.document_mask,
-            "moment_bytes": _moment_bytes(cfg.optim),
+            "moment_bytes": moment_bytes(cfg.optim),
             "lora": train.lora,
             "reference": train.dpo.has_reference,
             "kernels": cfg.kernels,
@@ -310,7 +310,7 @@ fp8 with scales for rows or blocks is a little worse: bfloat16 is gathered, and 
 """
 
 
-def _moment_bytes(optim: OptimConfig) -> int:
+def moment_bytes(optim: OptimConfig) -> int:
     """Count the bytes of both moments of a parameter."""
     if optim.moment_dtype == "float32":
         return 8

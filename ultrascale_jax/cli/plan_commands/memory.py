@@ -1,22 +1,29 @@
 """Predict memory and speed of a configuration by formulas, part by part: `ultrascale plan memory`.
 
-It needs neither JAX nor a GPU, and answers at once. --explain adds which GPUs share what over which link (mesh), or
-what limits each operation of a layer, arithmetic or device memory (roofline); --figure then draws that.
+It needs neither JAX nor a GPU, and answers at once. --explain adds which GPUs share what over which link (mesh), what
+limits each operation of a layer, arithmetic or device memory (roofline), or the fewest GPUs and the longest sequence
+that fit (limits, in seconds to minutes); --figure then draws that.
 """
 
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import bill, common
+from ultrascale_jax.cli.plan_commands.limits import Question
+from ultrascale_jax.cli.plan_commands.words import recipe_of
 from ultrascale_jax.config import AUTO, Config, UserError, with_changes
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.report.memory import Hint, MemoryReport
+from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.report.limits import LimitsReport
+from ultrascale_jax.plan.report.memory import Hint, MemoryReport, Section
+from ultrascale_jax.plan.report.mesh import MeshReport
+from ultrascale_jax.plan.report.roofline import RooflineReport
 from ultrascale_jax.plan.search.ranking import EQUAL
 from ultrascale_jax.plan.search.search_space import pinned, with_smaller_moments
 from ultrascale_jax.plan.verdict import DOES_NOT_FIT, FITS
@@ -27,9 +34,7 @@ from ultrascale_jax.plan.workload import Run
 class Options(bill.Options):
     """Options of `ultrascale plan memory`."""
 
-    explain: Annotated[Literal["mesh", "roofline"] | None, command_line.option("mesh|roofline")] = (
-        None
-    )
+    explain: Annotated[Section | None, command_line.option("mesh|roofline|limits")] = None
     """Add this section."""
 
 
@@ -40,20 +45,35 @@ LEAN: dict[str, tuple[str, ...]] = {"schedule": ("1f1b", "interleaved")}
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
     with command_line.user_errors():
-        cfg, why = common.choose_open(cfg, options, cluster)
+        asked = cfg
+        cfg, why = common.choose_open(asked, options, cluster)
         with output.working("looking for options that fit"):
             hints = find_hints(cfg, options, cluster)
         step = estimate(Run.of(cfg, options.gpus), cluster)
+        question = Question(
+            asked=asked, chosen=cfg, options=options, cluster=cluster, recipe=recipe_of(argv)
+        )
         report = MemoryReport.of(
             step,
             cluster,
-            options.explain,
+            _sections(question, step),
             hints=hints,
             storage_gbs=options.storage_gbs,
             terms=bill.terms(cfg, options) if options.asks_for_bill else None,
         )
         common.tell(why)
         output.show("memory", report, as_json=options.json, figure=options.figure, width=150)
+
+
+def _sections(
+    question: Question, step: StepPrediction
+) -> list[MeshReport | RooflineReport | LimitsReport]:
+    """Return the section that `--explain` asks for, if any."""
+    explain = getattr(question.options, "explain", None)
+    if explain == "limits":
+        return [question.answer()]
+    reports = {"mesh": MeshReport, "roofline": RooflineReport}
+    return [reports[explain].of(step.run, question.cluster)] if explain else []
 
 
 def find_hints(

@@ -20,6 +20,7 @@ from ultrascale_jax.plan.formulas.pipeline_memory import RankMemory, by_rank
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import limit, line, wrap
+from ultrascale_jax.plan.report.limits import LimitsReport
 from ultrascale_jax.plan.report.mesh import MeshReport
 from ultrascale_jax.plan.report.roofline import RooflineReport
 from ultrascale_jax.plan.verdict import FITS, SETTLES, UNSURE, Verdict
@@ -35,7 +36,7 @@ NOTHING = (
 )
 """Said where no hint was found: what was tried, and what was not."""
 
-type Section = Literal["mesh", "roofline"]
+type Section = Literal["mesh", "roofline", "limits"]
 """Parts of a plan that `--explain` explains."""
 
 
@@ -80,7 +81,7 @@ class MemoryReport:
     """Days and cost of the whole training, where they were asked for."""
     hints: Sequence[Hint] = ()
     """Faster runs that fit, or any where this one does not."""
-    sections: Sequence[MeshReport | RooflineReport] = ()
+    sections: Sequence[MeshReport | RooflineReport | LimitsReport] = ()
     """Reports that `--explain` asked for."""
 
     @classmethod
@@ -88,7 +89,7 @@ class MemoryReport:
         cls,
         step: StepPrediction,
         cluster: Cluster,
-        explain: Section | None = None,
+        sections: Sequence[MeshReport | RooflineReport | LimitsReport] = (),
         *,
         hints: Sequence[Hint] = (),
         storage_gbs: float | None = None,
@@ -97,7 +98,6 @@ class MemoryReport:
         """Count the memory of the run of `step` on a GPU of `cluster`, and price the training where there are terms."""
         run, parts = step.run, memory.breakdown(step.run).parts
         saved = checkpoint(run, cluster.gpu, storage_gbs)
-        sections = {None: [], "mesh": [MeshReport], "roofline": [RooflineReport]}[explain]
         return cls(
             step=step,
             parts=parts,
@@ -107,7 +107,7 @@ class MemoryReport:
             host=HostMemory.of(step, saved, cluster),
             bill=None if terms is None else bill(step, terms),
             hints=hints,
-            sections=[section.of(run, cluster) for section in sections],
+            sections=sections,
         )
 
     @property
@@ -140,7 +140,8 @@ class MemoryReport:
     def asdict(self) -> dict[str, Any]:
         """Return the fields of the JSON object."""
         sections = {
-            type(s).__name__.removesuffix("Report").lower(): s.asdict() for s in self.sections
+            type(section).__name__.removesuffix("Report").lower(): section.asdict()
+            for section in self.sections
         }
         return (
             self.step.summary()

@@ -400,10 +400,15 @@ def _variant(run: Run, stash: str, remat: Remat) -> Run:
     return made
 
 
+def mostly_padded(run: Run) -> bool:
+    """Return whether more than a quarter of the layers of the pipeline's stages are padding."""
+    return 4 * run.shape.num_layers < 3 * run.rank_layers * run.mesh.pp
+
+
 def _require_parts(run: Run, choices: Choices) -> None:
     """Raise a `UserError` if stages are mostly padding, or the micro-batch is not one that is pinned."""
     layers, padded = run.shape.num_layers, run.rank_layers * run.mesh.pp
-    wasted = 4 * layers < 3 * padded and "pp" not in choices
+    wasted = mostly_padded(run) and "pp" not in choices
     require(not wasted, "model.num_layers", layers, f"{padded - layers} of {padded} are padding")
     pinned = choices.get("sequences", (run.sequences,))
     require(run.sequences in pinned, "sequences", run.sequences, "pinned")

@@ -1,0 +1,97 @@
+"""Answer `plan memory --explain limits`: the fewest GPUs and the longest sequences that fit."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ultrascale_jax.cli import output
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.words import train_command
+from ultrascale_jax.config import AUTO, Config, with_changes
+from ultrascale_jax.plan.auto import choices_of_mesh, choose_auto
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.report.limits import Limit, LimitsReport
+from ultrascale_jax.plan.search import limits
+from ultrascale_jax.plan.search.limits import Reach
+from ultrascale_jax.plan.search.search_space import Choices, named_choices
+from ultrascale_jax.plan.workload import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A run of which is asked how far it reaches."""
+
+    asked: Config
+    """As the command line says; it may leave fields open."""
+    chosen: Config
+    """The same with all fields chosen."""
+    options: common.Options
+    """They name what stays."""
+    cluster: Cluster
+    recipe: str
+
+    def answer(self) -> LimitsReport:
+        """Find how far it reaches; stderr says what is tried."""
+        with output.working("looking for the fewest GPUs") as tell:
+            fewest = self._fewest(tell)
+            own, length = self._longest_on_this_mesh()
+            farthest = self._longest_on_any_mesh(length, tell)
+        return LimitsReport(limits=[*fewest, own, farthest])
+
+    def _named(self, num_gpus: int, *, mesh: bool) -> Choices:
+        """Return what the command line names as choices, with `--mesh` or without."""
+        names = [name for name in self.options.named if mesh or name != "mesh"]
+        return named_choices(self.asked, names, num_gpus)
+
+    def _fewest(self, tell: output.Tell) -> list[Limit]:
+        """Return the fewest GPUs that may fit, if they are fewer, and the fewest that fit for certain.
+
+        A mesh that is named stays if it has an open axis.
+        """
+        is_open = "mesh" in self.options.named and -1 in self.asked.mesh.sizes.values()
+        sure, unsure, most = limits.fewest_gpus(
+            self.asked, self.cluster, lambda count: self._named(count, mesh=is_open), tell
+        )
+        question = f"fewest GPUs on {'this' if is_open else 'any'} mesh"
+        tried = f"nothing fits up to {most:,} GPUs"
+        rows = [] if unsure is None else [self._limit(f"{question}, unsure", unsure, "")]
+        return [*rows, self._limit(question, sure, tried)]
+
+    def _longest_on_this_mesh(self) -> tuple[Limit, int]:
+        """Return the longest sequence on the mesh at hand, and its tokens; what is not named is chosen anew."""
+        cfg = self._with_open_fields()
+        choices = choices_of_mesh(cfg, self.cluster)
+        length = limits.longest_on(cfg, self.cluster, choices)
+        question = "longest sequence on this mesh"
+        if not length:
+            return self._limit(question, None, "no length fits"), 0
+        cfg, _ = choose_auto(limits.with_length(cfg, length), self.cluster)
+        step = estimate(Run.of(cfg, self.cluster.num_gpus), self.cluster)
+        return self._limit(question, Reach(config=cfg, step=step), ""), length
+
+    def _with_open_fields(self) -> Config:
+        """Return the chosen configuration with recomputation and micro-batches open, where they are not given."""
+        free: dict[str, Any] = {"remat": "auto", "microbatches": AUTO}
+        if self.options.mesh != "auto":
+            free = {name: getattr(self.asked.train, name) for name in free}
+        for name in free:
+            if f"train.{name}" in self.options.named:
+                free[name] = getattr(self.asked.train, name)
+        return with_changes(self.chosen, mesh=self.chosen.mesh, **free)
+
+    def _longest_on_any_mesh(self, known: int, tell: output.Tell) -> Limit:
+        """Return the longest sequence on the GPUs at hand; `known` tokens fit."""
+        choices = self._named(self.cluster.num_gpus, mesh=False)
+        length = limits.longest(self.asked, self.cluster, choices, known, tell)
+        question, found = "longest sequence on any mesh", None
+        if length:
+            tell(f"searching for the fastest with {length:,} tokens")
+            longer = limits.with_length(self.asked, length)
+            found = limits.fastest(longer, self.cluster, choices)
+        return self._limit(question, found, "no length fits")
+
+    def _limit(self, question: str, found: Reach | None, tried: str) -> Limit:
+        if found is None:
+            return Limit(question=question, step=None, tried=tried)
+        command = train_command(self.recipe, found.config)
+        return Limit(question=question, step=found.step, tried="", command=command)
