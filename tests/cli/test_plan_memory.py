@@ -159,6 +159,18 @@ def test_a_checkpoint_its_host_and_the_bill_of_exactly_this_configuration(capsys
     assert "a save every 50 steps (" in shown and f"; {best:,} cost least): goodput" in shown
 
 
+def test_adapters_say_what_a_base_in_four_bits_would_take(capsys):
+    run = ["llama3_8b", "--gpus", "1", "--train.global-batch", "1", *PINNED]
+    adapters = [*run, "--train.lora.rank", "16"]
+    found = answer(capsys, *adapters)
+    matrices = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096
+    saved = found["peak_bytes"] - found["quantized_peak_bytes"]
+    assert saved == pytest.approx((2 - 4.127 / 8) * matrices, abs=2)
+    size = f"{found['quantized_peak_bytes'] / 2**30:.1f} GiB"
+    assert f"with QLoRA's base in 4.127 bits it would be {size}" in text(capsys, *adapters)
+    assert answer(capsys, *run)["quantized_peak_bytes"] is None
+
+
 @pytest.mark.slow
 def test_limits_are_told_with_commands_that_reach_them(capsys, tmp_path):
     run = ["smollm2_135m", "--gpu", "2,300,60", "--cluster", "1x4,64,12", "--gpus", "4"]

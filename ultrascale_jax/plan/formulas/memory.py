@@ -33,6 +33,9 @@ from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.verdict import DOES_NOT_FIT, Verdict, by_formula
 from ultrascale_jax.plan.workload import Run
 
+NF4_BITS = 4.127
+"""Bits of a parameter in QLoRA's 4-bit NormalFloat with its quantized scales (arXiv 2305.14314, section 3)."""
+
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
@@ -104,6 +107,15 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
         "optimizer state": run.moment_bytes * trained,
         "batch": 4 * arrays * run.tokens * run.microbatches,
     }
+
+
+def quantized_saving(run: Run) -> int:
+    """Count the bytes that QLoRA would save: frozen matrices of the layers in NF4, which this trainer has not."""
+    if not run.adapter_params:
+        return 0
+    width = 4 if run.precision == "fp32" else 2
+    frozen = sharded_params(run, weights_of(run), tables=False)
+    return int((width - NF4_BITS / 8) * frozen)
 
 
 def sums(run: Run, weights: Weights) -> dict[str, float]:

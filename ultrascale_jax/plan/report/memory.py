@@ -32,7 +32,7 @@ SLOWEST = 3
 
 NOTHING = (
     "no mesh, pipeline schedule, micro-batch, ZeRO stage, recomputation, offloading or type of the moments is enough; "
-    "more GPUs, shorter sequences, fp8 and adapters (--train.lora.rank) were not tried"
+    "more GPUs, shorter sequences (--explain limits), fp8 and adapters (--train.lora.rank) were not tried"
 )
 """Said where no hint was found: what was tried, and what was not."""
 
@@ -131,6 +131,18 @@ class MemoryReport:
         return self.step.host_bytes
 
     @property
+    def quantized_peak_bytes(self) -> int | None:
+        """Peak that QLoRA would have; none without adapters."""
+        saving = memory.quantized_saving(self.run)
+        return self.peak_bytes - saving if saving else None
+
+    @property
+    def quantized(self) -> str:
+        """Say what QLoRA would take."""
+        peak = units.size(self.quantized_peak_bytes or self.peak_bytes)
+        return f"with QLoRA's base in {memory.NF4_BITS} bits it would be {peak}; this trainer has no such base"
+
+    @property
     def in_flight(self) -> float:
         """Micro-batches whose activations the fullest rank of a pipeline holds at once."""
         if self.run.mesh.pp == 1:
@@ -149,6 +161,7 @@ class MemoryReport:
                 "parts": self.parts,
                 "timeline": self.timeline,
                 "in_flight": self.in_flight,
+                "quantized_peak_bytes": self.quantized_peak_bytes,
                 "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
                 "checkpoint": dataclasses.asdict(self.checkpoint),
                 "host": dataclasses.asdict(self.host) | {"total_bytes": self.host.total_bytes},
@@ -161,6 +174,7 @@ class MemoryReport:
     def __rich__(self) -> Group:
         lines = [line(f"{self.run.num_gpus} x {self.gpu.name}: {self.run.label}")]
         below = [line(self.checkpoint.text), line(self.host.text), line(self.speed)]
+        below += [line(self.quantized)] if self.quantized_peak_bytes is not None else []
         below += [] if self.bill is None else [line(f"the whole training: {self.bill.text}")]
         below += [line(self.answer), *self.sections]
         if self.in_flight > 1:
