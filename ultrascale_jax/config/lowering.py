@@ -222,7 +222,7 @@ RULES: tuple[Rule, ...] = (
         applies=lambda run, _: run.experts and run.mesh.pp > 1 and run.mesh.ep > 1 and run.zero < 3,
         fields=lambda _: {"orders_exchanges": True},
         effect="the passes of a pipeline's tick hide each other's exchanges of tokens",
-        evidence="docs/benchmarks/h100.md, experts",
+        evidence="DeepSeek-V3 on 2,048, its recipe: 37.74 -> 30.37 s; Mixtral, pp 4 x fsdp 2 x ep 8: 2.68 -> 2.65 s",
     ),
     Rule(
         name="start_early",

@@ -20,6 +20,7 @@ number of micro-batches.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -42,7 +43,13 @@ from ultrascale_jax.parallel.pipeline.rows import (
 )
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.parallel.pipeline.segments import Segment
-from ultrascale_jax.parallel.pipeline.stages import PipelineCall, Stages, Tree, float32
+from ultrascale_jax.parallel.pipeline.stages import (
+    PipelineCall,
+    Stages,
+    StageState,
+    Tree,
+    float32,
+)
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.rules import vary, varying
 
@@ -106,8 +113,8 @@ def pipeline(
     this device's own micro-batches, to be added over it once. Source: `docs/pipelines.md`.
 
     Raises:
-      ValueError: the axis is not manual, JAX does not track what varies over it, shapes do not fit the schedule, or the
-        a function does not return the values that `Stages` names.
+      ValueError: the axis is not manual, JAX does not track what varies over it, shapes do not fit the schedule, or a
+        function does not return the values that `Stages` names.
     """
     _check_axis(schedule, axis)
     stages.check_arguments()
@@ -118,7 +125,7 @@ def pipeline(
         microbatches = vary_all(microbatches, axes)
     call = PipelineCall(
         schedule=schedule,
-        stages=dataclasses.replace(stages, embed=embed, head=stages.head_with_metrics),
+        stages=replace(stages, embed=embed, head=stages.head_with_metrics),
         blocks=vary_all(blocks, axes),
         shared=vary_all(shared, axes),
         microbatches=microbatches, stash=stash,
@@ -127,15 +134,15 @@ def pipeline(
     _check(call, order)
     executor = _Executor(call)
     state = executor.run()
-    trains, tree = "blocks" in state, jax.tree.structure(blocks)
+    sums = state.blocks
     return Pipelined(
-        objective=state["objective"],
-        auxiliary=state["auxiliary"],
-        metrics=state["metrics"],
-        statistics=next(iter(state.get("statistics", [])), None),
-        blocks=jax.tree.unflatten(tree, state["blocks"]) if trains else None,
-        shared=state["shared"] if trains else None,
-        microbatches=executor.microbatch_gradients(state),
+        objective=state.objective,
+        auxiliary=state.auxiliary,
+        metrics=state.metrics,
+        statistics=next(iter(state.statistics or []), None),
+        blocks=None if sums is None else jax.tree.unflatten(jax.tree.structure(blocks), sums),
+        shared=state.shared,
+        microbatches=executor.microbatch_gradients(state.microbatches),
     )
 
 
@@ -229,7 +236,7 @@ def _check(call: PipelineCall, order: LayerOrder | np.ndarray | None) -> None:
 
 
 class _Executor:
-    """The parts of one tick; `lax.scan` carries their arrays in one dictionary, the state."""
+    """The parts of one tick; `lax.scan` carries their arrays, a `StageState`."""
 
     def __init__(self, call: PipelineCall):
         self.program: Program = assemble(call.schedule, call.stash)
@@ -245,7 +252,7 @@ class _Executor:
         ]  # fmt: skip
         self.loop = LayerLoop(call, trains=self.trains, send=self._send)
 
-    def run(self) -> dict:
+    def run(self) -> StageState:
         """Run all ticks; return the state after the last one."""
         state, rank = self._start(), lax.axis_index(self.axis)
         ranks, ranks_before = self.program.columns(self.program.ranks)
@@ -260,11 +267,11 @@ class _Executor:
             state, _ = lax.scan(partial(self._tick, segment), state, part)
         return state
 
-    def microbatch_gradients(self, state: dict) -> Tree:
-        """Return the sums of the micro-batches' gradients, None for each leaf without; None if there are none."""
-        if "microbatches" not in state:
+    def microbatch_gradients(self, gradients: list[jax.Array] | None) -> Tree:
+        """Return these gradients as the micro-batches' tree, None for its other leaves; None if there are none."""
+        if gradients is None:
             return None
-        sums = dict(zip(self.float_places, state["microbatches"], strict=True))
+        sums = dict(zip(self.float_places, gradients, strict=True))
         return self.batch_tree.unflatten(map(sums.get, range(self.batch_tree.num_leaves)))
 
     def _floats(self, micro_batch: Tree) -> list[jax.Array]:
@@ -278,7 +285,7 @@ class _Executor:
         leaves |= dict(zip(self.float_places, floats, strict=True))
         return self.batch_tree.unflatten(leaves.values())
 
-    def _start(self) -> dict:
+    def _start(self) -> StageState:
         """Make the initial scan carry; the stage functions are traced only for their types."""
         first, slots = at(self.microbatches, 0), self.program.slots
         x, state = self.loop.start(self.stages.embed(self.shared, first), slots)
@@ -291,43 +298,34 @@ class _Executor:
             raise ValueError(
                 f"the head's objective must be summed over the axis {self.axis!r}: it is a loss, not a part"
             )
-        state |= {
-            "inputs": buffer(x, slots.inputs + 1, self.axis),
-            "x_forward": empty(x),
-            "objective": empty(objective),
-            "metrics": jax.tree.map(empty, metrics),
-        }
-        if self.trains:
-            y = lax.psum(x, self.axis)
-            grads, _ = self._head_gradient(y, first)[1]
-            if self.float_places:
-                floats = float32(self._floats(self.microbatches))
-                state["microbatches"] = empty(floats)
-            state |= {
-                "gradients": buffer(x, slots.gradients + 1, self.axis),
-                "g": empty(x),
-                "shared": jax.tree.map(empty, self.stages.accumulate_shared(grads)),
-            }
-            if not self.stashes:
-                state["x_backward"] = empty(x)
-        return state
+        state = replace(
+            state,
+            inputs=buffer(x, slots.inputs + 1, self.axis),
+            x_forward=empty(x),
+            objective=empty(objective),
+            metrics=jax.tree.map(empty, metrics),
+        )
+        if not self.trains:
+            return state
+        grads, _ = self._head_gradient(lax.psum(x, self.axis), first)[1]
+        floats = float32(self._floats(self.microbatches))
+        return replace(
+            state,
+            gradients=buffer(x, slots.gradients + 1, self.axis),
+            g=empty(x),
+            shared=jax.tree.map(empty, self.stages.accumulate_shared(grads)),
+            microbatches=empty(floats) if self.float_places else None,
+            x_backward=None if self.stashes else empty(x),
+        )
 
     def _vary(self, x: Tree) -> Tree:
         return vary_all(x, self.loop.axes)
 
-    def _tick(self, segment: Segment, state: dict, tick: Tick) -> tuple[dict, None]:
+    def _tick(self, segment: Segment, state: StageState, tick: Tick) -> tuple[StageState, None]:
         forward, backward = "F" in segment.kinds, "B" in segment.kinds
-        writes, reads = (
-            ("auxiliary", "statistics", "blocks", "residuals", "weights"),
-            ("x_forward", "g", "x_backward"),
-        )
-        mine = {name: state[name] for name in writes if name in state}
-        read = {name: state[name] for name in reads if name in state}
-        mine, y, dx, arrived = self.loop.run(segment, mine, read, tick)
-        state = state | mine
-        x_before = state["x_forward"]
+        state, y, dx, arrived = self.loop.run(segment, state, tick)
         x = self._if(
-            segment, "next_embed", tick, lambda _: self._embed(tick), lambda x: x, x_before
+            segment, "next_embed", tick, lambda _: self._embed(tick), lambda x: x, state.x_forward
         )
         dy = y
         if forward:
@@ -335,29 +333,35 @@ class _Executor:
         if backward:
             state = self._embed_gradient(segment, state, tick, dx)
         # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
-        sums = {name: state[name] for name in ("shared", "microbatches") if name in state}
-        computed = (dy, x, sums)
+        computed = (dy, x, {"shared": state.shared, "microbatches": state.microbatches})
         arrived, (dy, x, sums) = lax.optimization_barrier((arrived, computed))
-        state |= sums
-        for kind, values in arrived.items():
-            name = "inputs" if kind == "forward" else "gradients"
-            for port, value in zip(self._ports(kind), values, strict=True):
-                state[name] = put(state[name], value, tick[port])
+        gradients = self._put_arrived(state.gradients, arrived, "backward", tick)
+        inputs = self._put_arrived(state.inputs, arrived, "forward", tick)
         if forward and self.trains:
-            state["gradients"] = put(state["gradients"], dy, tick["head_gradient"])
+            gradients = put(gradients, dy, tick["head_gradient"])
+        state = replace(state, inputs=inputs, gradients=gradients, **sums)
         return self._read_next(state, x, tick), None
 
-    def _read_next(self, state: dict, x: Tree, tick: Tick) -> dict:
+    def _put_arrived(
+        self, slots: Tree, arrived: dict[str, list[Tree]], kind: str, tick: Tick
+    ) -> Tree:
+        """Return the buffer `slots` with the values that a pass of this tick received."""
+        if kind in arrived:
+            for port, value in zip(self._ports(kind), arrived[kind], strict=True):
+                slots = put(slots, value, tick[port])
+        return slots
+
+    def _read_next(self, state: StageState, x: Tree, tick: Tick) -> StageState:
         """Read the inputs of the next tick; x is the first stage's."""
         takes = tick["next_forward_first"] > 0
+        inputs, x_backward = state.inputs, None
         if self.trains and not self.stashes:
             slot = jnp.where(takes, tick["next_forward_input"], self.program.slots.inputs)
-            state["inputs"] = put(state["inputs"], x, slot)
-            state["x_backward"] = at(state["inputs"], tick["next_backward_input"])
-        state["x_forward"] = where(takes, x, at(state["inputs"], tick["next_forward_input"]))
-        if self.trains:
-            state["g"] = at(state["gradients"], tick["next_backward_gradient"])
-        return state
+            inputs = put(inputs, x, slot)
+            x_backward = at(inputs, tick["next_backward_input"])
+        x_forward = where(takes, x, at(inputs, tick["next_forward_input"]))
+        g = at(state.gradients, tick["next_backward_gradient"]) if self.trains else None
+        return replace(state, inputs=inputs, x_backward=x_backward, x_forward=x_forward, g=g)
 
     def _embed(self, tick: Tick) -> Tree:
         """Compute the first stage's input of the next tick."""
@@ -385,10 +389,11 @@ class _Executor:
             for port in self._ports(kind)
         ]
 
-    def _head(self, segment: Segment, state: dict, tick: Tick, y: Tree):
+    def _head(
+        self, segment: Segment, state: StageState, tick: Tick, y: Tree
+    ) -> tuple[StageState, Tree]:
         """Compute the loss of the micro-batch that left the last stage, and the gradient of its output."""
         names = ("objective", "metrics") + (("shared",) if self.trains else ())
-        batch_sums = state.get("microbatches", [])
 
         def run(operand):
             last = (tick["forward_on"] * tick["forward_last"]) > 0
@@ -406,12 +411,12 @@ class _Executor:
             sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], head_sums)
             return sums, _add_to_row(operand[1], batch_grads, on, tick["head_mb"]), dy
 
-        operand = (tuple(state[name] for name in names), batch_sums, y)
-        sums, batch_sums, dy = self._if(
+        operand = (tuple(getattr(state, name) for name in names), state.microbatches, y)
+        sums, microbatches, dy = self._if(
             segment, "head", tick, run, lambda operand: operand, operand
         )
-        state |= {"microbatches": batch_sums} if batch_sums else {}
-        return state | dict(zip(names, sums, strict=True)), dy
+        changes = dict(zip(names, sums, strict=True))
+        return replace(state, microbatches=microbatches, **changes), dy
 
     def _head_gradient(self, y, micro_batch):
         """Return (objective, metrics), and the objective's gradients: a pair of those for `shared` and for the floats
@@ -426,7 +431,9 @@ class _Executor:
         *grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
         return (objective, metrics), grads, self._vary(dy)
 
-    def _embed_gradient(self, segment: Segment, state: dict, tick: Tick, dx: Tree) -> dict:
+    def _embed_gradient(
+        self, segment: Segment, state: StageState, tick: Tick, dx: Tree
+    ) -> StageState:
         row = tick["embed_gradient_mb"]
 
         def run(operand):
@@ -444,13 +451,17 @@ class _Executor:
             sums = jax.tree.map(jnp.add, operand[0], embed_sums)
             return sums, _add_to_row(operand[1], batch_grads, on, row)
 
-        operand = state["shared"], state.get("microbatches", [])
-        shared, batch_sums = self._if(
+        operand = state.shared, state.microbatches
+        shared, microbatches = self._if(
             segment, "embed_gradient", tick, run, lambda operand: operand, operand
         )
-        return state | {"shared": shared} | ({"microbatches": batch_sums} if batch_sums else {})
+        return replace(state, shared=shared, microbatches=microbatches)
 
 
-def _add_to_row(sums: list, grads: list, on: jax.Array, row: jax.Array) -> list[jax.Array]:
+def _add_to_row(
+    sums: list | None, grads: list, on: jax.Array, row: jax.Array
+) -> list[jax.Array] | None:
     """Add the gradients of a micro-batch to its row of the sums, where `on`."""
+    if sums is None:
+        return None
     return [add(total, g, on, row) for total, g in zip(sums, float32(grads), strict=True)]

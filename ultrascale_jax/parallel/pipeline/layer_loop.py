@@ -1,6 +1,7 @@
 """Run the layers of one tick: forward, backward and weight gradients of three stages in one loop."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from ultrascale_jax.parallel.pipeline.split_backward import SplitBackward
 from ultrascale_jax.parallel.pipeline.stages import (
     PipelineCall,
     Stages,
+    StageState,
     Tree,
     float32,
     with_auxiliary,
@@ -39,8 +41,7 @@ type Tick = dict[str, jax.Array]
 class LayerLoop:
     """Runs the layers of one rank, tick by tick; `executor.py` does the rest of a tick.
 
-    State that only this loop changes: `auxiliary`, `statistics` (by layer), `blocks` (sums of gradients, by leaf),
-    `residuals`, `weights`.
+    Only this loop changes `auxiliary`, `statistics`, `blocks`, `residuals` and `weights` of a `StageState`.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class LayerLoop:
         ]
         return jnp.asarray(table)[lax.axis_index(self.axis)]
 
-    def start(self, x: Tree, slots: Slots) -> tuple[Tree, dict]:
-        """Return x with the type of the layers' output, and empty state; the layers are traced only for their types."""
+    def start(self, x: Tree, slots: Slots) -> tuple[Tree, StageState]:
+        """Return x with the type of the layers' output, and empty state of this loop; the layers are traced only for
+        their types."""
         # An index that differs between ranks, as those of a tick do.
         zero = 0 * lax.axis_index(self.axis)
         tick = {"forward_chunk": zero, "forward_on": zero}
@@ -93,139 +95,153 @@ class LayerLoop:
         self.aux_axes = varying(aux) | {self.axis}
         self.statistics_axes = self.axes | varying_axes(statistics)
         x = vary_all(x, self.axes)
-        state: dict = {"auxiliary": vary(jnp.float32(0.0), self.aux_axes)}
+        state = StageState(auxiliary=vary(jnp.float32(0.0), self.aux_axes))
         if not self.trains:
             return x, state
         self.vjp = LayerVJP(self._layer, params, x, context, in_place=[*self.in_place])
         y, aux, statistics, kept = self.vjp.forward(params, x, context)
-        state["statistics"] = self._buffers(statistics, self.schedule.virtual * self.depth)
+        statistics = self._buffers(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux), *self.in_place.values())
         grads, _ = self.vjp.backward(params, context, kept, cotangents)
         leaves = enumerate(zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True))
-        state["blocks"] = [
+        blocks = [
             self.in_place[i] if i in self.in_place else self._buffers(fn(g), len(leaf))
             for i, (fn, g, leaf) in leaves
         ]
+        state = replace(state, statistics=statistics, blocks=blocks)
         if self.stashes:
-            state["residuals"] = self._buffers(self._buffers(kept, self.depth), slots.residuals + 1)
+            residuals = self._buffers(self._buffers(kept, self.depth), slots.residuals + 1)
+            state = replace(state, residuals=residuals)
         if self.schedule.split:
             examples = params, context, kept, cotangents
             self.split = SplitBackward(self.vjp, *examples, early=[*self.in_place])
             waiting = self.split.first(*examples)[2]
-            state["weights"] = self._buffers(self._buffers(waiting, self.depth), slots.weights + 1)
+            weights = self._buffers(self._buffers(waiting, self.depth), slots.weights + 1)
+            state = replace(state, weights=weights)
         return x, state
 
     def _buffers(self, tree: Tree, count: int) -> Tree:
         return buffer(tree, count, self.axis)
-
-    def run(
-        self, segment: Segment, state: dict, read: dict, tick: Tick
-    ) -> tuple[dict, Tree, Tree, dict[str, list[Tree]]]:
-        """Run the layers of this tick: return new state, y and dx, and the values received from other ranks, by pass.
-
-        `read` has `x_forward`, `g` and `x_backward`.
-        """
-        return self._layers(segment.kinds, state, read, tick)
 
     def _send_both(self, kinds, y: Tree, dx: Tree) -> dict[str, list[Tree]]:
         """Send what the passes of a tick gave, of those that it has."""
         results = {"F": y, "B": dx}
         return {PASSES[k]: self.send(PASSES[k], v) for k, v in results.items() if k in kinds}
 
-    def _layers(self, kinds: frozenset[str], state: dict, read: dict, tick: Tick):
-        """Run the layers of a stage once: forward, backward and weight gradients of three stages side by side."""
+    def run(
+        self, segment: Segment, state: StageState, tick: Tick
+    ) -> tuple[StageState, Tree, Tree, dict[str, list[Tree]]]:
+        """Run the layers of this tick, forward, backward and weight gradients of three stages side by side.
+
+        Returns new state, y and dx, and the values received from other ranks, by pass.
+        """
+        kinds = segment.kinds
         forward, backward, weights = (kind in kinds for kind in "FBW")
         contexts = {
             k: self.context(at(self.microbatches, tick[f"{k}_mb"]))
             for k, runs in (("forward", forward), ("backward", backward), ("weight", weights))
             if runs
         }
-        x = where(tick["forward_on"] > 0, read["x_forward"])
-        g = where(tick["backward_on"] > 0, read["g"]) if self.trains else x
-        written = {"auxiliary", "statistics", "blocks"} & set(state)
-        if forward and self.stashes:
-            written.add("residuals")
-        if backward and self.schedule.split:
-            written.add("weights")
-        unchanged = {name: value for name, value in state.items() if name not in written}
-        carry = {name: state[name] for name in written} | {"x": x, "g": g}
+        x = where(tick["forward_on"] > 0, state.x_forward)
+        writes_residuals = forward and self.stashes
+        carry = StageState(
+            auxiliary=state.auxiliary,
+            statistics=state.statistics,
+            blocks=state.blocks,
+            # A buffer that this tick only reads is no part of the carry.
+            residuals=state.residuals if writes_residuals else None,
+            weights=state.weights if backward else None,
+            x_forward=x,
+            g=where(tick["backward_on"] > 0, state.g) if self.trains else x,
+        )
+        residuals = state.residuals
         if backward and not self.stashes:
-            unchanged["repeated"] = self._repeat(read["x_backward"], contexts["backward"], tick)
+            residuals = self._repeat(state.x_backward, contexts["backward"], tick)
 
         def layers(carry, start):
             indices = [start + i for i in range(self.step)]
-            updated, new_residuals = self._passes(kinds, carry, unchanged, tick, indices, contexts)
+            updated, new_residuals, sent = self._passes(
+                kinds, carry, residuals, tick, indices, contexts
+            )
             if weights:
                 back = self.depth - 1 - start
-                waiting = at(
-                    (updated if backward else unchanged)["weights"], tick["weight_queue"], back
-                )
-                params = self._params(tick, "weight", back)
-                fixed_args = self._fixed_args(tick, "weight", back, contexts["weight"])
-                grads = self.split.second(params, fixed_args, waiting)
-                self._add(updated, grads, tick, "weight", back)
-            if "residuals" in written:
+                queue = updated.weights if backward else state.weights
+                grads = self._weight_gradients(queue, tick, back, contexts["weight"])
+                blocks = self._add(updated.blocks, grads, tick, "weight", back)
+                updated = replace(updated, blocks=blocks)
+            if writes_residuals:
                 if backward:
                     # Written after the backward pass has read its own, or XLA would copy the full buffer.
-                    names = {"residuals", "g", "blocks", "weights"} & set(updated)
-                    updated |= lax.optimization_barrier({name: updated[name] for name in names})
+                    names = "residuals", "g", "blocks", "weights"
+                    read = {name: getattr(updated, name) for name in names}
+                    updated = replace(updated, **lax.optimization_barrier(read))
+                stash = updated.residuals
                 for index, kept in zip(indices, new_residuals, strict=True):
-                    place = tick["forward_residuals"], index
-                    updated["residuals"] = put(updated["residuals"], kept, *place)
-            return updated, None
+                    stash = put(stash, kept, tick["forward_residuals"], index)
+                updated = replace(updated, residuals=stash)
+            return updated, sent
 
         starts = jnp.arange(0, self.depth, self.step)
-        updated: dict = (
-            layers(carry, starts[0])[0] if len(starts) == 1 else lax.scan(layers, carry, starts)[0]
-        )
-        y, dx = updated["x"], updated["g"]
-        sent = updated["sent"] if "sent" in updated else self._send_both(kinds, y, dx)
-        return state | {name: updated[name] for name in written}, y, dx, sent
+        if len(starts) == 1:
+            updated, sent = layers(carry, starts[0])
+        else:
+            updated, sent = lax.scan(layers, carry, starts)
+        y, dx = updated.x_forward, updated.g
+        names = "auxiliary", "blocks", "residuals", "statistics", "weights"
+        sums = {name: getattr(updated, name) for name in names}
+        state = replace(state, **{name: a for name, a in sums.items() if a is not None})
+        return state, y, dx, sent or self._send_both(kinds, y, dx)
 
     def _passes(
-        self, kinds, carry: dict, unchanged: dict, tick: Tick, indices: list, contexts: dict
-    ):
-        """Run layers forward, and as many backward: return the carry after them, and for each of the first what its
-        backward pass needs. If they are ordered as a whole stage, the carry also has what came from other ranks, as
-        `sent`."""
+        self, kinds, carry: StageState, residuals: Tree, tick: Tick, indices: list, contexts: dict
+    ) -> tuple[StageState, list, dict]:
+        """Run layers forward, and as many backward.
+
+        Returns the carry after them; for each of the first its residuals; and, if the layers are ordered as a whole
+        stage, the values received from other ranks, by pass. The backward pass reads `residuals`, where no buffer of
+        them is in the carry.
+        """
         sends = self.hides_exchanges and self.step == self.depth
 
         def forward(x):
-            updated, new_residuals = {"x": x}, []
+            changes, new_residuals = {"x_forward": x}, []
             for index in indices:
-                updated, kept = self._forward_layer(
-                    carry | updated, tick, index, contexts["forward"]
-                )
+                before = replace(carry, **changes)
+                changes, kept = self._forward_layer(before, tick, index, contexts["forward"])
                 new_residuals.append(kept)
-            return updated, new_residuals, self.send("forward", updated["x"]) if sends else []
+            return (
+                changes,
+                new_residuals,
+                self.send("forward", changes["x_forward"]) if sends else [],
+            )
 
         def backward(inputs):
             g, kept = inputs
-            updated = {name: carry[name] for name in ("blocks", "weights") if name in carry}
-            for index, residuals in zip(indices, kept, strict=True):
-                back = self.depth - 1 - index
-                self._backward_layer(g, residuals, updated, tick, back, contexts["backward"])
-                g = updated["g"]
-            return updated, [], self.send("backward", g) if sends else []
+            changes = {"blocks": carry.blocks, "weights": carry.weights, "g": g}
+            for index, layer_residuals in zip(indices, kept, strict=True):
+                back, context = self.depth - 1 - index, contexts["backward"]
+                changes = self._backward_layer(changes, layer_residuals, tick, back, context)
+            return changes, [], self.send("backward", changes["g"]) if sends else []
 
-        runs: dict[str, tuple] = {"forward": (forward, carry["x"])} if "F" in kinds else {}
+        runs: dict[str, tuple] = {"forward": (forward, carry.x_forward)} if "F" in kinds else {}
         if "B" in kinds:
-            kept = [
-                self._kept(carry | unchanged, tick, self.depth - 1 - index) for index in indices
-            ]
-            runs["backward"] = backward, (carry["g"], kept)
+            stash = residuals if carry.residuals is None else carry.residuals
+            kept = [self._kept(stash, tick, self.depth - 1 - index) for index in indices]
+            runs["backward"] = backward, (carry.g, kept)
         if self.hides_exchanges and runs:
             results = interleave(H100, *runs.values())
         else:
             results = [fn(activations) for fn, activations in runs.values()]
-        updated, new_residuals, sent = dict(carry), [], {}
+        updated, new_residuals, sent = carry, [], {}
         for name, (changes, kept, values) in zip(runs, results, strict=True):
-            updated, new_residuals = updated | changes, new_residuals + kept
+            updated, new_residuals = replace(updated, **changes), new_residuals + kept
             sent[name] = values
-        return updated | ({"sent": sent} if sends else {}), new_residuals
+        return updated, new_residuals, sent if sends else {}
 
-    def _forward_layer(self, carry: dict, tick: Tick, index, context) -> tuple[dict, list]:
-        """Return new state, and the residuals for the backward pass."""
+    def _forward_layer(
+        self, carry: StageState, tick: Tick, index, context
+    ) -> tuple[dict[str, Tree], list]:
+        """Return the changed fields of the carry, and the residuals for the backward pass."""
         position = tick["forward_chunk"] * self.depth + index
         params = self._params(tick, "forward", index)
         context = self._fixed_args(tick, "forward", index, context)
@@ -235,38 +251,49 @@ class LayerLoop:
             return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, terms)
 
         if not self.trains:
-            y, aux, *_ = self._layer(params, carry["x"], context)
-            sums = {"auxiliary": total(carry["auxiliary"], aux)}
-            return sums | {"x": where(real, y, carry["x"])}, []
-        y, aux, statistics, kept = self.vjp.forward(params, carry["x"], context)
-        statistics = total(at(carry["statistics"], position), statistics)
-        updated = {
-            "x": where(real, y, carry["x"]),
-            "auxiliary": total(carry["auxiliary"], aux),
-            "statistics": put(carry["statistics"], statistics, position),
+            y, aux, *_ = self._layer(params, carry.x_forward, context)
+            sums = {"auxiliary": total(carry.auxiliary, aux)}
+            return sums | {"x_forward": where(real, y, carry.x_forward)}, []
+        y, aux, statistics, kept = self.vjp.forward(params, carry.x_forward, context)
+        statistics = total(at(carry.statistics, position), statistics)
+        changes = {
+            "x_forward": where(real, y, carry.x_forward),
+            "auxiliary": total(carry.auxiliary, aux),
+            "statistics": put(carry.statistics, statistics, position),
         }
-        return updated, kept
+        return changes, kept
 
-    def _backward_layer(self, g, kept, updated: dict, tick: Tick, back, context) -> None:
+    def _backward_layer(
+        self, fields: dict[str, Tree], kept: list, tick: Tick, back, context
+    ) -> dict[str, Tree]:
+        """Return `g`, `blocks` and `weights` of the carry, given before the layer, after it."""
+        g, blocks, weights = fields["g"], fields["blocks"], fields["weights"]
         params = self._params(tick, "backward", back)
         context = self._fixed_args(tick, "backward", back, context)
         on = self._on(tick, "backward", back)
-        sums = [updated["blocks"][i] for i in self.in_place]
+        sums = [blocks[i] for i in self.in_place]
         cotangents = (g, vary(jnp.float32(on), self.aux_axes), *sums)
         if self.schedule.split:
             dx, grads, waiting = self.split.first(params, context, kept, cotangents)
-            updated["weights"] = put(updated["weights"], waiting, tick["backward_queue"], back)
+            weights = put(weights, waiting, tick["backward_queue"], back)
         else:
             gradients, dx = self.vjp.backward(params, context, kept, cotangents)
             grads = dict(enumerate(gradients))
-        updated["g"] = where(on, dx, g)
-        self._add(updated, grads, tick, "backward", back)
+        g = where(on, dx, g)
+        blocks = self._add(blocks, grads, tick, "backward", back)
+        return {"g": g, "blocks": blocks, "weights": weights}
 
-    def _kept(self, state: dict, tick: Tick, back) -> list[jax.Array]:
-        """Return this layer's residuals: in the buffer, or from the repeated forward pass."""
-        if self.stashes:
-            return at(state["residuals"], tick["backward_residuals"], back)
-        return at(state["repeated"], back)
+    def _weight_gradients(self, queue: Tree, tick: Tick, back, context) -> dict:
+        """Return the weight gradients of a layer whose split backward pass has run, by number of the leaf."""
+        waiting = at(queue, tick["weight_queue"], back)
+        params = self._params(tick, "weight", back)
+        fixed_args = self._fixed_args(tick, "weight", back, context)
+        return self.split.second(params, fixed_args, waiting)
+
+    def _kept(self, residuals: Tree, tick: Tick, back) -> list[jax.Array]:
+        """Return a layer's residuals: of the stash, or of the repeated forward pass."""
+        slot = (tick["backward_residuals"],) if self.stashes else ()
+        return at(residuals, *slot, back)
 
     def _repeat(self, x, context, tick: Tick) -> list[jax.Array]:
         """Run the forward pass of a stage once more, for its layers' residuals."""
@@ -326,18 +353,18 @@ class LayerLoop:
         """Return whether this layer is not padding, and its rank not idle."""
         return self._real(tick, k, index) & (tick[f"{k}_on"] > 0)
 
-    def _add(self, updated: dict, grads: dict, tick: Tick, k: str, index) -> None:
-        """Add one layer's gradients, by number of the leaf.
+    def _add(self, blocks: list, grads: dict, tick: Tick, k: str, index) -> list[jax.Array]:
+        """Return `blocks` with one layer's gradients added, which are given by number of the leaf.
 
         Gradients of stacks that the layer is not in are zeros. The layer itself has added those of the parameters that
         it reads itself.
         """
-        sums, on = list(updated["blocks"]), self._on(tick, k, index)
+        sums, on = list(blocks), self._on(tick, k, index)
         rows = self._rows_of(tick, k, index)
         for i, grad in grads.items():
             in_place = i in self.in_place
             sums[i] = grad if in_place else add(sums[i], self.accumulate[i](grad), on, rows[i])
-        updated["blocks"] = sums
+        return sums
 
 
 def _with_all_arguments(stages: Stages) -> Callable[..., tuple]:

@@ -115,3 +115,41 @@ class PipelineCall:
     lengths: Sequence[int] | None
     rows: Sequence | None
     axis: str
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageState:
+    """The arrays that a tick of a rank hands on to the next; None where the run has no use for one.
+
+    A slot is a row of a buffer that `program.py` assigns; the last row is for values that nobody reads.
+    """
+
+    auxiliary: jax.Array
+    """Sum of the layers' auxiliary losses."""
+    blocks: Tree = None
+    """Sums of the gradients of the blocks, by leaf."""
+    g: Tree = None
+    """Gradient of the output of the stage that runs backward next."""
+    gradients: Tree = None
+    """Gradients of outputs, by slot."""
+    inputs: Tree = None
+    """Inputs of stages, by slot."""
+    metrics: Tree = None
+    """Sums of the head's metrics."""
+    microbatches: list[jax.Array] | None = None
+    """Gradients of the micro-batches' leaves of floats, `[M, ...]` each."""
+    objective: Tree = None
+    """Sum of the head's objective."""
+    residuals: Tree = None
+    """Residuals of layers, by slot and layer of the stage."""
+    shared: Tree = None
+    """Sums of the gradients of the shared parameters."""
+    statistics: list | None = None
+    """Sums of the layers' statistics, by layer."""
+    weights: Tree = None
+    """Values that the split backward passes leave for the weight gradients, by slot and layer of the stage."""
+    x_backward: Tree = None
+    """Input of the stage that runs backward next, where its forward pass is repeated."""
+    x_forward: Tree = None
+    """Input of the stage that runs forward next."""
