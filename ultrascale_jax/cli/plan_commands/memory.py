@@ -24,6 +24,7 @@ from ultrascale_jax.plan.report.limits import LimitsReport
 from ultrascale_jax.plan.report.memory import Hint, MemoryReport, Section
 from ultrascale_jax.plan.report.mesh import MeshReport
 from ultrascale_jax.plan.report.roofline import RooflineReport
+from ultrascale_jax.plan.search.limits import leanest_verdict
 from ultrascale_jax.plan.search.ranking import EQUAL
 from ultrascale_jax.plan.search.search_space import pinned, with_smaller_moments
 from ultrascale_jax.plan.verdict import DOES_NOT_FIT, FITS
@@ -122,7 +123,11 @@ def _hints(cfg: Config, tried: Config, cluster: Cluster, *, meshes: bool) -> Ite
         fixed = LEAN if choose_mesh else pinned(way)
         with warnings.catch_warnings(), contextlib.suppress(UserError):
             warnings.simplefilter("ignore")
-            found, _ = choose_auto(way, cluster, choose_mesh=choose_mesh, fixed=fixed)
+            if choose_mesh and leanest_verdict(way, cluster, fixed) == DOES_NOT_FIT:
+                continue  # a search would take much longer to say so
+            found, _ = choose_auto(
+                way, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=False
+            )
             step = estimate(Run.of(found, cluster.num_gpus), cluster)
             if step.verdict != DOES_NOT_FIT:
                 yield Hint.of(_options(cfg, found), step)
