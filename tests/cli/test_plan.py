@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from ultrascale_jax.config import UserError
 from ultrascale_jax.configs import debug
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.report.compiled import CompiledReport
+from ultrascale_jax.units import rounded
 
 RUN = [
     "compile",
@@ -65,8 +67,17 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     assert len(shown) == sum(map(len, summary["timeline"]["streams"].values()))
     assert {"fusion", "all-gather-start"} <= {event["name"].split(".")[0] for event in shown}
 
-    plan.main([*RUN, "--figure", str(folder / "step.png")])
+    assert summary["bill"] is None
+    priced = ["--price", "2", "--tokens", "1T", "--failure-hours", "900", "--restart-s", "60"]
+    plan.main([*RUN, *priced, "--figure", str(folder / "step.png")])
     text = capsys.readouterr().out
+    days = 1e12 / 2 / summary["tokens_per_s_gpu"] / 86400
+    goodput = float(re.findall(r"goodput (\d+\.\d+)%", text)[0]) / 100
+    assert f"the whole training: {rounded(days / goodput)} days" in text
+    assert (
+        f"│ TFLOP/s/GPU                                  │ {rounded(summary['tflops_per_s_gpu'])}"
+        in text
+    )
     assert (folder / "step.png").read_bytes()[:4] == b"\x89PNG"
     assert f"{summary['step_s'] * 1e3:.1f}" in text and "reduce-scatter" in text and "fits" in text
 
@@ -96,7 +107,7 @@ def test_a_program_larger_than_this_machine_is_not_executed():
 
 def test_no_wait_for_copies_is_zero_and_not_less(capsys):
     times = dict.fromkeys(("step_s", "one_stream_s", "side_by_side_s", "contended_s"), 0.3)
-    step = SimpleNamespace(**times, tokens_per_s_gpu=1.0, mfu=0.4)
+    step = SimpleNamespace(**times, tokens_per_s_gpu=1.0, tflops_per_s_gpu=1.0, mfu=0.4)
     busy = SimpleNamespace(exposed_s={"fsdp": 0.1, "sp": 0.2}, idle_s=0.3, busy_s={})
     report: Any = SimpleNamespace(prediction=step, timeline=busy, comm_streams=1)
     Console().print(CompiledReport._time(report))
