@@ -75,8 +75,10 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     Raises `UserError` for a step larger than anyone's, a machine that is not known, or one without such a precision.
     """
     if options.global_batch_tokens is not None:
-        both = "train.global_batch" in options.named
         fix = "gives the batch too; leave out one of them"
+        ramp = "train.batch_ramp" in options.named
+        require(not ramp, "train.batch_ramp", cfg.train.batch_ramp, f"--global-batch-tokens {fix}")
+        both = "train.global_batch" in options.named
         require(
             not both, "train.global_batch", cfg.train.global_batch, f"--global-batch-tokens {fix}"
         )

@@ -50,7 +50,8 @@ class RankMemory:
     in_flight: float
     """Micro-batches that it keeps at once for their backward pass."""
     used_bytes: int
-    """Bytes at the peak without the slots that it never fills; all ranks run one program and have the same buffers."""
+    """Bytes at the peak without the slots for `in_flight` that it never fills; all ranks run one program, so they have
+    the same buffers."""
 
 
 def by_rank(run: Run, parts: Mapping[str, float]) -> list[RankMemory]:
