@@ -513,3 +513,20 @@ def test_an_error_with_half_a_character_is_printed(capsys):
     with pytest.raises(SystemExit), command_line.user_errors():
         raise UserError("config.\ud800=None: is unknown")
     assert capsys.readouterr().err == "error: config.\\ud800=None: is unknown\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        (["--mesh", "fsdp=64,tp=8"], 1),
+        (["--mesh", "pp=4,fsdp=8,ep=16"], 2),
+        (["--mesh", "fsdp=4,ep=4"], 1),
+        (["--mesh", "pp=8,fsdp=-1,ep=64"], 8),
+        (["--mesh.ep", "32"], 4),
+        (["--mesh", "pp=4,fsdp=8,ep=16", "--moe.a2a-groups", "4"], 4),
+    ],
+)
+def test_tokens_go_to_experts_in_parts_as_large_as_the_recipes_on_another_mesh(words, groups):
+    """`deepseek_v3` has 8 parts of 8 ranks."""
+    cfg, _ = command_line.parse(["deepseek_v3", *words], prog="test")
+    assert cfg.moe.a2a_groups == groups

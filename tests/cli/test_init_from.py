@@ -64,6 +64,21 @@ def test_model_and_tokenizer_are_those_of_the_folder_and_options_change_them(tmp
     assert cfg.model.rope_theta == 7 and cfg.model.d_ff == read_config(HF).d_ff
 
 
+def test_options_of_the_model_are_checked_with_the_folders_model_not_the_recipes(tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(HF, folder)
+    config = json.loads((folder / "config.json").read_text())
+    wide = {"num_attention_heads": 24, "num_key_value_heads": 24, "head_dim": 4}
+    (folder / "config.json").write_text(json.dumps(config | wide))
+    words = f"finetune --train.init-from hf:{folder} --log.run-dir {tmp_path}/run"
+    cfg, _ = parsed(f"{words} --model.num-kv-heads 12 --train.seed 3")
+    assert (cfg.model.num_heads, cfg.model.num_kv_heads, cfg.train.seed) == (24, 12, 3)
+    for wrong, message in (("num-kv-heads 5", "must divide"), ("num-kv-heds 8", "did you mean")):
+        with pytest.raises(SystemExit):
+            parsed(f"{words} --model.{wrong}")
+        assert message in capsys.readouterr().err
+
+
 def test_a_source_names_one_checkpoint_also_where_a_folder_has_the_name_of_a_step(tmp_path):
     for name in ("run/checkpoints/7", "run@7/checkpoints/3"):
         (tmp_path / name).mkdir(parents=True)

@@ -195,31 +195,40 @@ def parse[O: Options](
     process with exit code 2 and a message on stderr, `--help` and `--print-config` with 0.
     """
 
-    def read_over(default: Config) -> Command[O]:
-        """Read the command line with the values of `default` for what it does not say."""
-        values = Command(options=options(), config=_with_named_parts(default, arguments))
+    def read_over(default: Config, words: Sequence[str]) -> Command[O]:
+        """Read the command line `words` with the values of `default` for what they do not say."""
+        values = Command(options=options(), config=_with_named_parts(default, words))
         prog_of = f"{prog} [RECIPE]"
         form: Any = Command[options]
-        return read(form, arguments, prog=prog_of, description=description, default=values)
+        return read(form, words, prog=prog_of, description=description, default=values)
 
     with user_errors(patience_s=PATIENCE_S):
         has_recipe = bool(argv) and not argv[0].startswith("-")
         arguments = _with_auto(argv[1:] if has_recipe else argv)
         recipe = load_recipe(argv[0] if has_recipe else DEFAULT_RECIPE)
+        ep, names = recipe.mesh.ep, named(arguments)
         if (mesh := _mesh_argument(arguments)) not in (None, "auto"):
             recipe = dataclasses.replace(recipe, mesh=MeshConfig.parse(mesh))
-        command = read_over(recipe)
+        # The fields of a model that comes from a folder are checked with the folder's, not with the recipe's.
+        from_folder = "train.init_from" in names or bool(recipe.train.init_from)
+        command = read_over(recipe, _without_model(arguments) if from_folder else arguments)
         cfg, chosen = command.config, command.options
         if cfg.train.init_from:
             from ultrascale_jax.checkpoint.init_from import with_source
 
             source = with_source(cfg)
             data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
-            command = read_over(dataclasses.replace(recipe, model=source.model, data=data))
+            default = dataclasses.replace(recipe, model=source.model, data=data)
+            command = read_over(default, arguments)
             cfg, chosen = command.config, command.options
             train = dataclasses.replace(cfg.train, init_from=source.train.init_from)
             cfg = dataclasses.replace(cfg, train=train)
-        chosen = dataclasses.replace(chosen, named=named(arguments))
+        elif from_folder:  # --train.init-from '' takes the recipe's away
+            command = read_over(recipe, arguments)
+            cfg, chosen = command.config, command.options
+        if "moe.a2a_groups" not in names:
+            cfg = _with_exchange_of(cfg, ep)
+        chosen = dataclasses.replace(chosen, named=names)
         free = chosen.mesh != "auto" or cfg.mesh == recipe.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:
@@ -248,6 +257,27 @@ def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
             # Unchecked, as a part may need other fields that `arguments` set: what tyro makes of all is checked.
             object.__setattr__(model, name, part())
     return dataclasses.replace(cfg, model=model)
+
+
+def _without_model(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` without the options of the model and their values."""
+    kept, is_model = [], False
+    for word in arguments:
+        if word.startswith("--"):
+            is_model = re.match(r"--(no-)?model\.", word) is not None
+        if not is_model:
+            kept.append(word)
+    return kept
+
+
+def _with_exchange_of(cfg: Config, ep: int) -> Config:
+    """Return `cfg` with groups of the exchange as large as those of its recipe, which has `ep` ranks of experts."""
+    groups = cfg.moe.a2a_groups
+    if groups == 1 or cfg.mesh.ep in (ep, -1) or ep < groups:
+        return cfg
+    size = ep // groups
+    count = cfg.mesh.ep // size if cfg.mesh.ep % size == 0 else 1
+    return dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, a2a_groups=max(1, count)))
 
 
 def named(arguments: Sequence[str]) -> tuple[str, ...]:
