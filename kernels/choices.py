@@ -5,6 +5,7 @@ the start of a run. A measurement on a GPU (`python -m scripts.bench kernels`) c
 evidence then names date and figures.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -157,8 +158,7 @@ class AttentionCall:
 
     def lacking(self, implementation: str) -> list[str]:
         """Return the needs of an implementation that this call has not; none of `auto`."""
-        needs = self.needs().get(implementation, {})
-        return [need for need, met in needs.items() if not met]
+        return list(_lacking(self, implementation))
 
     def packs(self, implementation: str) -> bool:
         """Return whether documents take packed attention by a value of `kernels.attention`."""
@@ -169,3 +169,9 @@ class AttentionCall:
         """Return the implementation of this call by a value of `kernels.attention`, as the function `choose` does."""
         chosen = choose("attention", implementation, self.kind, self.needs(), str(self))
         return "cudnn" if chosen == "cudnn_packed" and not self.masked else chosen
+
+
+@functools.lru_cache(4096)  # a search asks for thousands of runs
+def _lacking(call: AttentionCall, implementation: str) -> tuple[str, ...]:
+    needs = call.needs().get(implementation, {})
+    return tuple(need for need, met in needs.items() if not met)

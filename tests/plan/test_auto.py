@@ -309,7 +309,9 @@ def test_a_faster_mesh_that_may_fit_is_named_and_a_compilation_settles_it(capsys
 def test_the_faster_of_those_that_probably_fit_is_named_before_one_that_hardly_does():
     cluster = h100s(8)
     search = Search(
-        load_recipe("qwen3_30b_a3b"), cluster, {"pp": (2,), "schedule": ("interleaved",)}
+        load_recipe("qwen3_30b_a3b"),
+        cluster,
+        {"pp": (2,), "schedule": ("interleaved",), "virtual_stages": (4,), "zero": (2,)},
     )
     search.predict()
     best = search.winner

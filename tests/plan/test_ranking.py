@@ -7,7 +7,7 @@ import pytest
 
 from tests.recipes import pinned
 from ultrascale_jax.cli.plan_commands.words import parse_choices
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import SCHEDULES, UserError
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
@@ -111,7 +111,7 @@ def test_recomputation_is_left_out_where_less_fits_with_room():
 
 
 def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
-    search = searched(debug, 8, "pp=2")
+    search = searched(debug, 8, f"pp=2,schedule={','.join(SCHEDULES)}")
     assert search.winner.run.mesh.pp == 2 and not drawback(search.winner.run)
     changes = search.rows(1)["one change to the best"]
     others = {c.run.schedule: verdict for c, verdict in changes if c.run.schedule in UNEVEN}

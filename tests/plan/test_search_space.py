@@ -79,7 +79,7 @@ def test_the_candidates_are_what_brute_force_finds(global_batch):
 
 
 def test_every_candidate_comes_with_every_recompute_policy_and_a_pipeline_with_every_schedule():
-    runs = enumerate_runs(debug, cluster(), {}, SPLIT).runs
+    runs = enumerate_runs(debug, cluster(), {"schedule": SCHEDULES}, SPLIT).runs
     variants = {}
     for run in runs:
         key = (run.mesh, run.zero, run.microbatches)
@@ -121,7 +121,11 @@ def test_more_than_a_quarter_of_padding_is_left_out_unless_pinned():
 
 
 def test_what_waits_in_lock_step_is_not_recommended():
-    runs = enumerate_runs(debug, cluster(), {"pp": (2,)}, SPLIT).runs
+    pinned = {"pp": (2,), "schedule": SCHEDULES}
+    free, runs = (
+        enumerate_runs(debug, cluster(), choices, SPLIT).runs for choices in ({"pp": (2,)}, pinned)
+    )
+    assert {run.schedule for run in free} == set(SCHEDULES) - set(UNEVEN)
     assert {run.schedule for run in runs if drawback(run)} == set(UNEVEN)
     text = next(text for run in runs if run.schedule == "zb_v" and (text := drawback(run)))
     assert text == "zb_v is slow in lock step"

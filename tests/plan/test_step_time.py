@@ -250,7 +250,7 @@ def test_fp8_is_faster_but_not_twice():
 def test_fp8_gathers_a_byte_of_a_parameter_and_scatters_two():
     def moved(planned: Run) -> tuple[float, float]:
         step = Step(planned, find_cluster(None, "h100", 512))
-        return step.moved(step.layer_params())
+        return step.moved(step.layer_params)
 
     dense, low = (moved(run(fsdp=512, precision=precision)) for precision in ("bf16", "fp8"))
     params = LLAMA3_8B.dense_params / LLAMA3_8B.layers
@@ -267,7 +267,7 @@ def test_fp8_gathers_a_byte_of_a_parameter_and_scatters_two():
 def test_a_layers_parameters_wait_once_for_the_hops_unless_others_share_their_stream():
     def gather_s(**fields) -> float:
         step = Step(run(fsdp=64, **fields), find_cluster(None, "h100", 512))
-        return step.moved(step.layer_params())[0]
+        return step.moved(step.layer_params)[0]
 
     assert gather_s(tp=8) > 3 * gather_s(sp=8)
     assert gather_s(cp=8) > gather_s(dp=8)

@@ -1,6 +1,7 @@
 """The mesh of a run: its axes, and the number of devices along each."""
 
 import dataclasses
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class MeshConfig(Section, name="mesh"):
             sizes[axis] = size
         return cls.of(**sizes)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in mesh order."""
         return {axis: getattr(self, axis) for axis in AXES}

@@ -95,8 +95,8 @@ class Config(Section, name=""):
             refuse("train", name, "auto", fix)
 
     def _check_names(self) -> None:
-        names = list(self.flat())
         for name in self.checkpoint.allow_change:
+            names = list(self.flat())
             if name not in (*names, DATA):
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {near[0]}?" if near else "write it as data.seq_len"

@@ -102,12 +102,17 @@ def check_fields(section: str, values: Any) -> None:
     """
     for field in _declared(type(values)):
         value = getattr(values, field.name)
+        key = (type(value), value) if isinstance(value, PLAIN) else None
+        if key in field.accepted:
+            continue
         if not field.fits(value):
             refuse(section, field.name, value, f"must be {field.words}")
         for number in _numbers(value) if isinstance(value, (int, float, tuple)) else ():
             for bound in (*field.bounds, INT32 if isinstance(number, int) else FLOAT32):
                 if not bound.holds(number):
                     refuse(section, field.name, value, bound.fix)
+        if key is not None:
+            field.accepted.add(key)
 
 
 def require_choice(name: str, value: object, kind: Any) -> None:
@@ -132,6 +137,8 @@ class _Field(NamedTuple):
     fits: Test
     words: str
     bounds: tuple[Bound, ...]
+    accepted: set[tuple[type, Any]]
+    """Plain values that have passed, with their types: a search makes configurations by the ten thousand."""
 
 
 @functools.cache
@@ -141,9 +148,13 @@ def _declared(kind: type) -> tuple[_Field, ...]:
     names = [field.name for field in fields(kind)]
     names.sort(key=lambda name: typing.get_origin(hints[name]) is not Literal)
     return tuple(
-        _Field(name, *_type_of(hints[name]), tuple(_bounds_of(hints[name]))) for name in names
+        _Field(name, *_type_of(hints[name]), tuple(_bounds_of(hints[name])), set())
+        for name in names
     )
 
+
+PLAIN = (int, float, str, types.NoneType)
+"""Types of values that are compared at once."""
 
 UNIONS = (typing.Union, types.UnionType)
 

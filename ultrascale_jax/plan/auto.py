@@ -15,7 +15,6 @@ from ultrascale_jax.config import (
     AUTO,
     GPU_MEMORY_SHARE,
     HOST_MEMORY_SHARE,
-    SCHEDULES,
     Config,
     UserError,
     require_type,
@@ -26,7 +25,6 @@ from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes
 from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
 from ultrascale_jax.plan.search.ranking import EQUAL, Candidate, Search
 from ultrascale_jax.plan.search.search_space import (
-    UNEVEN,
     Choices,
     changed_options,
     configured,
@@ -127,10 +125,8 @@ def choose_auto(
 
 
 def _search(cfg: Config, cluster: Cluster, choices: Choices) -> Search:
-    """Rank what `choices` leave open by formula, without schedules that are never recommended."""
-    own = () if cfg.pp.schedule in SCHEDULES else (cfg.pp.schedule,)
-    even = tuple(name for name in (*SCHEDULES, *own) if name not in UNEVEN)
-    search = Search(cfg, cluster, {"schedule": even, **choices})
+    """Rank what `choices` leave open by formula."""
+    search = Search(cfg, cluster, choices)
     search.predict()
     return search
 

@@ -188,7 +188,7 @@ class Run:
         """Whether each layer's backward pass sums its gradients over dp, in float32 (`train_step/zero.py`)."""
         return self.lowering.sums_by_layer
 
-    @property
+    @functools.cached_property
     def attention(self) -> AttentionCall:
         """The facts about attention on a Hopper GPU that decide which implementations can compute it."""
         length, heads = self.seq_len // self.ring[0], self.shape.num_heads * self.shape.head_dim
@@ -205,7 +205,7 @@ class Run:
             ragged=elements < 2**31,
         )
 
-    @property
+    @functools.cached_property
     def packs_documents(self) -> bool:
         """Whether attention ends at document borders without a mask."""
         return self.attention.packs(self.kernels.attention)

@@ -4,6 +4,7 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
 """
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ def estimate(run: Run, cluster: Cluster, *, peak_bytes: int | None = None) -> St
     """
     require_type("run", run, Run, "Run.of(cfg, num_gpus) makes one")
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
-    cluster.check_size(run.num_gpus, f"the run's mesh {run.mesh.text}")
+    if cluster.num_gpus != run.num_gpus:
+        cluster.check_size(run.num_gpus, f"the run's mesh {run.mesh.text}")
     peak = breakdown(run).peak_bytes if peak_bytes is None else peak_bytes
     return Step(run, cluster).predict(peak)
 
@@ -107,7 +109,7 @@ class Step:
         if not self.run.reference:
             return 0.0
         forward_s = self.passes.forward
-        gather_s, _ = self.moved(self.layer_params())
+        gather_s, _ = self.moved(self.layer_params)
         waited = max(0.0, gather_s - self.overheads.hide * forward_s)
         waited += self.tensor_group() / 2 + self.exchanged()[0]
         return self.run.rank_layers * (forward_s + waited) + 2 * self.head_products() + self.loss()
@@ -121,7 +123,7 @@ class Step:
         run = self.run
         if not self.passes_overlap:
             return 0.0
-        count = sum(params.count for params in self.layer_params())
+        count = sum(params.count for params in self.layer_params)
         params = count / (self.shards.ranks if run.zero == 3 else 1)
         layer = layer_of(run)
         activations = 2 * sum(saved_bytes(run, layer).values())
@@ -181,9 +183,7 @@ class Step:
         parts = {
             "matrix products": sum(passes.products.values()) + passes.backward_products,
             "attention": passes.attention + passes.attention_backward,
-            "memory traffic": passes.traffic
-            + self.accumulation(self.layer_params())
-            + self.copies(),
+            "memory traffic": passes.traffic + self.accumulation(self.layer_params) + self.copies(),
             "recomputation": repeated,
             self.tensor_axes: self.waited_share * self.tensor_group(),
             "exposed cp": sum(self.exchanged()),
@@ -191,7 +191,7 @@ class Step:
             "exposed fsdp": self.layer_parameters(forward_s, backward_s),
             "exposed offload": self.offload(forward_s, backward_s),
         }
-        moved = self.moved(self.layer_params())
+        moved = self.moved(self.layer_params)
         hidden = 2 * moved[0] + moved[1] - parts["exposed fsdp"]
         hidden += (1 - self.waited_share) * self.tensor_group()
         hidden += self.exchanges() - parts["exposed ep"] if self.hides_exchanges else 0.0
@@ -304,7 +304,7 @@ class Step:
         """
         if self.run.zero < 3:
             return 0.0, 0.0
-        width, params = layer_of(self.run).width, self.layer_params()
+        width, params = layer_of(self.run).width, self.layer_params
         sent = [p.count * (p.ranks.nodes - 1) / p.ranks.nodes / p.ranks.per_node for p in params]
         gathered = sum(p.width * count for p, count in zip(params, sent, strict=True))
         return gathered, width * sum(sent)
@@ -384,6 +384,7 @@ class Step:
         """Time one way of tokens to their experts or back."""
         return experts.dispatch_seconds(self.run, self.cluster)
 
+    @functools.cached_property
     def layer_params(self) -> list[Params]:
         """Count the parameters of a mean layer: the dense ones, then those of routed experts."""
         shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts
@@ -405,7 +406,7 @@ class Step:
 
     def layer_parameters(self, forward: float, backward: float) -> float:
         """Time gathering a layer's parameters; routed experts hide behind a layer if the last one gathers them."""
-        params = self.layer_params()
+        params = self.layer_params
         if self.run.prefetches:
             return self.parameters(params, *self.hiding_passes(forward, backward))
         return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
@@ -445,7 +446,7 @@ class Step:
         own = sum(passes.products[name] for name in ("routed up", "routed down"))
         beside = hide * (passes.forward - passes.traffic / 3 - own)
         again = beside if self.run.remat not in ("none", "selective") else 0.0
-        gather, scatter = self.moved(self.layer_params()[1:])
+        gather, scatter = self.moved(self.layer_params[1:])
         waits = gather - beside, gather - again, scatter - 2 * beside
         return sum(max(0.0, seconds) for seconds in waits)
 
@@ -461,7 +462,7 @@ class Step:
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
         reduce = scatter = gather = kept = 0.0
-        for (count, shards, _), axes in zip(self.layer_params(), SHARDED, strict=False):
+        for (count, shards, _), axes in zip(self.layer_params, SHARDED, strict=False):
             count = count * layers + (table if axes == SHARDED[0] else 0.0)
             owned = count / (shards.ranks if run.zero else 1)
             whole = self.group("dp", *(() if run.zero else axes))

@@ -54,8 +54,8 @@ error is larger."""
 NEAR = 1.25
 """A candidate that needs up to so many times the memory is a near miss."""
 
-NEAR_MISSES = 3
-"""Near misses that are shown."""
+NEAR_MISSES, NEAR_RUNS = 3, 8
+"""Meshes of near misses that are shown, and runs of each of which the fastest is: those that need the least."""
 
 PROMISING = 1.5
 """A kind of candidate is not compiled if by formula the best of it is so many times slower than the best of all."""
@@ -414,7 +414,7 @@ class Search:
         """Return candidates and their verdicts by section: `top` meshes, the winner with one change, near misses."""
         best = self.winner
         ranking = ([best] if best else []) + [c for c in self.ranking if c is not best]
-        near = [miss for miss in self._misses if miss[0] <= NEAR * self.usable_bytes]
+        near = self._near_misses()
         if not near and not ranking and self.closest is not None:
             near = [self.closest]
         missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.token_s)
@@ -427,6 +427,14 @@ class Search:
             name: [(c, self._verdict(c, best)) for c in candidates]
             for name, candidates in sections.items()
         }
+
+    def _near_misses(self) -> list[tuple[int, Run]]:
+        """Return the runs of each mesh that do not fit and need the least memory, up to `NEAR` times what there is."""
+        by_mesh: dict[MeshConfig, list[tuple[int, Run]]] = {}
+        for miss in sorted(self._misses, key=lambda miss: miss[0]):
+            if miss[0] <= NEAR * self.usable_bytes:
+                by_mesh.setdefault(miss[1].mesh, []).append(miss)
+        return [miss for misses in by_mesh.values() for miss in misses[:NEAR_RUNS]]
 
     def _changed(self, best: Candidate) -> list[Candidate]:
         """Yield other micro-batches, ZeRO stages, recompute policies or schedules on the mesh of `best`."""

@@ -5,7 +5,8 @@ Left out, and counted where it is not the same run under another name:
 * what `Run.of` refuses, and pipelines with fewer micro-batches than stages or, unless pp is pinned, with more than a
   quarter of padding;
 * ZeRO over one shard, which is none, and fsdp without ZeRO, which is dp;
-* a tensor group across nodes, unless sp or tp is pinned.
+* a tensor group across nodes, unless sp or tp is pinned;
+* schedules that are slow in lock step (`UNEVEN`), unless they are pinned.
 
 Tokens are sent to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
 `a2a_groups` is pinned. Attention crosses cp in the recipe's way, and where that is a ring, without a pipeline also with
@@ -303,8 +304,14 @@ def _candidate_config(
     """
     fix = f"must be at least mesh.pp={mesh.pp}"
     require(work["microbatches"] >= mesh.pp, "train.microbatches", work["microbatches"], fix)
-    pp = dataclasses.replace(cfg.pp, **schedule)
+    pp = _pipeline(cfg.pp, **schedule)
     return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, cp=cp, remat=REMAT_POLICIES[0], **work)
+
+
+@cache
+def _pipeline(pp: PipelineConfig, **schedule: Any) -> PipelineConfig:
+    """Return `pp` with another schedule."""
+    return dataclasses.replace(pp, **schedule)
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
@@ -351,10 +358,11 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
     """Return schedules that are tried, and their stages of a rank; without a pipeline what the recipe says."""
     if mesh.pp == 1:
         return [{}]
-    own = () if cfg.pp.schedule in SCHEDULES else (cfg.pp.schedule,)
+    even = [name for name in SCHEDULES if name not in UNEVEN]
+    own = [] if cfg.pp.schedule in SCHEDULES else [cfg.pp.schedule]
     return [
         {"schedule": schedule, "virtual": virtual}
-        for schedule in choices.get("schedule", (*SCHEDULES, *own))
+        for schedule in choices.get("schedule", (*even, *own))
         for virtual in choices.get("virtual_stages", STAGES.get(schedule, (0,)))
     ]
 
@@ -395,6 +403,7 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
 def _variant(run: Run, stash: str, remat: Remat) -> Run:
     """Return `run` with another stash and policy; its sizes, which take long to check, stay."""
     made = copy.copy(run)
+    vars(made).pop("lowering", None)  # it follows from the policy
     object.__setattr__(made, "stash", stash)
     object.__setattr__(made, "remat", remat)
     return made
