@@ -300,8 +300,8 @@ def test_the_figure_is_a_picture_and_nothing_else_can_be_asked_for(capsys, tmp_p
         (["--gpus", "0"], "gpus=0: must be from 1 to 1048576"),
         (["--gpu", "tpu"], "gpu='tpu': choose one of"),
         (
-            ["--global-batch-tokens", "4Mi", "--train.batch-ramp", "10", "8"],
-            "train.batch_ramp=((10, 8),): --global-batch-tokens gives the batch too",
+            ["--global-batch-tokens", "4Mi", "--train.batch-ramp", "10", "4"],
+            "train.batch_ramp=((10, 4),): --global-batch-tokens gives the batch too",
         ),
         (
             ["--global-batch-tokens", "4Mi", "--train.global-batch", "8"],
