@@ -30,8 +30,9 @@ def simulated_s(failures: Failures, interval_s: float, intervals: int, seed: int
     return now
 
 
-def test_goodput_is_that_of_a_simulated_run():
-    failures = Failures(mean_s=3600, restart_s=300, save_s=20)
+@pytest.mark.parametrize(("mean_s", "save_s"), [(3600, 20), (1200, 400)])
+def test_goodput_is_that_of_a_simulated_run(mean_s, save_s):
+    failures = Failures(mean_s=mean_s, restart_s=300, save_s=save_s)
     for interval_s in (120, 600, 2400):
         took = simulated_s(failures, interval_s, 40_000, seed=1)
         assert failures.goodput(interval_s) == pytest.approx(40_000 * interval_s / took, rel=0.01)
