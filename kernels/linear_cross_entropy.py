@@ -9,7 +9,7 @@ of tokens: three products, not four.
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ def linear_cross_entropy(
     *,
     weight: jax.Array | float = 1.0,
     z_loss: float = 0.0,
-    offset: jax.Array | int = 0,
-    axes: Collection[str] = (),
+    offset: jax.Array | int | None = None,
+    axes: Sequence[str] = (),
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sum of the negative log-likelihoods of `targets`; differentiable in `x` and `head`.
@@ -46,9 +46,9 @@ def linear_cross_entropy(
       x: `[..., D]` hidden states.
       head: `[D, V]` in x's type; with `axes` this device's words.
       targets: `[...]` integers, numbers of words; -1 is not counted. One that is no word makes the loss NaN.
-      weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
+      weight: weight of each counted token, a scalar or `[...]`; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
-      offset: number of the first word of `head`: `axis_index * head.shape[1]` with equal shards.
+      offset: number of the first word of `head`; by default that of equal shards over `axes`, in their order.
       axes: mesh axes over which the vocabulary is split, in a region that is manual over them.
       implementation: `xla`, `mosaic` (bfloat16, a multiple of 128 tokens, D of 64, V of 32, on a Hopper GPU; a forced
         one fails loudly), or `auto`, as `choices.py` has it.
@@ -60,9 +60,13 @@ def linear_cross_entropy(
     Raises:
       ValueError: shapes or types do not fit, the implementation is unknown, or the kernels cannot run here.
     """
-    _check(x, head, targets, axes)
-    D, V = head.shape
-    x, targets = x.reshape(-1, D), targets.reshape(-1)
+    _check(x, head, targets, weight)
+    _check_axes(head, axes)
+    axes, (D, V) = tuple(axes), head.shape
+    if offset is None:
+        offset = lax.axis_index(axes) * V if axes else 0
+    x, targets = x.reshape(-1, D), _as_int32(targets).reshape(-1)
+    weight = jnp.reshape(weight, -1) if jnp.ndim(weight) else weight
     rows, _, depth = TILE
     needs = {
         "bfloat16": x.dtype == head.dtype == jnp.bfloat16,
@@ -76,17 +80,25 @@ def linear_cross_entropy(
     columns = jnp.where(targets >= 0, targets - offset, -1)
     lse, target_logit = statistics(fused, *match_vma(x, head, columns))
     if axes:
-        axes = tuple(sorted(axes))
         highest = lax.pmax(lax.stop_gradient(lse), axes)
         total, target_logit = lax.psum((jnp.exp(lse - highest), target_logit), axes)
         lse = highest + jnp.log(total)
-    is_word = (targets >= -1) & (targets < V * lax.axis_size(tuple(axes)))
+    is_word = (targets >= -1) & (targets < V * lax.axis_size(axes))
     weights = jnp.where(is_word, jnp.where(targets >= 0, weight, 0.0), jnp.nan)
     loss = jnp.sum(weights * (lse - target_logit))
     return loss + z_loss * jnp.sum(weights * jnp.square(lse)), loss
 
 
-def _check(x: jax.Array, head: jax.Array, targets: jax.Array, axes: Collection[str]) -> None:
+def _as_int32(targets: jax.Array) -> jax.Array:
+    """Return targets of any integers as int32; one beyond its range stays one that is no word."""
+    if targets.dtype == jnp.int32:
+        return targets
+    limits = jnp.iinfo(targets.dtype)
+    lowest, highest = max(limits.min, -2), min(limits.max, jnp.iinfo(jnp.int32).max)
+    return jnp.clip(targets, lowest, highest).astype(jnp.int32)
+
+
+def _check(x: jax.Array, head: jax.Array, targets: jax.Array, weight: jax.Array | float) -> None:
     """Refuse arrays of which the loss would be nonsense."""
     if x.ndim == 0 or head.ndim != 2 or x.shape[-1] != head.shape[0]:
         raise ValueError(
@@ -96,8 +108,27 @@ def _check(x: jax.Array, head: jax.Array, targets: jax.Array, axes: Collection[s
         raise ValueError(f"targets={targets.shape}: must have the shape {x.shape[:-1]} of x")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets={targets.dtype}: must be integers, the numbers of words")
-    if isinstance(axes, str):
-        raise ValueError(f"axes={axes!r}: must be a collection of mesh axes: [{axes!r}]")
+    if jnp.shape(weight) not in ((), targets.shape):
+        raise ValueError(
+            f"weight={jnp.shape(weight)}: must be a scalar, or have the shape {targets.shape} of targets"
+        )
+
+
+def _check_axes(head: jax.Array, axes: Sequence[str]) -> None:
+    """Refuse axes that are not manual here, or over which the head is the same on all devices."""
+    if isinstance(axes, str) or not isinstance(axes, Sequence):
+        raise ValueError(f"axes={axes!r}: must be a list of mesh axes, in the order that splits V")
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in axes:
+        if axis not in manual:
+            raise ValueError(
+                f"axes={axes!r}: {axis!r} is not manual here; call this inside jax.shard_map over the axes that split V"
+            )
+        tracked = axis in jax.typeof(lax.axis_index(axis)).mat.varying
+        if tracked and lax.axis_size(axis) > 1 and axis not in jax.typeof(head).mat.varying:
+            raise ValueError(
+                f"axes={axes!r}: head is the same over {axis!r}; split its V over it, or leave the axis out"
+            )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

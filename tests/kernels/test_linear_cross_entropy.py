@@ -260,3 +260,59 @@ def test_h100s_hold_no_logits_and_keep_all_in_registers(h100s, split, chunks, mo
     clean = log.count("0 bytes spill stores, 0 bytes spill loads")
     assert clean == log.count("spill stores") == len(calls)
     assert not re.search("setmaxnreg|serialized", log)
+
+
+def split_loss(*, split="v", axes=("v",), **settings):
+    """The loss of a head that four devices split over `v`, as a function of x, head and targets."""
+    mesh = jax.make_mesh((4,), ("v",), (AxisType.Auto,), devices=jax.devices()[:4])
+
+    def loss(x, head, targets):
+        return linear_cross_entropy(x, head, targets, axes=axes, **settings)[0]
+
+    return jax.shard_map(loss, mesh=mesh, in_specs=(P(), P(None, split), P()), out_specs=P())
+
+
+def small(dtype=jnp.int32):
+    rng = np.random.default_rng(0)
+    x, head = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 8), (8, 32)))
+    return x, head, np.array([0, 7, 8, 15, 31, 20], dtype)
+
+
+def test_equal_shards_of_the_vocabulary_need_no_offset():
+    x, head, targets = small()
+    expected = linear_cross_entropy(x, head, targets)[0]
+    np.testing.assert_allclose(split_loss()(x, head, targets), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.uint32, np.int64, np.uint64])
+def test_targets_may_be_any_integers(dtype):
+    x, head, targets = small(dtype)
+    expected = linear_cross_entropy(x, head, targets.astype(np.int32))[0]
+    with jax.enable_x64(True):
+        assert linear_cross_entropy(x, head, jnp.asarray(targets))[0] == expected
+        beyond = jnp.asarray(targets).at[0].set(np.iinfo(dtype).max)
+        assert np.isnan(linear_cross_entropy(x, head, beyond)[0])
+
+
+def test_each_token_may_have_a_weight():
+    x, head, targets = small()
+    weight = np.linspace(0, 1, len(x), dtype=np.float32)
+    each = [linear_cross_entropy(x[i : i + 1], head, targets[i : i + 1])[0] for i in range(len(x))]
+    found = linear_cross_entropy(x, head, targets, weight=weight)[0]
+    np.testing.assert_allclose(found, np.dot(weight, each), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"axes": "v"}, r"^axes='v': must be a list"),
+        ({"axes": {"v"}}, r"^axes=\{'v'\}: must be a list"),
+        ({"axes": ("words",)}, r"^axes=\('words',\): 'words' is not manual here"),
+        ({"split": None}, r"^axes=\('v',\): head is the same over 'v'"),
+        ({"weight": np.ones(5, np.float32)}, r"^weight=\(5,\): must be a scalar, or .*\(6,\)"),
+    ],
+    ids=["a_name", "a_set", "no_axis", "not_split", "weight"],
+)
+def test_a_split_that_would_give_another_loss_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        split_loss(**settings)(*small())

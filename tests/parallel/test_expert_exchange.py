@@ -150,6 +150,20 @@ def test_it_is_a_function_like_any_other():
         close(y, expected)
 
 
+def test_the_result_has_the_type_of_x_whatever_the_parameters_have():
+    ids, mesh = routing("random"), mesh_of(2, 4)
+    y, _ = jax.jit(split(mlp, mesh))(PARAMS[mlp], X.astype(jnp.bfloat16), ids, WEIGHTS)
+    assert y.dtype == jnp.bfloat16
+
+
+def test_a_number_beyond_int32_is_no_expert():
+    ids, mesh = routing("random").astype(np.int64), mesh_of(2, 4)
+    ids[0, 0] += 2**32
+    with jax.enable_x64(True):
+        dropped = jax.jit(split(mlp, mesh))(PARAMS[mlp], X, ids, WEIGHTS)[1]
+    assert dropped == 1
+
+
 def test_a_number_that_is_no_experts_counts_as_dropped():
     ids, mesh = routing("random").copy(), mesh_of(2, 4)
     ids[0, 0], ids[1, 1], ids[2] = E, -5, -1

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.config.lowering import Delay, Lowering
 from ultrascale_jax.parallel.prefetch import prefetch_scan
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -176,3 +176,47 @@ def test_it_takes_float64_vmap_and_checkpoint():
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == jnp.float64
             np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["context", "constants"])
+def test_a_gradient_that_would_be_zero_in_silence_is_refused(name):
+    """A time embedding as context would never learn."""
+    params, x = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
+    values = {"context": jnp.ones(4), "constants": jnp.ones((3, 4))}
+
+    def loss(value, stop=lambda value: value):
+        given = {name: stop(value)}
+        y, _ = prefetch_scan(
+            lambda w, x, shift: jnp.tanh(x @ w + shift[None]),
+            params,
+            x,
+            gather=lambda w, *_: w,
+            **given,
+        )
+        return jnp.sum(y)
+
+    assert jax.jit(loss)(values[name]) == loss(values[name])
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+        with pytest.raises(
+            UserError, match=f"^{name}: has no gradient in prefetch_scan.*into params"
+        ):
+            gradient(values[name])
+    stopped = functools.partial(loss, stop=jax.lax.stop_gradient)
+    assert not np.any(jax.grad(stopped)(values[name]))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layer": "mlp"}, r"^layer='mlp': must be a function"),
+        ({"gather": None}, r"^gather=None: must be a function"),
+        ({"lowering": "plain"}, r"^lowering: must be of type Lowering, not str"),
+        ({"offload": "gate"}, r"^offload='gate': must be a collection"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_another_kind_is_refused(given, message):
+    settings = {"layer": lambda w, x: x @ w, "gather": lambda w: w} | given
+    layer = settings.pop("layer")
+    with pytest.raises(UserError, match=message):
+        prefetch_scan(layer, jnp.ones((3, 4, 4)), jnp.ones((2, 4)), **settings)

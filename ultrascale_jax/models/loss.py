@@ -341,7 +341,7 @@ def cross_entropy_of_pieces(
             weight=weight,
             z_loss=z_loss,
             offset=offset("V", head_DV.shape[1]),
-            axes=axes_of("V"),
+            axes=sorted(axes_of("V")),
             implementation=implementation,
         )
         return tuple(leave_partial(value, partial.unreduced) for value in values)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ultrascale_jax.config import require
+from ultrascale_jax.config import UserError, require, require_type
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.row_loop import (
@@ -103,8 +103,8 @@ def prefetch_scan(
       gather: `(params[, constants]) -> gathered` of one layer: its all-gathers, whose transpose is the reduce-scatters.
         On an Explicit mesh `jax.reshard(p, P(None, None))`, or `P(None, None, reduced={axis})` if p is in products
         only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`.
-      constants: a tree with a leading dim of layers, of any types, which is not differentiated.
-      context: a tree that every layer gets, which is not differentiated.
+      constants: a tree with a leading dim of layers, of any types, whose gradient must not be asked for.
+      context: a tree that every layer gets, whose gradient must not be asked for.
       leave_sums: `params -> params` of one layer, typed so that the transpose of `gather` leaves sums over replicas to
         the transpose of this. Without it the transpose of `gather` sums over them too.
       lowering: how XLA runs the scan.
@@ -115,9 +115,17 @@ def prefetch_scan(
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; aux is 0 if the layer returns y alone.
 
     Raises:
-      UserError: `params` has no arrays, or arrays with other numbers of layers.
+      UserError: `params` has no arrays, or arrays with other numbers of layers; or the gradient of `constants` or
+        `context` is asked for.
     """
+    for name, function in (("layer", layer), ("gather", gather)):
+        require(callable(function), name, function, "must be a function")
+    require_type("lowering", lowering, Lowering, "Lowering.gather_ahead(shards) makes one")
+    fix = "must be a collection of names that checkpoint_name gave"
+    require(not isinstance(offload, str), "offload", offload, fix)
     num = _num_layers(params, constants)
+    constants = _without_gradient("constants", constants)
+    context = _without_gradient("context", context)
     scan = _Scan(_as_layer(layer, gather, leave_sums), num, lowering, offload)
 
     @jax.custom_vjp
@@ -129,6 +137,27 @@ def prefetch_scan(
 
     scanned.defvjp(forward, scan.backward)
     return scanned(params, constants, x, context)
+
+
+def _without_gradient[Tree](name: str, tree: Tree) -> Tree:
+    """Return the tree; `UserError` if one of its floats is differentiated, whose gradient would be zero in silence."""
+
+    @jax.custom_jvp
+    def identity(leaf):
+        return leaf
+
+    @functools.partial(identity.defjvp, symbolic_zeros=True)
+    def differentiate(primals, tangents):
+        fix = (
+            f"broadcast it into params, a row for each layer, or give jax.lax.stop_gradient({name})"
+        )
+        raise UserError(f"{name}: has no gradient in prefetch_scan, and it was asked for; {fix}")
+
+    def leaf(value):
+        is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+        return identity(value) if is_float else value
+
+    return jax.tree.map(leaf, tree)
 
 
 def _as_layer(layer: Callable, gather: Callable, leave_sums: Callable | None) -> _Layer:

@@ -181,17 +181,17 @@ def _send(
     """Send this rank's tokens to their experts and back, in one part or two; see `expert_layer`."""
     x, ids, weights = tokens
     ranks = jax.lax.axis_size(axis)
-    ids, weights = ids.astype(jnp.int32), weights.astype(jnp.float32)
+    weights = weights.astype(jnp.float32)
     axes = frozenset({axis}).union(*map(varying, (x, ids, weights, *jax.tree.leaves(params))))
     x, weights, params = jax.tree.map(lambda a: vary(a, axes), (x, weights, params))
     in_range = (ids >= 0) & (ids < experts.num)
     dropped = jnp.sum(~in_range & (ids != -1), dtype=jnp.int32)
-    ids = jnp.where(in_range, ids, experts.num)
+    ids = jnp.where(in_range, ids, experts.num).astype(jnp.int32)
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
     shared = jax.lax.axis_size("sp") if splits else 1
     run = _outer(one_round, moe, experts, axis, batch[0], shared, ragged, idles)
-    return jnp.concatenate(run(batch, params)), dropped
+    return jnp.concatenate(run(batch, params)).astype(x.dtype), dropped
 
 
 def _check_activation(activation: Activation | Gate) -> None:
@@ -255,6 +255,8 @@ def _check_tokens(x, ids, weights, moe: MoEConfig, experts: Experts, ranks: int)
             f"ids {ids.shape}, weights {weights.shape}: want {expected}, the {experts.top_k} experts of each token of "
             f"x {x.shape}"
         )
+    if x.dtype == jnp.float64:
+        raise ValueError("x float64: weights are sent as float32; cast x to float32")
     integers, floats = (
         jnp.issubdtype(a.dtype, kind) for a, kind in ((ids, jnp.integer), (weights, jnp.floating))
     )

@@ -296,7 +296,8 @@ class _Executor:
             )
         if self.axis in varying(objective):
             raise ValueError(
-                f"the head's objective must be summed over the axis {self.axis!r}: it is a loss, not a part"
+                f"the head's objective must be summed over the axis {self.axis!r}: it is a loss, not a part; sum it by "
+                "jax.lax.psum, or in the loss of a Transformer by all_reduce(term, 'V', 'mean')"
             )
         state = replace(
             state,
