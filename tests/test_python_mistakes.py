@@ -287,6 +287,18 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         attention(Q, KV, KV, function=functools.partial(us.context_attention, "ring")),
         "^context: must be of type ContextConfig, not str",
     ),
+    **{
+        f"attention's {name} {value}": (
+            attention(Q, KV, KV, function=functools.partial(us.ring_attention, **{name: value})),
+            f"^{name}={value!r}: must be ",
+        )
+        for name, value in (
+            *(("causal", value) for value in ("no", 1)),
+            *(("window", value) for value in ("7", True, 3.0)),
+            *(("scale", value) for value in ("0.3", 0.0, float("inf"))),
+            *(("softcap", value) for value in ("30", -1.0)),
+        )
+    },
     "an unknown implementation": (
         attention(Q, KV, KV, function=functools.partial(us.ring_attention, implementation="flash")),
         "^implementation='flash': must be one of auto, cudnn",

@@ -18,6 +18,7 @@ for every block: it takes any order, and a ring of whole blocks under every name
 """
 
 import math
+import numbers
 from collections.abc import Callable
 
 import jax
@@ -68,8 +69,9 @@ def context_attention(
       softcap: scores s become `softcap * tanh(s / softcap)`.
       window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
         sent nor computed, unless `positions` are given.
-      positions: `[B, T]` int32, only where they are not the places in the strategy's order: they increase along each
-        document, and a query sees keys up to its own. Every block then takes a mask.
+      positions: `[B, T]` int32, for a causal mask by other numbers than the places in the sequence, as of packed
+        documents: they increase along each document, and a query sees keys up to its own. The tokens still are in the
+        strategy's order. Every block then takes a mask.
       segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Every block of a ring takes a
         mask.
       full: bool scalar, the same on all ranks: there is no window after all.
@@ -86,7 +88,8 @@ def context_attention(
     """
     require_choice("implementation", implementation, AttentionImplementation)
     require_type("context", context, ContextConfig, 'as ContextConfig(strategy="zigzag")')
-    _check_call(context, axis, window, softcap)
+    _check_numbers(causal, scale, window, softcap)
+    _check_axis(context, axis)
     ranks, ulysses = context.ranks(jax.lax.axis_size(axis))
     _check_shapes(q, k, v, ulysses)
     _check_documents(q, k, positions, segment_ids, window, causal)
@@ -198,10 +201,33 @@ def _attend(
     return out, jax.lax.stop_gradient(lse) if with_lse else None
 
 
-def _check_call(
-    context: ContextConfig, axis: str, window: int | None, softcap: float | None
+def _check_numbers(
+    causal: bool, scale: float | None, window: int | None, softcap: float | None
 ) -> None:
-    """Raise an error for an axis, a number of ranks, a window or a cap that cannot be."""
+    """Raise an error for a setting that is not of its kind, or a number that has no meaning."""
+    kinds = (
+        ("scale", scale, "a number"),
+        ("softcap", softcap, "a number"),
+        ("window", window, "an integer"),
+    )
+    for name, value, kind in kinds:
+        number = numbers.Integral if name == "window" else numbers.Real
+        if value is not None and (isinstance(value, bool) or not isinstance(value, number)):
+            raise ValueError(f"{name}={value!r}: must be {kind}, or none")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r}: must be True or False")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
+    if scale is not None and not (math.isfinite(scale) and scale):
+        raise ValueError(f"scale={scale}: must be finite and not 0; none is 1 / sqrt(H)")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(
+            f"softcap={softcap}: must be positive; leave it out for scores without a bound"
+        )
+
+
+def _check_axis(context: ContextConfig, axis: str) -> None:
+    """Raise an error for an axis that is not manual, or a number of ranks that cannot be."""
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"
@@ -209,12 +235,6 @@ def _check_call(
     if context.strategy == "ulysses" and context.ulysses not in (1, jax.lax.axis_size(axis)):
         raise ValueError(
             f"ulysses={context.ulysses}: ulysses_attention shares heads among all ranks of {axis!r}; leave it out"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(
-            f"softcap={softcap}: must be positive; leave it out for scores without a bound"
         )
 
 
