@@ -199,6 +199,13 @@ def test_limits_are_told_with_commands_that_reach_them(capsys, tmp_path):
     assert (tmp_path / "limits.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_limits_of_a_gpu_without_links_say_what_is_missing(capsys):
+    run = ["llama3_8b", "--gpus", "1", "--gpu", "24,1000,165", "--explain", "limits"]
+    fewest, *longest = answer(capsys, *run)["limits"]["limits"]
+    assert fewest["step"] is None and "nothing tells the links of" in fewest["tried"]
+    assert [row["tried"] for row in longest] == ["no length fits"] * 2
+
+
 def test_the_ranks_of_a_pipeline_use_what_they_keep_in_flight(capsys):
     """1F1B in lock step keeps 2 (p - r) micro-batches on rank r; all ranks have the buffers of the first."""
     run = ["llama3_8b", "--gpus", "8", "--train.global-batch", "32", "--train.microbatches", "16"]

@@ -6,10 +6,10 @@ from typing import Any
 from ultrascale_jax.cli import output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import train_command
-from ultrascale_jax.config import AUTO, Config, with_changes
+from ultrascale_jax.config import AUTO, Config, UserError, with_changes
 from ultrascale_jax.plan.auto import choices_of_mesh, choose_auto
 from ultrascale_jax.plan.formulas.step_time import estimate
-from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.report.limits import Limit, LimitsReport
 from ultrascale_jax.plan.search import limits
 from ultrascale_jax.plan.search.limits import Reach
@@ -49,11 +49,20 @@ class Question:
         A mesh that is named stays if it has an open axis.
         """
         is_open = "mesh" in self.options.named and -1 in self.asked.mesh.sizes.values()
-        sure, unsure, most = limits.fewest_gpus(
-            self.asked, self.cluster, lambda count: self._named(count, mesh=is_open), tell
-        )
+        refused: list[UserError] = []
+
+        def choices_of(count: int) -> Choices:
+            if self.options.cluster is None:
+                try:
+                    find_cluster(None, self.options.gpu, count)
+                except UserError as error:  # nothing tells the links of a GPU that is written out
+                    refused.append(error)
+                    raise
+            return self._named(count, mesh=is_open)
+
+        sure, unsure, most = limits.fewest_gpus(self.asked, self.cluster, choices_of, tell)
         question = f"fewest GPUs on {'this' if is_open else 'any'} mesh"
-        tried = f"nothing fits up to {most:,} GPUs"
+        tried = str(refused[0]) if refused else f"nothing fits up to {most:,} GPUs"
         rows = [] if unsure is None else [self._limit(f"{question}, unsure", unsure, "")]
         return [*rows, self._limit(question, sure, tried)]
 
