@@ -238,6 +238,22 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
         lambda: us.load_run("/nowhere", mesh()),
         "^run_dir='/nowhere': holds no config.json",
     ),
+    "one name of a tensor": (
+        lambda: us.read_hf(HF, "model.norm.weight"),
+        r"^names='model\.norm\.weight': give a list of names, as \['model\.norm\.weight'\]",
+    ),
+    "one sharding of all tensors": (
+        lambda: us.read_hf(HF, place=jax.sharding.NamedSharding(mesh(), P())),
+        "^place=NamedSharding.*: must be a function of name and shape",
+    ),
+    "a Config to name its tensors": (
+        lambda: us.hf_names(CFG),
+        r"^cfg: must be of type ModelConfig, not Config; of a Config give cfg\.model",
+    ),
+    "a folder to name its tensors": (
+        lambda: us.hf_names("folder"),
+        r"^cfg: .*not str; .*of a folder read_hf_config\(folder\)",
+    ),
     "no config": (lambda: us.read_hf_config("/nowhere"), "^path='/nowhere': there is no such file"),
     # Generation.
     "no mesh to generate": (

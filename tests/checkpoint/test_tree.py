@@ -82,6 +82,34 @@ def test_an_array_is_cast_to_the_type_of_like(tmp_path):
     assert_equal(loaded, {"w": jnp.arange(8, dtype=jnp.bfloat16)})
 
 
+@pytest.mark.parametrize(
+    ("saved", "wanted", "fits"),
+    [
+        (jnp.float32, jnp.int32, False),
+        (jnp.float32, jnp.bool_, False),
+        (jnp.int32, jnp.float32, False),
+        (jnp.int32, jnp.uint32, False),
+        (jnp.int32, jnp.int8, False),
+        (jnp.int8, jnp.float8_e4m3fn, False),
+        (jnp.int8, jnp.bfloat16, True),
+        (jnp.uint8, jnp.int32, True),
+        (jnp.bool_, jnp.float32, True),
+    ],
+)
+def test_a_type_that_cannot_hold_the_saved_values_is_refused(tmp_path, saved, wanted, fits):
+    tree, like = {"w": [jnp.ones(4, saved)]}, {"w": [jnp.zeros(4, wanted)]}
+    save_tree(tmp_path, tree, step=1)
+    if fits:
+        assert_equal(load_tree(tmp_path, like), {"w": [jnp.ones(4, wanted)]})
+        return
+    name, kind = jnp.dtype(wanted).name, jnp.dtype(saved).name
+    message = (
+        rf"like\['w'\]\[0\]\.dtype='{name}': cannot hold the values of {kind}, .*give `like` {kind}"
+    )
+    with pytest.raises(UserError, match=message):
+        load_tree(tmp_path, like)
+
+
 @pytest.fixture
 def x64():
     jax.config.update("jax_enable_x64", True)  # Orbax's threads do not see `jax.enable_x64`
@@ -107,7 +135,8 @@ def test_a_damaged_tree_is_refused_and_the_one_before_it_taken(tmp_path, capfd):
     old, new = {"w": jnp.zeros(4096)}, {"w": jax.random.normal(jax.random.key(1), (4096,))}
     save_tree(tmp_path, old, step=1)
     flip(save_tree(tmp_path, new, step=2))
-    with pytest.raises(Damaged, match="does not restore as it was saved"):
+    message = r"does not restore as it was saved: array tree\['w'\] is not what was saved"
+    with pytest.raises(Damaged, match=message):
         load_tree(tmp_path, new, step=2)
     assert_equal(load_tree(tmp_path, new), old)
     assert "using step 1" in capfd.readouterr().out
@@ -145,7 +174,10 @@ def test_meta_that_is_no_json_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        ({"w": jnp.zeros((2, 2))}, r"saved \(4,\), now \(2, 2\)"),
+        (
+            {"w": jnp.zeros((2, 2))},
+            r"^like\['w'\].shape=\(2, 2\): .*1 holds \(4,\) there; give `like` that",
+        ),
         ({"w": jnp.zeros(4), "b": jnp.zeros(4)}, r"like=\[\"\['b'\]\"\]: .* lacks 1 such arrays"),
         ({"v": jnp.zeros(4)}, r"like=\[\"\['v'\]\"\]"),
         ({"w": 1.0}, r"like\['w'\]=1.0: is neither an array nor"),
@@ -161,3 +193,28 @@ def test_a_step_that_is_not_there_is_named(tmp_path):
     save_tree(tmp_path, {"w": jnp.zeros(4)}, step=1)
     with pytest.raises(UserError, match=r"step=2: .* holds the steps \[1\]"):
         load_tree(tmp_path, {"w": jnp.zeros(4)}, step=2)
+
+
+@pytest.mark.parametrize("step", [np.int64(5), jnp.int32(5), np.array(5)])
+def test_a_step_may_be_any_integer(tmp_path, step):
+    tree = {"w": jnp.zeros(4)}
+    assert save_tree(tmp_path, tree, step=step, meta={"a": 1}) == tmp_path / "5"
+    assert_equal(load_tree(tmp_path, tree, step=step), tree)
+    assert tree_meta(tmp_path, step=step) == {"a": 1}
+
+
+@pytest.mark.parametrize("step", ["last", 1.0])
+def test_a_step_that_is_no_integer_is_named(tmp_path, step):
+    tree = {"w": jnp.zeros(4)}
+    with pytest.raises(UserError, match=f"^step={step!r}: must be a whole number"):
+        save_tree(tmp_path, tree, step=step)
+    save_tree(tmp_path, tree, step=1)
+    with pytest.raises(UserError, match=f"^step={step!r}: must be a whole number"):
+        load_tree(tmp_path, tree, step=step)
+
+
+def test_a_folder_that_holds_no_tree_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"^folder='.*/nowhere': there is no such folder$"):
+        load_tree(tmp_path / "nowhere", {"w": jnp.zeros(4)})
+    with pytest.raises(UserError, match=r"^folder='.*': holds no complete step$"):
+        tree_meta(tmp_path)

@@ -34,7 +34,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
     metadata,
     steps,
 )
-from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config import UserError, require, whole
 from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
@@ -81,7 +81,9 @@ def chosen_or_newest[Restored](
     Raises `UserError` where there is no such step, and `Damaged` where none restores. Nothing is renamed.
     """
     available = found_by_process0(lambda: steps(folder))
-    chosen = max(available, default=0) if step is None else step
+    fix = "holds no complete step" if folder.is_dir() else "there is no such folder"
+    require(len(available) > 0, "folder", str(folder), fix)
+    chosen = max(available) if step is None else whole("step", step)
     require(chosen in available, "step", chosen, f"{folder} holds the steps {available}")
     problems: list[str] = []
 
@@ -118,8 +120,12 @@ def read_metadata(
     return meta
 
 
-def load(place: Path, meta: dict, shapes: Groups) -> Groups:
+def load(
+    place: Path, meta: dict, shapes: Groups, titles: Mapping[str, str] | None = None
+) -> Groups:
     """Load the arrays of the checkpoint at `place`, with the metadata `meta`, in the shardings of `shapes`.
+
+    Errors call an array by its title, or without one by its full name.
 
     Raises `Damaged`, on all processes, where an array cannot be read or is not the one that was saved, and `UserError`
     where the checkpoint holds other arrays than `shapes`.
@@ -146,9 +152,10 @@ def load(place: Path, meta: dict, shapes: Groups) -> Groups:
     marks = fingerprints(named(loaded))
     changed = [name for name, mark in marks.items() if mark != saved[name][2]]
     others_text = f", nor are {len(changed) - 1} more" if len(changed) > 1 else ""
-    problem = (
-        f"array {changed[0]} is not what was saved (fingerprint){others_text}" if changed else None
-    )
+    problem = None
+    if changed:
+        title = (titles or {}).get(changed[0], changed[0])
+        problem = f"array {title} is not what was saved (fingerprint){others_text}"
     problem = agree(problem)
     if problem is not None:
         raise Damaged(problem)
@@ -279,7 +286,7 @@ def first_line(error: BaseException) -> str:
 def quieten_orbax() -> None:
     """Drop Orbax's own log of an error, a thousand lines long: Orbax raises the error as well."""
     # When a load fails, reads that were not begun are dropped, and the others end after their event loop.
-    warnings.filterwarnings("ignore", r"coroutine '\w+' was never awaited", RuntimeWarning)
+    warnings.filterwarnings("ignore", r"coroutine '[\w.]+' was never awaited", RuntimeWarning)
     for library in ("absl", "asyncio"):
         logger = logging.getLogger(library)
         if _not_of_orbax not in logger.filters:

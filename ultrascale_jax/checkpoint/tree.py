@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ultrascale_jax import quiet_imports
@@ -18,7 +19,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
     steps,
     with_digest,
 )
-from ultrascale_jax.config import UserError, require
+from ultrascale_jax.config import UserError, require, whole
 
 GROUP = "tree"
 """Name of the group of arrays; they are numbered, and the metadata lists their paths."""
@@ -41,8 +42,7 @@ def save_tree(
       UserError: `folder` already has this step, a leaf is no array of a supported type, or `meta` is not JSON.
       OSError: the disk is full or cannot be written.
     """
-    folder = Path(folder).absolute()
-    require(step >= 0, "step", step, "must be at least 0")
+    folder, step = Path(folder).absolute(), whole("step", step)
     check_path("folder", folder)
     written = restoring.found_by_process0(lambda: steps(folder))
     require(step not in written, "step", step, f"{folder} has it; remove it, or choose another")
@@ -73,11 +73,11 @@ def load_tree[Tree](folder: str | Path, like: Tree, *, step: int | None = None) 
     Args:
       folder: the folder given to `save_tree`.
       like: a pytree of arrays, or of `jax.ShapeDtypeStruct` leaves; one without a sharding is placed on the first
-        device. An array is cast to its type.
+        device. Floats are rounded to another type of floats; any other type must hold every value of the saved one.
       step: the tree to load; None is the newest.
 
     Raises:
-      UserError: there is no such step, or it holds other paths or shapes than `like`.
+      UserError: there is no such step, or it holds other paths, shapes or types than `like`.
       Damaged: an array is not the one that was saved, in this step or without `step` in all.
     """
     folder = Path(folder).absolute()
@@ -88,8 +88,12 @@ def load_tree[Tree](folder: str | Path, like: Tree, *, step: int | None = None) 
         saved = _metadata(place)
         number = {path: str(i) for i, path in enumerate(saved["paths"])}
         _check_paths(place, number.keys(), shapes.keys())
+        entries = restoring.entries(saved)
+        for path, shape in shapes.items():
+            _check_form(place, path, entries[f"{GROUP}/{number[path]}"], shape)
         shapes_by_number = {number[path]: shape for path, shape in shapes.items()}
-        arrays = restoring.load(place, saved, {GROUP: shapes_by_number})[GROUP]
+        titles = {f"{GROUP}/{i}": f"tree{path}" for path, i in number.items()}
+        arrays = restoring.load(place, saved, {GROUP: shapes_by_number}, titles)[GROUP]
         leaves = [arrays[number[path]] for path in shapes]
         return restoring.cast(jax.tree.unflatten(jax.tree.structure(like), leaves), like)
 
@@ -151,3 +155,25 @@ def _check_paths(place: Path, saved: Any, expected: Any) -> None:
     ):
         shown = sorted(paths)[:5]
         require(not paths, "like", shown, f"{place} {fault} {len(paths)} such arrays")
+
+
+def _check_form(
+    place: Path, path: str, saved: tuple[Any, tuple[int, ...], str], wanted: jax.ShapeDtypeStruct
+) -> None:
+    """Raise unless a saved array has the shape of the leaf at `path` of `like`, and a type that may be cast to its."""
+    dtype, shape, _ = saved
+    fix = f"{place} holds {shape} there; give `like` that shape, or load another step"
+    require(wanted.shape == shape, f"like{path}.shape", wanted.shape, fix)
+    fix = f"cannot hold the values of {dtype}, which {place} has there; give `like` {dtype}, and cast what is loaded"
+    require(_may_cast(dtype, wanted.dtype), f"like{path}.dtype", str(wanted.dtype), fix)
+
+
+def _may_cast(saved: Any, wanted: Any) -> bool:
+    """Return whether floats become floats, or each value of the type `saved` is one of the type `wanted`."""
+    if not jnp.issubdtype(wanted, jnp.floating) or saved == jnp.bool_:
+        return np.can_cast(saved, wanted, "safe")
+    if jnp.issubdtype(saved, jnp.floating):
+        return True
+    # The sign of an integer is a bit of its own, and the first bit of a mantissa is not stored.
+    bits = jnp.iinfo(saved).bits - jnp.issubdtype(saved, jnp.signedinteger)
+    return jnp.finfo(wanted).nmant + 1 >= bits

@@ -13,6 +13,7 @@ from ultrascale_jax.config.base import (
     put_home,
     require,
     require_type,
+    whole,
 )
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.context import ContextConfig, Strategy

@@ -1,5 +1,6 @@
 """Refuse a setting by one error, which names the field, its value and the fix; and put the home folder for `~`."""
 
+import operator
 import os
 import re
 from pathlib import Path
@@ -56,6 +57,16 @@ def require_type(name: str, value: object, kind: type, fix: str = "") -> None:
     if not isinstance(value, kind):
         mismatch = f"{name}: must be of type {kind.__name__}, not {type(value).__name__}"
         raise UserError(f"{mismatch}; {fix}" if fix else mismatch)
+
+
+def whole(name: str, value: Any, least: int = 0) -> int:
+    """Return an argument as an integer, also one of NumPy or a scalar array; refuse another, and one below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UserError(f"{name}={shown(value)}: must be a whole number") from None
+    require(number >= least, name, number, f"must be at least {least}")
+    return number
 
 
 def shown(value: object) -> str:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from ultrascale_jax.config import require
 from ultrascale_jax.huggingface.files import open_tensors, require_none
 from ultrascale_jax.huggingface.mxfp4 import dequantized
 
@@ -33,6 +34,9 @@ def read_hf(
     Raises:
       UserError: the folder holds no safetensors, a name is not in it, or a file is damaged.
     """
+    require(not isinstance(names, str), "names", names, f"give a list of names, as [{names!r}]")
+    fix = "must be a function of name and shape that returns a sharding, as lambda name, shape: s"
+    require(place is None or callable(place), "place", place, fix)
     first_device = SingleDeviceSharding(jax.devices()[0])
     with ExitStack() as stack:
         files = dequantized(open_tensors(Path(folder), stack))

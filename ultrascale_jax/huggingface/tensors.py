@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.config import Experts, LatentAttention, ModelConfig
+from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require_type
 from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.huggingface.families import family_of
 
@@ -154,6 +154,8 @@ def hf_names(cfg: ModelConfig) -> dict[str, list[str]]:
     Raises:
       UserError: no family computes this model.
     """
+    fix = "of a Config give cfg.model, of a folder read_hf_config(folder)"
+    require_type("cfg", cfg, ModelConfig, fix)
     return {path: _names(tensor, cfg) for path, tensor in tensors(cfg).items()}
 
 
