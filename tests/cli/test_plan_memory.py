@@ -80,6 +80,14 @@ def test_the_hint_of_a_run_that_does_not_fit_is_options_with_which_it_does(
     assert changed["step_s"] == hint["step_s"]
 
 
+def test_who_asks_without_recomputation_hears_what_others_call_so(capsys):
+    question = ["llama3_8b", "--gpus", "8", "--train.microbatches", "64", "--train.remat"]
+    told = "without activation checkpointing about what `selective` keeps"
+    does_not_fit, fits = (text(capsys, *question, remat) for remat in ("none", "selective"))
+    assert "does not fit" in does_not_fit and told in does_not_fit
+    assert told not in fits
+
+
 def test_a_run_close_to_the_limit_is_unsure_and_the_hint_fits_for_certain(capsys):
     """Less than a GiB short by formula; a slow mesh fits, and twice as fast the own mesh with smaller moments."""
     question = ["qwen3_30b_a3b", "--gpus", "8", "--train.global-batch", "64"]

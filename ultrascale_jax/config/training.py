@@ -84,7 +84,8 @@ class TrainConfig(Section, name="train"):
     microbatches: Natural = 1
     """Gradient-accumulation steps inside one optimizer step; `auto` (0): the fastest number that fits."""
     zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO: 1 shards optimizer state and master weights, 2 also gradients, 3 also parameters."""
+    """ZeRO: 1 shards optimizer state and master weights, 2 also the sums of
+    gradients of several micro-batches, 3 also parameters."""
     precision: Precision = "bf16"
     """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The three of fp8 are
     bfloat16 but for the products of the layers: one scale for a tensor, for a row, or for a block (DeepSeek-V3)."""

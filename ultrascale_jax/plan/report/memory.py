@@ -36,6 +36,12 @@ NOTHING = (
 )
 """Said where no hint was found: what was tried, and what was not."""
 
+NO_CHECKPOINTING = (
+    "other trainers keep without activation checkpointing about what `selective` keeps here: it repeats norms, "
+    "activation functions and rotary embeddings, no product"
+)
+"""Said of a run that recomputes nothing and may not fit: XLA keeps 1.4 to 2 times what PyTorch does."""
+
 type Section = Literal["mesh", "roofline", "limits"]
 """Parts of a plan that `--explain` explains."""
 
@@ -229,7 +235,13 @@ class MemoryReport:
 
     @property
     def answer(self) -> str:
-        """Whether it fits, in a sentence."""
+        """Whether it fits, in a sentence, and what others call a run that recomputes nothing where it may not."""
+        is_none = self.run.remat == "none" and self.step.verdict != FITS
+        return self._fit + f"; {NO_CHECKPOINTING}" * is_none
+
+    @property
+    def _fit(self) -> str:
+        """Whether it fits, and with which hint."""
         space = self.gpu.usable_bytes - self.peak_bytes
         host = self.gpu.usable_host_bytes - self.host_bytes
         hint = ", or ".join(hint.text for hint in self.hints)
