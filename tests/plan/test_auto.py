@@ -242,9 +242,9 @@ def questions(count: int) -> list[tuple[str, list[str]]]:
         name = draw.choice(["llama32_1b", "llama3_8b", "qwen3_8b", "smollm2_135m", "qwen3_30b_a3b"])
         options = [
             "--gpus",
-            str(draw.choice([4, 8])),
+            str(draw.choice([2, 4, 8])),
             "--gpu",
-            draw.choice(["h100", "a100", "h200"]),
+            draw.choice(["h100", "a100", "h200", "h20", "l4"]),
         ]
         options += ["--train.global-batch", str(draw.choice([4, 8]))]
         options += ["--data.seq-len", str(draw.choice([2048, 4096, 16384]))]
