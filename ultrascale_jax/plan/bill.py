@@ -28,7 +28,7 @@ class FailureTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a training has to pay for."""
+    """Tokens, price, power and failures of a training."""
 
     tokens: int
     """Tokens of the whole training."""

@@ -61,7 +61,7 @@ class GuideReport:
     parameters: int
     seq_len: int
     terms: Terms
-    """What the full training has to pay for."""
+    """Tokens, price, power and failures of the full training."""
     fit: list[dict[str, Any]]
     """Step 1: ways that hold ever less on each GPU."""
     batch: dict[str, Any]

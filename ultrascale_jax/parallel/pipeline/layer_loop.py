@@ -169,16 +169,13 @@ class LayerLoop:
                 grads = self._weight_gradients(queue, tick, back, contexts["weight"])
                 blocks = self._add(updated.blocks, grads, tick, "weight", back)
                 updated = replace(updated, blocks=blocks)
+            if writes_residuals and backward:
+                # Written after the backward pass has read its own, or XLA would copy the full buffer.
+                names = "residuals", "g", "blocks", "weights"
+                read = {name: getattr(updated, name) for name in names}
+                updated = replace(updated, **lax.optimization_barrier(read))
             if writes_residuals:
-                if backward:
-                    # Written after the backward pass has read its own, or XLA would copy the full buffer.
-                    names = "residuals", "g", "blocks", "weights"
-                    read = {name: getattr(updated, name) for name in names}
-                    updated = replace(updated, **lax.optimization_barrier(read))
-                stash = updated.residuals
-                for index, kept in zip(indices, new_residuals, strict=True):
-                    stash = put(stash, kept, tick["forward_residuals"], index)
-                updated = replace(updated, residuals=stash)
+                updated = self._stash(updated, new_residuals, tick, indices)
             return updated, sent
 
         starts = jnp.arange(0, self.depth, self.step)
@@ -289,6 +286,13 @@ class LayerLoop:
         params = self._params(tick, "weight", back)
         fixed_args = self._fixed_args(tick, "weight", back, context)
         return self.split.second(params, fixed_args, waiting)
+
+    def _stash(self, carry: StageState, residuals: list, tick: Tick, indices: list) -> StageState:
+        """Write the residuals of the layers `indices`, which ran forward, to their slot."""
+        buffer = carry.residuals
+        for index, kept in zip(indices, residuals, strict=True):
+            buffer = put(buffer, kept, tick["forward_residuals"], index)
+        return replace(carry, residuals=buffer)
 
     def _kept(self, residuals: Tree, tick: Tick, back) -> list[jax.Array]:
         """Return a layer's residuals: of the stash, or of the repeated forward pass."""
