@@ -120,7 +120,14 @@ class NoCall:
         pass
 
 
+class SumsAlone(us.Attention):
+    def __call__(self, x_BRD, inputs):
+        return super().__call__(x_BRD, inputs)[0]
+
+
 FAULTS = {
+    "a name": ({"attention": "ring"}, r"layers\.attention='ring': must be a class"),
+    "no cache": ({"attention": SumsAlone}, r"layers\.attention='SumsAlone': must return its"),
     "call": (
         {"attention": WithoutInputs},
         r"layers\.attention='WithoutInputs': .*\(x_BRD, inputs\)",
@@ -185,6 +192,19 @@ def test_a_term_with_the_name_of_a_column_of_the_run_or_of_another_term_is_refus
         with pytest.raises(UserError, match=message):
             us.train(cfg, mesh_of(cfg), model=model)
     assert not [*tmp_path.iterdir()]
+
+
+def test_another_optimizer_than_optax_and_a_layer_for_layers_are_refused():
+    class Model(us.Transformer):
+        make_optimizer = staticmethod(lambda cfg: "lion")
+
+    with pytest.raises(UserError, match=r"make_optimizer='Model': returned 'lion'; must return an"):
+        trace(Model)
+    cfg = on(CFG, "fsdp=1")
+    with jax.set_mesh(mesh_of(cfg)), pytest.raises(UserError, match=r"^capture: .* as \(2,\)"):
+        model = us.Transformer(cfg.model, jax.random.key(0))
+        positions = jnp.zeros((1, 8), jnp.int32)
+        model(positions, us.LayerInputs.of(cfg.model, positions), capture=1)
 
 
 def test_a_pipeline_refuses_terms_of_an_mlp_that_only_some_layers_have():

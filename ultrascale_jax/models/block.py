@@ -50,6 +50,12 @@ class Layers:
     """`(cfg) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type. None is RMSNorm. It stands before (or
     after, `model.norm_placement`) both halves of a layer, and before the head."""
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            fix = "must be a class, or a function that makes a module"
+            require(value is field.default or callable(value), f"layers.{field.name}", value, fix)
+
     def make_norm(self, cfg: ModelConfig) -> Any:
         """Make a norm of the residual stream: a module, or the scale of RMSNorm."""
         if self.norm is None:
@@ -203,7 +209,11 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h_BRD = self._before(x_BRD, "attn_norm")
             h_BRD, attn = _together(inputs, h_BRD, self.attn)
-            h, cache, *terms = attn(h_BRD, inputs)
+            returned = attn(h_BRD, inputs)
+            fix = "must return its partial sums and the cache, or None in its place: (partial_BTD, cache[, terms])"
+            is_pair = isinstance(returned, tuple) and len(returned) in (2, 3)
+            require(is_pair, "layers.attention", _name(type(attn)), fix)
+            h, cache, *terms = returned
             _check_cache(attn, cache, inputs)
             terms = _checked_terms("attention", attn, terms[0]) if terms else {}
             h, feed_forward = _together(inputs, h, self.feed_forward)

@@ -205,6 +205,7 @@ class Transformer(nnx.Module):
         )
         fix = "the layers lie in the order of a pipeline's stages, which only a pipeline runs; use a mesh without pp"
         require(not self.staged, "mesh.pp", mesh_size("pp"), fix)
+        require_type("capture", capture, Collection, "as (2,) for the layer with number 2")
         unknown = sorted(set(capture) - set(range(self.cfg.num_layers)))
         require(
             not unknown, "capture", unknown, f"must be layers from 0 to {self.cfg.num_layers - 1}"

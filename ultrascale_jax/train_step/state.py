@@ -108,6 +108,11 @@ def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
     shapes = [x.shape for x in jax.tree.leaves(trained)]
     require(bool(shapes), "model.is_trained", model.__name__, "trains no parameter of this run")
     chosen = model.make_optimizer(cfg)
+    is_optimizer = chosen is None or (hasattr(chosen, "init") and hasattr(chosen, "update"))
+    fix = (
+        f"returned {chosen!r}; must return an optax.GradientTransformation, or None for cfg.optim's"
+    )
+    require(is_optimizer, "model.make_optimizer", model.__name__, fix)
     init: Callable = (chosen or optimizer(cfg)).init
     opt_state = init(trained)
     if chosen is not None:
