@@ -127,6 +127,10 @@ def cluster():
     return us.find_cluster(None, "h100", 8)
 
 
+def h100s() -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(us.target_devices(8)), ("x",))
+
+
 MISTAKES: dict[str, tuple[Callable, str]] = {
     # Configurations.
     "a size as text": (
@@ -403,6 +407,46 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "a function not jitted": (
         lambda: us.compile_program(lambda x: x, mesh=mesh()),
         r"^function=.*: is no result of jax\.jit",
+    ),
+    "another GPU than the devices of the mesh": (
+        lambda: us.compile_program(jax.jit(abs), mesh=h100s(), gpu="a100"),
+        r"^gpu='a100': the devices of mesh are NVIDIA H100 80GB HBM3s; leave gpu out, or",
+    ),
+    "a model to search for": (
+        lambda: us.search(CFG.model, cluster()),
+        r"^cfg: must be of type Config, not ModelConfig; of a ModelConfig make Config\(model=",
+    ),
+    "a number of GPUs to search on": (
+        lambda: us.search(CFG, 8),
+        "^cluster: must be of type Cluster, not int; find_cluster",
+    ),
+    "a size as text to search": (
+        lambda: us.search(CFG, cluster(), fixed={"tp": "2"}),
+        r"^fixed\['tp'\]='2': must be a whole number",
+    ),
+    "an empty axis to search": (
+        lambda: us.search(CFG, cluster(), fixed={"tp": [1, 0]}),
+        r"^fixed\['tp'\]=0: must be at least 1",
+    ),
+    "a policy to search": (
+        lambda: us.search(CFG, cluster(), fixed={"remat": "some"}),
+        r"^fixed\['remat'\]='some': must be one of auto, none",
+    ),
+    "an unknown stash to search": (
+        lambda: us.search(CFG, cluster(), fixed={"stash": ["input", "all"]}),
+        r"^fixed\['stash'\]='all': must be one of residuals, input",
+    ),
+    "an unknown stage of ZeRO to search": (
+        lambda: us.search(CFG, cluster(), fixed={"zero": 4}),
+        r"^fixed\['zero'\]=4: must be from 0 to 3",
+    ),
+    "a cluster without GPUs": (
+        lambda: us.find_cluster(None, "h100", 0),
+        "^num_gpus=0: must be at least 1",
+    ),
+    "a number of GPUs as text": (
+        lambda: us.find_cluster(None, "h100", "8"),
+        "^num_gpus='8': must be a whole number",
     ),
     "a mesh that is here": (
         lambda: us.compile_program(jax.jit(lambda x: x), mesh=mesh()),

@@ -85,7 +85,7 @@ def test_attention_moves_what_its_strategy_says(compiled, context, moved):
     keys = 2 * rows * max(1, model.num_kv_heads // inner) * model.head_dim * BF16
     # Twice forward (remat=full) and backward, the first hop of the second and third time being one to XLA; the sums in
     # float32 start a hop later and go home.
-    sent = sum(c.times * c.operand_bytes for c in sends)
+    sent = sum(c.step_operand_bytes for c in sends)
     assert sent == model.num_layers * max(0, (3 * hops - 1) * keys + hops * 2 * keys)
 
 

@@ -37,6 +37,10 @@ def test_bytes_are_those_of_operands_and_result(module):
     gather = found(module, "all-gather-start.4")
     assert gather.operands == (Array("bf16", (7168, 1024)),)
     assert (gather.operand_bytes, gather.result_bytes) == (7168 * 1024 * 2, 7168 * 4096 * 2)
+    step_bytes = gather.step_operand_bytes, gather.step_result_bytes
+    assert step_bytes == (32 * gather.operand_bytes, 32 * gather.result_bytes)
+    once = found(module, "async-start")
+    assert once.step_operand_bytes == once.operand_bytes
 
 
 def test_axes_come_from_the_groups(module):

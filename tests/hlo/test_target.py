@@ -5,15 +5,23 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.hlo.conftest import FAST
 from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import UserError
 from ultrascale_jax.hlo import deviceless
 from ultrascale_jax.hlo.deviceless import target_checks
-from ultrascale_jax.plan.compiled.compile import compile_step, target_devices
-from ultrascale_jax.plan.hardware import GPUS
+from ultrascale_jax.plan.compiled.compile import (
+    compile_program,
+    compile_step,
+    simulate_step,
+    target_devices,
+)
+from ultrascale_jax.plan.hardware import GPUS, find_cluster
 
 WITHOUT_PLUGIN = """
 import sys
@@ -76,6 +84,18 @@ def test_a_step_compiles_for_gpus_whose_times_xla_does_not_know(gpu, gpus_per_ho
     step = compile_step(load_recipe("debug"), 4, gpu, gpus_per_host=gpus_per_host, options=FAST)
     assert step.axes["fsdp"] == 4
     assert 0 < step.argument_bytes < step.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["a100", "b200"])
+def test_a_program_is_compiled_for_the_gpu_of_its_devices(gpu):
+    mesh = jax.sharding.Mesh(np.array(target_devices(2, gpu)), ("x",))
+    rows = NamedSharding(mesh, P("x"))
+    x = jax.ShapeDtypeStruct((512, 256), "bfloat16", sharding=rows)
+    w = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=NamedSharding(mesh, P()))
+    program = compile_program(jax.jit(lambda x, w: (x @ w).sum(0)), x, w, mesh=mesh)
+    assert program.gpu is GPUS[gpu]
+    assert simulate_step(program, find_cluster(None, gpu, 2)).step_s > 0
 
 
 def test_a_gpu_that_is_written_out_has_no_description_to_compile_for():

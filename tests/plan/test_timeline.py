@@ -268,6 +268,7 @@ def step_of(text, comm_streams=(), **axes):
     """A step with this program, of a run that does not matter."""
     numbers = {"argument_bytes": 0, "temporary_bytes": 0, "host_bytes": 0, "peak_bytes": 0}
     return compile.CompiledStep(
+        gpu=GPU,
         run=Run.of(Config(model=ModelConfig(num_layers=1)), 8),
         text=text,
         axes=axes,
@@ -275,6 +276,13 @@ def step_of(text, comm_streams=(), **axes):
         compile_s=0.0,
         **numbers,
     )
+
+
+def test_a_program_is_timed_only_on_the_gpu_that_it_is_compiled_for():
+    step = step_of(text_of(PRODUCT), fsdp=8)
+    message = r"^cluster\.gpu='a100': the program is compiled for h100; .*compile it for a100$"
+    with pytest.raises(UserError, match=message):
+        compile.simulate_step(step, find_cluster(None, "a100", 8))
 
 
 @pytest.mark.parametrize("second", [0, 1])
@@ -411,6 +419,7 @@ def test_the_library_times_a_pipeline_as_the_command_does(monkeypatch, capsys):
     cfg, _ = command_line.parse(words, prog="test")
     switched = BRANCHES + LOOP + indented([SWITCH]) + "\n}\n"
     step = compile.CompiledStep(
+        gpu=GPU,
         run=Run.of(cfg, 2), text=text_of(WHILE, computations=switched), axes={"pp": 2},
         argument_bytes=0, temporary_bytes=0, host_bytes=0, peak_bytes=0, compile_s=0.0,
     )  # fmt: skip
@@ -688,6 +697,7 @@ def test_speed_is_that_of_the_run(precision, peak):
     planned = Run.of(cfg, 8)
     timeline = run(program(PRODUCT))
     step = compile.CompiledStep(
+        gpu=GPU,
         run=planned, text=text_of(PRODUCT), axes={"fsdp": 8},
         argument_bytes=1, temporary_bytes=2, host_bytes=0, peak_bytes=3, compile_s=0.0,
     )  # fmt: skip

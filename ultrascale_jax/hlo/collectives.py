@@ -77,18 +77,28 @@ class Collective:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes a device gives in one run."""
+        """Bytes a device gives in one run: in one iteration, if it is in a loop. See `step_operand_bytes`."""
         return sum(array.bytes for array in self.operands)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes a device gets in one run."""
+        """Bytes a device gets in one run, as `operand_bytes`."""
         return sum(array.bytes for array in self.results)
 
     @property
     def times(self) -> int:
         """Runs in one step; in a loop whose length depends on data 0, as in `timeline.py`."""
         return math.prod(trips or 0 for trips in self.loops)
+
+    @property
+    def step_operand_bytes(self) -> int:
+        """Bytes a device gives in one step, in all iterations of the loops around it."""
+        return self.times * self.operand_bytes
+
+    @property
+    def step_result_bytes(self) -> int:
+        """Bytes a device gets in one step, as `step_operand_bytes`."""
+        return self.times * self.result_bytes
 
 
 def find_collectives(module: Module, axes: Mapping[str, int]) -> list[Collective]:

@@ -12,7 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ultrascale_jax.config import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, require
+from ultrascale_jax.config import (
+    GPU_MEMORY_SHARE,
+    HOST_MEMORY_SHARE,
+    require,
+    require_type,
+    whole,
+)
 from ultrascale_jax.plan.flops import Peaks, find_peaks
 from ultrascale_jax.storage.foreign import read_foreign
 
@@ -75,6 +81,11 @@ class Gpu:
         Raises `UserError` if the GPU has no tensor cores for `precision`.
         """
         return 1e12 * self.peaks.of(precision, self.kind)
+
+    @property
+    def target_kind(self) -> str:
+        """JAX's name for the device that XLA compiles for: that of a file may be none that JAX's peaks know."""
+        return _describe(self.target)["kind"]
 
     @property
     def usable_bytes(self) -> int:
@@ -220,6 +231,7 @@ def find_gpu(name: str) -> Gpu:
 
     Raises `UserError` if there is no such GPU or file, or no GPU of the file's kind.
     """
+    require_type("gpu", name, str)
     if written := _written_out(name):
         return written
     base, _, path = name.rpartition(":")
@@ -283,10 +295,12 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
     nodes, memory of a host (0: nothing is offloaded to it), and GB/s of a GPU and direction to that. Without a `gpu`
     they are the machine's, or H100s.
 
-    Raises `UserError` if the machine is not known, has another GPU, or not `num_gpus` of them.
+    The last node is not full where they are no multiple of it.
+
+    Raises `UserError` if the machine is not known, has another GPU, or not `num_gpus` of them, or those are none.
     """
     chosen = find_gpu(gpu or CLUSTERS.get((text or "").lower(), {"gpu": "h100"})["gpu"])
-    efa = False
+    num_gpus, efa = whole("num_gpus", num_gpus, 1), False
     gpus_per_node, intra, inter = chosen.domain, chosen.nvlink_gbs, chosen.network_gbs
     number = r",(\d+\.?\d*)"
     written = rf"(\d+)x(\d+){number}{number}(?:{number}{number})?"

@@ -31,7 +31,7 @@ from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.compiled.timeline import COMPUTE, LOOP, Event, Timeline, simulate
 from ultrascale_jax.plan.formulas import costs, pipeline
-from ultrascale_jax.plan.hardware import Cluster, Gpu, find_gpu
+from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -54,6 +54,8 @@ RARE_LOOPS = ("moe", "from_highest_logits")
 class CompiledProgram:
     """A program as XLA would run it; sizes in bytes on one GPU."""
 
+    gpu: Gpu
+    """The GPU that it is compiled for."""
     text: str
     """Scheduled HLO."""
     axes: dict[str, int]
@@ -85,7 +87,7 @@ class CompiledProgram:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Every collective of the program."""
+        """Every collective of the program; one in a loop is listed once, and runs `times` in a step."""
         return find_collectives(self.module, self.axes)
 
     @cached_property
@@ -174,7 +176,7 @@ def compile_program(
     function: jax.stages.Wrapped,
     *args: Any,
     mesh: Mesh,
-    gpu: str = "h100",
+    gpu: str | None = None,
     estimates: bool = True,
     options: Mapping[str, str | int | bool] | None = None,
 ) -> CompiledProgram:
@@ -184,16 +186,17 @@ def compile_program(
       function: what `jax.jit` returns; it is traced inside `mesh`.
       args: its arguments, as `jax.ShapeDtypeStruct`s with shardings on `mesh`.
       mesh: of `target_devices`.
-      gpu: as `find_gpu` takes it.
+      gpu: the one that `target_devices` was given; by default the known one of their kind.
       estimates: let XLA write its estimates of time into the text, where it can for this GPU: `simulate_step` reads
         them. Without them XLA takes three quarters of the time.
       options: XLA flags without dashes.
+
+    Raises:
+      UserError: the mesh is not of `target_devices`, or of those of another GPU.
     """
     fix = "is no result of jax.jit"
     require(isinstance(function, jax.stages.Wrapped), "function", function, fix)
-    platform = mesh.devices.flat[0].platform
-    require(platform == "gpu", "mesh", platform, "must be of target_devices(num_devices)")
-    target, flags = find_gpu(gpu), dict(options or {})
+    target, flags = _gpu_of(mesh, gpu), dict(options or {})
     if estimates and target.kind.startswith(ESTIMATED):
         flags |= ESTIMATES
     with jax.set_mesh(mesh), target_checks(target.capability, target.cudnn):
@@ -202,6 +205,7 @@ def compile_program(
     memory, text = compiled.memory_analysis(), text_of(compiled)
     assert memory is not None  # XLA:GPU always has it
     return CompiledProgram(
+        gpu=target,
         text=text,
         axes=dict(mesh.shape),
         argument_bytes=memory.argument_size_in_bytes,
@@ -218,6 +222,28 @@ def compile_program(
     )
 
 
+def _gpu_of(mesh: Mesh, name: str | None) -> Gpu:
+    """Return the GPU of that name, or else the known one of the kind of the mesh's devices, which must be of it."""
+    device = mesh.devices.flat[0]
+    fix = "must be of target_devices(num_devices)"
+    require(device.platform == "gpu", "mesh", device.platform, fix)
+    kind = device.device_kind
+    if name is not None:
+        gpu = find_gpu(name)
+        fix = (
+            f"the devices of mesh are {kind}s; leave gpu out, or give what target_devices was given"
+        )
+        require(gpu.target_kind == kind, "gpu", name, fix)
+        return gpu
+    known = next((gpu for gpu in GPUS.values() if gpu.kind == kind), None)
+    fix = (
+        f"the devices of mesh are {kind}s, which no name tells; give what target_devices was given"
+    )
+    require(known is not None, "gpu", name, fix)
+    assert known is not None
+    return known
+
+
 def simulate_step(
     step: CompiledProgram, cluster: Cluster, *, document_tokens: int | None = None
 ) -> Timeline:
@@ -229,11 +255,13 @@ def simulate_step(
     branch as often as the pipeline's schedule, or the layers with experts, make it. A loop of unknown length may count
     nothing only if it runs further rounds of unbalanced experts: others raise a warning.
 
-    Raises `UserError` where the cluster has another number of GPUs than the mesh of the program.
+    Raises `UserError` where the cluster has other GPUs, or another number of them, than the program is compiled for.
     """
     require_type("step", step, CompiledProgram, "compile_step and compile_program make one")
     require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
     axes = ",".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1)
+    fix = f"the program is compiled for {step.gpu.name}; give its cluster, or compile it for {cluster.gpu.name}"
+    require(cluster.gpu.kind == step.gpu.kind, "cluster.gpu", cluster.gpu.name, fix)
     cluster.check_size(math.prod(step.axes.values()), f"the program's mesh {axes}")
     is_step = isinstance(step, CompiledStep)
     share = pipeline.shares(step.run, step.module) if is_step else None

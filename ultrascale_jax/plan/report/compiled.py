@@ -256,7 +256,7 @@ def _by_kind_and_axes(running: Sequence[Any], timeline: "Timeline") -> list[Coll
             kind=kind,
             axes=axes,
             times=sum(c.times for c in alike),
-            sent_bytes=sum(c.times * max(c.operand_bytes, c.result_bytes) for c in alike),
+            sent_bytes=sum(max(c.step_operand_bytes, c.step_result_bytes) for c in alike),
             synchronous=sum(0 if c.asynchronous else c.times for c in alike),
             seconds=timeline.link_s.get((kind, axes), 0.0),
             exposed_s=timeline.waited_s.get((kind, axes), 0.0),

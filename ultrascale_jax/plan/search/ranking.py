@@ -17,18 +17,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import AXES, Config, MeshConfig, require
+from ultrascale_jax.config import AXES, Config, MeshConfig, require, require_type
 from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
-    FIELDS,
     OFFLOADED,
     POLICIES,
     Choices,
     Space,
     changed_options,
+    chosen,
     configured,
     divisors,
     drawback,
@@ -541,15 +541,12 @@ def search(
       configuration. The list is empty where nothing fits.
 
     Raises:
-      UserError: a field that no candidate has, or nothing is legal.
+      UserError: a field that no candidate has, a value that it cannot have, or nothing is legal.
     """
-    choices: dict[str, Sequence[Any]] = {}
-    for name, values in (fixed or {}).items():
-        require(name in FIELDS, "fixed", name, f"is no field of a candidate: {', '.join(FIELDS)}")
-        choices[name] = (
-            values if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
-        )
-    ranked = Search(cfg, cluster, choices)
+    require_type("cfg", cfg, Config, "of a ModelConfig make Config(model=...)")
+    require_type("cluster", cluster, Cluster, "find_cluster(None, 'h100', num_gpus) makes one")
+    require_type("fixed", fixed or {}, Mapping, "as {'tp': 8}")
+    ranked = Search(cfg, cluster, {name: chosen(name, v) for name, v in (fixed or {}).items()})
     ranked.predict()
     fix = (
         f"nothing is legal on {cluster.num_gpus} GPUs; take another number of GPUs, batch or values"

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from ultrascale_jax.config import (
     AXES,
@@ -38,8 +38,12 @@ from ultrascale_jax.config import (
     UserError,
     remat_names,
     require,
+    require_choice,
+    require_type,
+    whole,
     with_changes,
 )
+from ultrascale_jax.config.remat import Policy
 from ultrascale_jax.plan.formulas.memory import fits_host, least_bytes
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
@@ -47,7 +51,9 @@ from ultrascale_jax.plan.workload import PIPELINE, Run, group
 STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 """Virtual stages that are tried; for the other schedules their own number."""
 
-STASHES = ("residuals", "input")
+Stash = Literal["residuals", "input"]
+
+STASHES: tuple[Stash, ...] = ("residuals", "input")
 """Stashes of a pipeline's stage, from the one that repeats nothing."""
 
 NAMED = (
@@ -99,6 +105,35 @@ FIELDS = (
 
 type Choices = Mapping[str, Sequence[Any]]
 """A field of `FIELDS` to the values it may take; a field that is not named is free."""
+
+
+def chosen(name: str, values: Any) -> tuple[Any, ...]:
+    """Return the value, or the list of values, that a caller gives a field, as a row of `Choices`.
+
+    Raises `UserError` for a field that is none of `FIELDS`, and for a value that it cannot have.
+    """
+    require(name in FIELDS, "fixed", name, f"is no field of a candidate: {', '.join(FIELDS)}")
+    many = isinstance(values, Sequence) and not isinstance(values, str)
+    return tuple(_checked(name, value) for value in (values if many else (values,)))
+
+
+def _checked(field_name: str, value: Any) -> Any:
+    """Return the value of a field of `FIELDS`, numbers as Python's. Raises `UserError`."""
+    name = f"fixed[{field_name!r}]"
+    if field_name == "remat":
+        require(value != "auto", name, value, "is no policy of a candidate; leave it out")
+        require_choice(name, value, Policy | Keep)
+    elif field_name == "stash":
+        require_choice(name, value, Stash)
+    elif field_name == "schedule":
+        require_type(name, value, str)
+        PipelineConfig(schedule=value)
+    elif field_name == "zero":
+        value = whole(name, value)
+        require(value <= 3, name, value, "must be from 0 to 3")
+    else:
+        value = whole(name, value, 1)
+    return value
 
 
 @cache
