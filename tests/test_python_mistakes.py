@@ -127,6 +127,15 @@ def cluster():
     return us.find_cluster(None, "h100", 8)
 
 
+def loader(**changes) -> us.Loader:
+    settings = {"vocab_size": 512, "global_batch": 8, "seed": 0, "sources": documents()}
+    return us.Loader(us.DataConfig(seq_len=8, document_mask=True), **settings | changes)
+
+
+def documents():
+    return us.documents_of([np.arange(512)], vocab_size=512)
+
+
 def h100s() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(us.target_devices(8)), ("x",))
 
@@ -212,6 +221,16 @@ MISTAKES: dict[str, tuple[Callable, str]] = {
     "rows of a loader": (
         lambda: us.Loader(CFG.data, vocab_size=64, global_batch=0, seed=0),
         "^global_batch=0: must be at least 1",
+    ),
+    "documents of a larger vocabulary": (
+        lambda: loader(vocab_size=100),
+        "^vocab_size=100: sources have ids below 512; give that",
+    ),
+    "a seed as text": (lambda: loader(seed="a"), "^seed='a': must be a whole number"),
+    "a batch before the first": (lambda: loader().batch(-1), "^step=-1: must be at least 0"),
+    "a start before the first step": (
+        lambda: loader().device_batches(mesh(), -1),
+        "^start_step=-1: must be at least 0",
     ),
     "an unknown source": (
         lambda: us.Loader(us.DataConfig(source="x"), vocab_size=64, global_batch=8, seed=0),

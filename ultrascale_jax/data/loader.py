@@ -30,6 +30,7 @@ from ultrascale_jax.config import (
     UserError,
     require,
     require_type,
+    whole,
 )
 from ultrascale_jax.data.balance import attention_work, deal_rows
 from ultrascale_jax.data.held_out import HeldOut
@@ -84,7 +85,7 @@ class Loader:
 
     Raises:
         ValueError: a source is missing, damaged or outside the vocabulary, or has no full row to
-            train on; or `cp` ranks cannot share a row.
+            train on; `sources` are of a larger vocabulary; or `cp` ranks cannot share a row.
     """
 
     def __init__(
@@ -103,10 +104,14 @@ class Loader:
         together: bool = False,
     ):
         require(split in ("train", "eval"), "split", split, "must be train or eval")
-        if isinstance(global_batch, int):
-            require(global_batch >= 1, "global_batch", global_batch, "must be at least 1")
+        if not isinstance(global_batch, Batches):
+            global_batch = Batches((whole("global_batch", global_batch, 1),))
+        seed, vocab_size = whole("seed", seed), whole("vocab_size", vocab_size, 1)
+        if sources is not None:
+            fix = f"sources have ids below {sources.vocab_size}; give that"
+            require(sources.vocab_size <= vocab_size, "vocab_size", vocab_size, fix)
         self.data, self.vocab_size, self.seed, self.split = data, vocab_size, seed, split
-        self.batches = Batches((global_batch,)) if isinstance(global_batch, int) else global_batch
+        self.batches = global_batch
         """Rows of each step."""
         require(
             cp >= 1, "cp", cp, "is not chosen yet; cfg.check(num_devices) gives mesh.cp its size"
@@ -237,11 +242,13 @@ class Loader:
         return f"{count / length:.2f} epochs of {length:,}"
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Return the rows of the global batch of a step, int32 [rows, T] by name."""
+        """Return the rows of the global batch of a step, counted from 0, int32 [rows, T] by name."""
+        step = whole("step", step)
         return self._ordered(self._load(step, range(self.batches.at(step))[rows]))
 
     def batch_hash(self, step: int) -> str:
         """Hash rows, tokens and targets of the global batch; every mesh gives the same hash."""
+        step = whole("step", step)
         return batch_hash(self._load(step, range(self.batches.at(step))))
 
     def places(self, step: int, rows: Sequence[int] | None = None) -> list[list[Place]]:
@@ -286,6 +293,7 @@ class Loader:
                 altered or cut short under the run.
             UnreadableError: the file system failed.
         """
+        start_step = whole("start_step", start_step)
         if spec is None:
             unknown = [name for name in AXES if name not in mesh.axis_names]
             fix = "has other axes than this library's; say how it shards [B, T], as spec=P('data')"

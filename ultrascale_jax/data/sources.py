@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ultrascale_jax.config import DataConfig, UserError, require
+from ultrascale_jax.config import DataConfig, UserError, require, whole
 from ultrascale_jax.data.corpus import Corpus, Fetch, in_memory, open_shards
 from ultrascale_jax.data.documents import whole_text
 from ultrascale_jax.data.files import matching_files
@@ -58,6 +58,8 @@ class Sources:
     mixture: Mixture
     corpora: tuple[Corpus | Synthetic, ...]
     tokenizer: Tokenizer
+    vocab_size: int
+    """All ids are below it."""
 
     @property
     def texts(self) -> list[Corpus]:
@@ -76,7 +78,7 @@ def open_sources(data: DataConfig, vocab_size: int, *, share_checks: bool = Fals
     corpora = tuple(
         _open(name, data, tokenizer, vocab_size, share_checks) for name in mixture.names
     )
-    return Sources(mixture=mixture, corpora=corpora, tokenizer=tokenizer)
+    return Sources(mixture, corpora, tokenizer, vocab_size)
 
 
 def documents_of(
@@ -93,6 +95,7 @@ def documents_of(
       UserError: a document is empty or no array of one dim of integers, an id is outside the vocabulary, or there is
         no document.
     """
+    vocab_size = whole("vocab_size", vocab_size, 1)
     tokens, table = [], []
     for number, array in enumerate(arrays):
         ids = np.asarray(array)
@@ -113,7 +116,7 @@ def documents_of(
         np.concatenate(tokens), documents, hashlib.sha256(documents.tobytes()).hexdigest(), name
     )
     mixture = Mixture(names=(name,), weights=((1.0,),))
-    return Sources(mixture, (corpus,), tokenizer or ByteTokenizer())
+    return Sources(mixture, (corpus,), tokenizer or ByteTokenizer(), vocab_size)
 
 
 def _open(
