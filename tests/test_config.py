@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import pydoc
 import subprocess
 import sys
 import textwrap
@@ -559,3 +560,10 @@ def test_a_batch_of_too_many_micro_batches_is_told_how_many_fit():
     recipe = load_recipe("llama3_8b_128k")
     with pytest.raises(UserError, match=r"train\.global_batch=32: .*or set train\.microbatches=16"):
         replaced(recipe, train__remat="full", train__microbatches=32).check(16)
+
+
+def test_help_of_a_section_shows_the_bounds_of_its_fields_in_words():
+    text = pydoc.plain(pydoc.render_doc(ModelConfig))
+    assert "head_dim: Annotated[int, at least 1, even] = 64" in text
+    assert "query_scale: Annotated[float, not negative] = 0.0" in text
+    assert "lambda" not in text

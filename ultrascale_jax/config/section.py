@@ -22,6 +22,10 @@ class Bound(NamedTuple):
     holds: Test
     fix: str
 
+    def __repr__(self) -> str:
+        """Return what `help` of a section shows in the types of its fields, as `at least 1`."""
+        return self.fix.removeprefix("must be ").replace("must not be", "not")
+
 
 def at_least(least: float) -> Bound:
     """Bound a number from below."""
