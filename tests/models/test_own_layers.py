@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import core
 
 import ultrascale_jax as us
 from tests.own_layers import GatedAttention, OwnModel, SquaredReLU
@@ -192,6 +193,27 @@ def test_a_term_with_the_name_of_a_column_of_the_run_or_of_another_term_is_refus
         with pytest.raises(UserError, match=message):
             us.train(cfg, mesh_of(cfg), model=model)
     assert not [*tmp_path.iterdir()]
+
+
+class PlainProducts(SquaredReLU):
+    def __call__(self, x_BRD):
+        return jnp.square(jax.nn.relu(x_BRD @ self.w_up[...])) @ self.w_down[...]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,sp=2", "pp=2,sp=2"])
+def test_a_product_over_a_split_dim_is_refused_in_a_pipeline_too(mesh):
+    """There the region is manual, and JAX would take a device's shard for the whole."""
+    with pytest.raises(core.ShardingTypeError, match="dot_general"):
+        trace(model_with(mlp=PlainProducts), mesh)
+
+
+def test_inputs_of_a_split_sequence_need_its_order():
+    cfg = on(CFG, "fsdp=2,cp=2")
+    positions = jnp.zeros((2, 8), jnp.int32)
+    with jax.set_mesh(mesh_of(cfg)):
+        with pytest.raises(UserError, match=r"^context=None: cp=2 splits .* give cfg\.cp"):
+            us.LayerInputs.of(cfg.model, positions)
+        assert us.LayerInputs.of(cfg.model, positions, context=cfg.cp).context == cfg.cp
 
 
 def test_another_optimizer_than_optax_and_a_layer_for_layers_are_refused():

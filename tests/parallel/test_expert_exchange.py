@@ -20,7 +20,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def mlp(params, x_ECD):
-    """Two matrices and a bias, no gate; an empty row is not mapped to zero."""
+    """Two matrices and a bias, no gate."""
     hidden = jnp.einsum("ecd,edf->ecf", x_ECD, params["up"]) + params["bias"][:, None]
     return jnp.einsum("ecf,efd->ecd", jax.nn.relu(hidden) ** 2, params["down"])
 
@@ -148,6 +148,26 @@ def test_it_is_a_function_like_any_other():
         y, dropped = jax.jit(layer)(PARAMS[mlp], X, ids.astype(np.int64), np.float64(WEIGHTS))
         assert (y.dtype, dropped.dtype) == (np.float32, np.int32)
         close(y, expected)
+
+
+def test_an_expert_that_is_chosen_twice_gets_the_sum_of_the_weights_on_any_mesh():
+    ids = routing("random").copy()
+    ids[::3, 1] = ids[::3, 0]
+    expected = gradients(functools.partial(dense, mlp), ids)(PARAMS[mlp], X, WEIGHTS)
+    for ranks in (1, 4):
+        mesh = mesh_of(2, ranks)
+        close(jax.jit(gradients(split(mlp, mesh), ids))(PARAMS[mlp], X, WEIGHTS), expected)
+
+
+def test_rows_without_a_token_leave_no_nan_in_gradients():
+    """A norm of zeros has none, and times a weight of 0 the NaN would stay."""
+
+    def normed(params, x_ECD):
+        return mlp(params, x_ECD / jnp.linalg.norm(x_ECD, axis=-1, keepdims=True))
+
+    ids, mesh = routing("random"), mesh_of(2, 4)
+    expected = gradients(functools.partial(dense, normed), ids)(PARAMS[mlp], X, WEIGHTS)
+    close(jax.jit(gradients(split(normed, mesh), ids))(PARAMS[mlp], X, WEIGHTS), expected)
 
 
 def test_the_result_has_the_type_of_x_whatever_the_parameters_have():

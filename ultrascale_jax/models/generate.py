@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require, require_type
-from ultrascale_jax.models.inputs import LayerInputs, check_ids
+from ultrascale_jax.models.inputs import NATURAL, LayerInputs, check_ids
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.stack import cut
 from ultrascale_jax.models.transformer import Transformer
@@ -195,7 +195,7 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
     that it has of the stacks, one stack after the other.
     """
     if mesh_size("pp") == 1:
-        inputs = LayerInputs.of(model.cfg, positions_BT, dtype=dtype, cache=cache)
+        inputs = LayerInputs.of(model.cfg, positions_BT, context=NATURAL, dtype=dtype, cache=cache)
         out = model(tokens_BT, inputs)
         assert out.cache is not None  # the inputs have one
         return out.x_BRD, out.cache
@@ -213,7 +213,7 @@ def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, d
 
 def _visit_all(cfg, dtype, visits, stacks, kv, x_BRD, positions_BT, start):
     """Return, of this device's shards, the residual stream after all layers, and its own layers' keys and values."""
-    inputs = LayerInputs.of(cfg, positions_BT, dtype=dtype)
+    inputs = LayerInputs.of(cfg, positions_BT, context=NATURAL, dtype=dtype)
     for visit in visits:
         first, count = visit.first_row, len(visit.layers)
 

@@ -12,6 +12,7 @@ from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.rotary import rotary
 from ultrascale_jax.sharding.primitives import reshard
+from ultrascale_jax.sharding.rules import mesh_size
 
 NATURAL = ContextConfig(strategy="ring")
 """Context parallelism for sequences in natural order."""
@@ -74,9 +75,20 @@ class LayerInputs:
         cfg: ModelConfig,
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array | None = None,
+        *,
+        context: ContextConfig | None = None,
         **settings: Any,
     ) -> "LayerInputs":
-        """Make the inputs of tokens at these positions of their documents (int32); `settings` are the other fields."""
+        """Make the inputs of tokens at these positions of their documents (int32); `settings` are the other fields.
+
+        Raises `UserError` without a `context` where cp splits the sequence.
+        """
+        cp = mesh_size("cp")
+        fix = (
+            f"cp={cp} splits the sequence; give cfg.cp for rows as a loader has them, or "
+            "ContextConfig(strategy='ring') for rows in natural order"
+        )
+        require(context is not None or cp == 1, "context", context, fix)
         if segment_ids_BT is not None:
             segment_ids_BT = reshard("BT->BT", segment_ids_BT)
         positions_BT = reshard("BT->BT", positions_BT)
@@ -85,7 +97,8 @@ class LayerInputs:
         if cfg.full_attention_every:
             settings["full"] = jnp.array([cfg.is_full(layer) for layer in range(cfg.num_layers)])
         rope = rotary(positions_BT, cfg)
-        return cls(rope=rope, segment_ids_BT=segment_ids_BT, **settings)
+        context = NATURAL if context is None else context
+        return cls(rope=rope, segment_ids_BT=segment_ids_BT, context=context, **settings)
 
     @property
     def stacked(self) -> tuple:

@@ -180,7 +180,8 @@ def _experts(
     y, _ = expert_layer(
         x, ids, weights, w_gate, w_up, w_down, axis="ep",
             moe=moe, experts=experts, product=product,
-        activation=cfg.activation, biases=tuple(hidden_biases) or None, idles=is_dense is not None,
+        activation=cfg.activation, biases=tuple(hidden_biases) or None, distinct=True,
+        idles=is_dense is not None,
     )  # fmt: skip
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")

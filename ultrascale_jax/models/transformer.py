@@ -30,7 +30,7 @@ from ultrascale_jax.config import Config, KernelsConfig, ModelConfig, require, r
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.kernels.device import takes
 from ultrascale_jax.models.block import Block, Layers, Terms, normed
-from ultrascale_jax.models.inputs import Cache, LayerInputs
+from ultrascale_jax.models.inputs import NATURAL, Cache, LayerInputs
 from ultrascale_jax.models.layers import (
     gather_params,
     gather_sequence,
@@ -280,8 +280,11 @@ class Transformer(nnx.Module):
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
-        """Return logits `[B, T, V]` float32, unsharded: for tests and small models; training uses `loss`."""
-        inputs = LayerInputs.of(self.cfg, positions_BT, segment_ids_BT, dtype=dtype)
+        """Return logits `[B, T, V]` float32, unsharded, of sequences in natural order: for tests and small models;
+        training uses `loss`."""
+        inputs = LayerInputs.of(
+            self.cfg, positions_BT, segment_ids_BT, context=NATURAL, dtype=dtype
+        )
         x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
         return self.unembed(x_BTD, self.head_weight(dtype))
 

@@ -19,13 +19,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.lora import add_adapters, split_adapters
 from ultrascale_jax.models.partition import combine, partition
 from ultrascale_jax.models.transformer import Transformer, map_with_order
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
-from ultrascale_jax.sharding.mesh import check_mesh
+from ultrascale_jax.sharding.mesh import abstract_mesh, check_mesh
 from ultrascale_jax.sharding.primitives import cast
 from ultrascale_jax.sharding.rules import act, check_shards, stored_spec
 from ultrascale_jax.train_step.loss_scale import LossScale
@@ -161,11 +162,36 @@ def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -
     )
 
 
+def _check_own_layers(cfg: Config, model: type[Transformer]) -> None:
+    """Trace layers of the user's without the pipeline.
+
+    There JAX refuses a product or a sum over a split dim that the primitives do not make. In the pipeline's manual
+    region it would take a device's shard for the whole, in silence.
+    """
+    check_model(model)
+    if cfg.mesh.pp == 1 or not model.layers.own:
+        return
+    sizes = dataclasses.replace(cfg.mesh, pp=1, dp=cfg.mesh.dp * cfg.mesh.pp)
+    rows = sizes.batch * -(-cfg.train.global_batch // cfg.train.microbatches // sizes.batch)
+    mesh, shape = abstract_mesh(sizes), (rows, cfg.data.seq_len)
+    positions = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, act("BT")))
+
+    def run(positions_BT):
+        made = model(cfg.model, jax.random.key(0), kernels=cfg.kernels)
+        dtype = COMPUTE[cfg.train.precision]
+        inputs = LayerInputs.of(cfg.model, positions_BT, context=cfg.cp, dtype=dtype)
+        return made(positions_BT, inputs).x_BRD
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(run, positions)
+
+
 def init_state(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) -> TrainState:
     """Make a fresh state of a `model` on the devices of `mesh`; each device makes only its own shards."""
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
     options = {"xla_backend_optimization_level": 1}
     check_mesh(cfg.mesh, mesh)
+    _check_own_layers(cfg, model)
     with jax.set_mesh(mesh):
         make = jax.jit(initial_state, static_argnums=(0, 1), compiler_options=options)
         return make(cfg, model)
@@ -176,6 +202,7 @@ def abstract_state(
 ) -> TrainState:
     """Return shapes, types and shardings of the state of a `model`, without allocating anything."""
     check_mesh(cfg.mesh, mesh)
+    _check_own_layers(cfg, model)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(lambda: initial_state(cfg, model))
 

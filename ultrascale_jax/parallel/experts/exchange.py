@@ -82,14 +82,15 @@ def expert_layer(
     product: Product | None = jnp.einsum,
     activation: Activation | Gate = "silu",
     biases: tuple[jax.Array, jax.Array] | None = None,
+    distinct: bool = False,
     idles: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum over a token's experts of weight * (silu(x w_gate) * (x w_up)) w_down; `axis` is manual.
 
     Args:
       x: this rank's tokens `[n, D]`.
-      ids: their experts `[n, k]`, integers, numbers of all ranks' experts; distinct in a row. -1 is no choice, and a
-        number that is no expert's counts as a dropped one.
+      ids: their experts `[n, k]`, integers, numbers of all ranks' experts. -1 is no choice, and a number that is no
+        expert's counts as a dropped one.
       weights: `[n, k]` floats, used in float32.
       w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on.
       w_up: `[E, D, F]`.
@@ -100,6 +101,7 @@ def expert_layer(
       product: multiplies padded rows and matrices, as `jnp.einsum`; None: the Mosaic kernel multiplies ragged groups.
       activation: a name, or an elementwise function `(gate, up) -> hidden` in place of silu(gate) * up.
       biases: `[E, F]` each, added to x w_gate and x w_up; the Mosaic kernel takes none.
+      distinct: no row of `ids` has an expert twice; otherwise the weights of such choices are added first.
       idles: a rank that gets no row skips the products, by a conditional (layers that have no experts on some ranks).
 
     Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
@@ -118,6 +120,8 @@ def expert_layer(
         experts = Experts(num=ranks * w_gate.shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
     _check_matrices(x, w_gate, w_up, w_down, experts, ranks)
+    if not distinct:
+        ids, weights = _merge_repeated(ids, weights)
     one_round = functools.partial(ragged_experts, activation)
     if product is not None:
         one_round = functools.partial(padded_experts, product, activation)
@@ -141,12 +145,13 @@ def expert_exchange(
     """Return the sum over a token's experts of weight * expert(x), for experts of any kind; `axis` is manual.
 
     Args:
-      expert: `(params, x_ECD) -> y_ECD` applies this rank's E experts, each to its C rows; it is called with several C.
-        A row that no token fills is zeros, and its result does not count. It reads arrays from `params` only.
+      expert: `(params, x_ECD) -> y_ECD` applies this rank's E experts, each to its C rows, row by row; it is called
+        with several C. A row that no token fills is ones, and its result does not count. It reads arrays from `params`
+        only.
       params: a pytree of floats `[E, ...]`, this rank's experts: rank r of `axis` has those from r*E on.
       x: this rank's tokens `[n, D]`.
-      ids: their experts `[n, k]`, integers, numbers of all ranks' experts; distinct in a row. -1 is no choice, and a
-        number that is no expert's counts as a dropped one.
+      ids: their experts `[n, k]`, integers, numbers of all ranks' experts. -1 is no choice, and a number that is no
+        expert's counts as a dropped one.
       weights: `[n, k]` floats, used in float32.
       axis: mesh axis of the experts.
       moe: how the tokens are sent.
@@ -164,7 +169,7 @@ def expert_exchange(
     experts = Experts(num=ranks * num_local, top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
     one_round = functools.partial(mapped_experts, expert, x.shape[1])
-    return _send(one_round, params, (x, ids, weights), axis, moe, experts)
+    return _send(one_round, params, (x, *_merge_repeated(ids, weights)), axis, moe, experts)
 
 
 def _send(
@@ -192,6 +197,18 @@ def _send(
     shared = jax.lax.axis_size("sp") if splits else 1
     run = _outer(one_round, moe, experts, axis, batch[0], shared, ragged, idles)
     return jnp.concatenate(run(batch, params)).astype(x.dtype), dropped
+
+
+def _merge_repeated(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return choices in which each expert of a token stands once, with the sum of its weights; -1 in the other places.
+
+    A token goes once to a rank that has several of its experts, and so a repeated choice would get lost or not by mesh.
+    """
+    same = ids[:, :, None] == ids[:, None, :]
+    is_first = ~jnp.any(jnp.tril(same, -1), axis=2)
+    summed = jnp.sum(jnp.where(same, weights[:, None, :], 0), axis=2)
+    counts = is_first | (ids < 0)
+    return jnp.where(counts, ids, -1), jnp.where(is_first, summed, 0)
 
 
 def _check_activation(activation: Activation | Gate) -> None:

@@ -77,7 +77,10 @@ def mapped_experts(
     """Apply a function to at most `size` rows of each expert, from its row number `start` on."""
     (x, weights), params = floats
     slots = assignment.padded(start, size)
-    x_ECD = dispatch(x[:, :d_model], slots.token, slots.slot).reshape(-1, size, d_model)
+    rows = dispatch(x[:, :d_model], slots.token, slots.slot)
+    # A norm of zeros has no gradient, and times a weight of 0 it would be NaN.
+    is_filled = slots.choice[:, None] < slots.slot.size
+    x_ECD = jnp.where(is_filled, rows, jnp.ones((), x.dtype)).reshape(-1, size, d_model)
     y_ECD = expert(params, x_ECD)
     if y_ECD.shape != x_ECD.shape:
         raise ValueError(f"expert: returns {y_ECD.shape} for x {x_ECD.shape}; want the same shape")
