@@ -59,10 +59,10 @@ CFG = us.Config(
 
 
 def train(sizes: us.MeshConfig, devices: list[jax.Device]):
-    """Return loss and terms of each step on a mesh, and without pp the states after layer 2 of the last batch."""
+    """Return loss and terms of each step on a mesh, and the states after layer 2 of the last batch."""
     cfg = dataclasses.replace(CFG, mesh=sizes).check(len(devices))
     mesh = us.make_mesh(cfg.mesh, devices)
-    rows, states = [], None
+    rows = []
     with (
         jax.set_mesh(mesh),
         contextlib.closing(us.make_loader(cfg).device_batches(mesh, 0)) as batches,
@@ -72,14 +72,12 @@ def train(sizes: us.MeshConfig, devices: list[jax.Device]):
             _, batch, _ = next(batches)
             state, metrics = step(state, batch)
             rows.append([float(metrics[name]) for name in TERMS])
-        if sizes.pp == 1:
-            documents = batch["positions"], batch.get("segment_ids")
-            inputs = us.LayerInputs.of(cfg.model, *documents, context=cfg.cp)
-            run = jax.jit(lambda model, tokens: model(tokens, inputs, capture=(2,)).captured[2])
-            states = run(state.params, batch["tokens"])
-            order = us.sequence_order(64, cfg.mesh.cp, cfg.cp)
-            states = jax.device_get(states)[:, order.argsort()]
-    return rows, states
+        model = us.gather_stages(state.params)  # of a pipeline all layers on each rank
+        documents = batch["positions"], batch.get("segment_ids")
+        inputs = us.LayerInputs.of(cfg.model, *documents, context=cfg.cp)
+        run = jax.jit(lambda model, tokens: model(tokens, inputs, capture=(2,)).captured[2])
+        states = jax.device_get(run(model, batch["tokens"]))
+    return rows, states[:, us.sequence_order(64, cfg.mesh.cp, cfg.cp).argsort()]
 
 
 def main():

@@ -51,10 +51,10 @@ def test_a_term_of_the_loss_and_captured_states_are_those_of_one_device_on_any_m
     example = load("research_hooks")
     one, many = example.main()
     rows, states = example.train(us.MeshConfig(fsdp=2, cp=2, sp=2), jax.devices())
-    in_a_pipeline, _ = example.train(us.MeshConfig(pp=2, fsdp=2, sp=2), jax.devices())
-    for found in (many[0], rows, in_a_pipeline):
+    in_a_pipeline = example.train(us.MeshConfig(pp=2, fsdp=2, sp=2), jax.devices())
+    for found in (many[0], rows, in_a_pipeline[0]):
         np.testing.assert_allclose(found, one[0], rtol=1e-5)
-    same((many[1], states), (one[1], one[1]))
+    same((many[1], states, in_a_pipeline[1]), (one[1],) * 3)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ModelConfig,
         MoEConfig,
         OptimConfig,
+        PipelineConfig,
         TrainConfig,
         UserError,
     )
@@ -100,7 +101,12 @@ if TYPE_CHECKING:
     from ultrascale_jax.sharding.rules import act, vary
     from ultrascale_jax.sharding.sequence_order import sequence_order
     from ultrascale_jax.train_step.optim import schedule as lr_schedule
-    from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
+    from ultrascale_jax.train_step.state import (
+        TrainState,
+        abstract_state,
+        gather_stages,
+        init_state,
+    )
     from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import train
     from ultrascale_jax.training.setup import make_loader
@@ -113,7 +119,8 @@ _HOME = {
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
         "CheckpointConfig Config ContextConfig DataConfig Dpo Experts Keep KernelsConfig LatentAttention "
-        "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig TrainConfig UserError"
+        "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
+        "PipelineConfig TrainConfig UserError"
     ),
     "config.lowering": "Lowering",
     "data.loader": "Loader",
@@ -159,7 +166,7 @@ _HOME = {
     "sharding.primitives": "all_reduce broadcast_param einsum mean reshard",
     "sharding.rules": "act vary",
     "train_step.optim": "lr_schedule",
-    "train_step.state": "TrainState abstract_state init_state",
+    "train_step.state": "TrainState abstract_state gather_stages init_state",
     "train_step.step": "make_train_step",
     "training.loop": "train",
     "plan.model_shape": "Shape",

@@ -19,12 +19,15 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
 )
+from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline.schedules import order_of_config
 from ultrascale_jax.sharding.mesh import abstract_mesh
+from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.state import (
     abstract_state,
+    gather_stages,
     init_state,
     to_checkpoint_layout,
 )
@@ -96,6 +99,34 @@ def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros(na
             np.testing.assert_array_equal(row, 0 if layer is None else np.asarray(expected)[layer])
     np.testing.assert_array_equal(state.params.embed[...], alone.embed[...])
     np.testing.assert_array_equal(state.params.head[...], alone.head[...])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [None, Experts(num=4, top_k=2, d_ff=32, dense_layers=1)])
+def test_gathered_stages_are_the_model_as_a_whole(experts):
+    base = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, experts=experts))
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 16)).astype(np.int32)
+    positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
+
+    def states(cfg: Config) -> np.ndarray:
+        mesh = mesh_of(cfg)
+        with jax.set_mesh(mesh):
+            model = gather_stages(some_state(cfg, mesh, scale=0.2).params)
+            place = NamedSharding(mesh, act("BT"))
+            rows = [jax.device_put(a, place) for a in (tokens, positions)]
+
+            @jax.jit
+            def run(model, tokens, positions):
+                inputs = LayerInputs.of(cfg.model, positions, context=cfg.cp)
+                out = model(tokens, inputs, capture=(1,))
+                return out.captured[1], out.x_BRD
+
+            return np.asarray(run(model, *rows))
+
+    expected = states(base)
+    for name in ("pp2_interleaved", "pp2_1f1b"):
+        error = np.abs(states(on(name, base)) - expected).max()
+        assert error < 1e-5 * np.abs(expected).max()
 
 
 def test_the_layers_of_every_schedule_have_their_order():

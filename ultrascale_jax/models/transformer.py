@@ -203,7 +203,7 @@ class Transformer(nnx.Module):
         require_type(
             "inputs", inputs, LayerInputs, "as LayerInputs.of(cfg.model, positions, segment_ids)"
         )
-        fix = "the layers lie in the order of a pipeline's stages, which only a pipeline runs; use a mesh without pp"
+        fix = "the layers lie in the order of a pipeline's stages; gather_stages(model) has all of them on each rank"
         require(not self.staged, "mesh.pp", mesh_size("pp"), fix)
         require_type("capture", capture, Collection, "as (2,) for the layer with number 2")
         unknown = sorted(set(capture) - set(range(self.cfg.num_layers)))

@@ -5,6 +5,7 @@ All stages have the length of the longest; layers of zeros pad the others. A che
 it holds each stack `[L, ...]` in the order of the layers.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -235,6 +236,27 @@ def checkpoint_layout_shapes[Tree](tree: Tree) -> Tree:
         return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
 
     return _map_moving(move, tree)
+
+
+def gather_stages(model: Transformer) -> Transformer:
+    """Return the model of a pipeline with all layers, in their order, on each of its ranks: to be called as a whole.
+
+    Each rank then holds the parameters of all stages. A model without a pipeline is returned as it is.
+    """
+    if not model.staged:
+        return model
+
+    def gather(order: LayerOrder | None, stack: jax.Array) -> jax.Array:
+        if order is None:
+            return stack
+        stored = typed(NamedSharding, stack.sharding)
+        every_rank = NamedSharding(stored.mesh, P(None, *stored.spec[1:]))
+        rows = tuple(order.index(layer) for layer in _sorted(order))
+        return _take(stack, rows, every_rank, every_rank)
+
+    gathered = copy.copy(map_with_order(gather, model))
+    gathered.staged, gathered.orders = False, tuple(map(tuple, model.cfg.stacks))
+    return gathered
 
 
 def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
