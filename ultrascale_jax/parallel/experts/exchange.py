@@ -120,16 +120,13 @@ def expert_layer(
         experts = Experts(num=ranks * w_gate.shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
     _check_matrices(x, w_gate, w_up, w_down, experts, ranks)
-    if not distinct:
-        ids, weights = _merge_repeated(ids, weights)
+    choices = (ids, weights) if distinct else _merge_repeated(ids, weights)
     one_round = functools.partial(ragged_experts, activation)
     if product is not None:
         one_round = functools.partial(padded_experts, product, activation)
     matrices = model_dim_first([w_gate, w_up, *(biases or ()), w_down])
-    splits = "sp" in varying(w_gate)
-    return _send(
-        one_round, matrices, (x, ids, weights), axis, moe, experts, product is None, splits, idles
-    )
+    kind = product is None, "sp" in varying(w_gate), idles
+    return _send(one_round, matrices, (x, *choices), axis, moe, experts, *kind)
 
 
 def expert_exchange(
