@@ -203,8 +203,8 @@ class LayerLoop:
         def forward(x):
             changes, new_residuals = {"x_forward": x}, []
             for index in indices:
-                before = replace(carry, **changes)
-                changes, kept = self._forward_layer(before, tick, index, contexts["forward"])
+                current = replace(carry, **changes)
+                changes, kept = self._forward_layer(current, tick, index, contexts["forward"])
                 new_residuals.append(kept)
             return (
                 changes,
