@@ -104,7 +104,7 @@ def bill(step: StepPrediction, terms: Terms) -> Bill:
     seconds = terms.tokens / (step.tokens_per_s_gpu * gpus)
     found = None
     if terms.failures is not None:
-        found = interruptions(step, terms, terms.failures)
+        found = interruptions(step, terms, terms.failures, seconds)
         seconds /= found.goodput
     hours = seconds / 3600 * gpus
     watts = terms.watts or step.gpu.machine_watts or step.gpu.watts
@@ -130,8 +130,10 @@ def energy(gpu: Gpu, given_watts: float | None) -> str:
     return "Energy: the power of this GPU is not known; --watts gives it"
 
 
-def interruptions(step: StepPrediction, terms: Terms, given: FailureTerms) -> Interruptions:
-    """Choose the interval of saves, in whole steps, and count what saves and failures take.
+def interruptions(
+    step: StepPrediction, terms: Terms, given: FailureTerms, training_s: float
+) -> Interruptions:
+    """Choose the interval of saves, in whole steps, and count the costs of saves and failures in `training_s`.
 
     Raises `UserError` where failures leave nothing of the time.
     """
@@ -152,7 +154,6 @@ def interruptions(step: StepPrediction, terms: Terms, given: FailureTerms) -> In
         f"{step.run.num_gpus:,} GPUs fail every {between_s:.3g} s then, and the training never ends"
     )
     require(goodput >= LEAST_GOODPUT, "failure_hours", given.gpu_hours, fix)
-    training_s = terms.tokens / (step.tokens_per_s_gpu * step.run.num_gpus)
     return Interruptions(
         save_s=save_s,
         between_s=between_s,

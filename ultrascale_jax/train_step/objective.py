@@ -79,8 +79,7 @@ class NextToken:
             model, out.x_BRD, targets_BT, self.weight, z_loss=z_loss, dtype=dtype
         )
         total, routed = total + self.router_weight * out.balance, out.statistics_LZ
-        positions = self.router_weight * targets_BT.size
-        of_layers = {name: positions * value for name, value in out.terms.items()}
+        of_layers = sum_terms(out.terms, self.router_weight * targets_BT.size)
         total = sum((w * of_layers[name] for name, w in model.layer_terms.items()), total)
         terms = join_terms(terms, of_layers)
         if not model.cfg.mtp_layers:
@@ -171,6 +170,11 @@ def model_loss(
     names = model.loss_terms
     require(sorted(terms) == sorted(names), f"{type(model).__name__}.loss_terms", names, fix)
     return objective, nats, {name: jnp.float32(terms[name]) for name in names} or None
+
+
+def sum_terms(means: Terms, positions: jax.Array | float) -> Terms:
+    """Return the sums over weighted positions of the layers' terms, which are means."""
+    return {name: positions * mean for name, mean in means.items()}
 
 
 def join_terms(of_loss: Terms | None, of_layers: Terms) -> Terms | None:

@@ -27,7 +27,7 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, axes_of, mesh_size, specs, varying
 from ultrascale_jax.train_step import mixed_stages
-from ultrascale_jax.train_step.objective import Sums, join_terms, model_loss
+from ultrascale_jax.train_step.objective import Sums, join_terms, model_loss, sum_terms
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import remat
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
@@ -58,8 +58,7 @@ def gradients(
     stored, routed = specs(params), None if cfg.model.experts is None else P("pp")
     run = smap(region, in_specs=(stored, act("MBT"), P()), out_specs=(P(), stored, routed, P()))
     (loss, terms), grads, statistics, means = run(params, parts, (weight, router_weight))
-    positions = router_weight * parts["targets"][0].size
-    of_layers = {name: positions * value for name, value in means.items()}
+    of_layers = sum_terms(means, router_weight * parts["targets"][0].size)
     return grads, Sums(loss, statistics, terms=join_terms(terms, of_layers))
 
 

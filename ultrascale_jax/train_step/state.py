@@ -73,7 +73,6 @@ def check_model(model: Any) -> None:
 
 def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainState:
     """Make a fresh state inside the current mesh; call it under `jax.jit`."""
-    check_model(model)
 
     def rest(value, dims, act_dims):
         if cfg.train.zero:
@@ -163,13 +162,13 @@ def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -
     )
 
 
+@functools.lru_cache(maxsize=1)  # a run makes shapes, and then a state
 def _check_own_layers(cfg: Config, model: type[Transformer]) -> None:
     """Trace layers of the user's without the pipeline.
 
     There JAX refuses a product or a sum over a split dim that the primitives do not make. In the pipeline's manual
     region it would take a device's shard for the whole, in silence.
     """
-    check_model(model)
     if cfg.mesh.pp == 1 or not model.layers.own:
         return
     sizes = dataclasses.replace(cfg.mesh, pp=1, dp=cfg.mesh.dp * cfg.mesh.pp)
@@ -192,6 +191,7 @@ def init_state(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) 
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
     options = {"xla_backend_optimization_level": 1}
     check_mesh(cfg.mesh, mesh)
+    check_model(model)
     _check_own_layers(cfg, model)
     with jax.set_mesh(mesh):
         make = jax.jit(initial_state, static_argnums=(0, 1), compiler_options=options)
@@ -203,6 +203,7 @@ def abstract_state(
 ) -> TrainState:
     """Return shapes, types and shardings of the state of a `model`, without allocating anything."""
     check_mesh(cfg.mesh, mesh)
+    check_model(model)
     _check_own_layers(cfg, model)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(lambda: initial_state(cfg, model))

@@ -206,11 +206,8 @@ class LayerLoop:
                 current = replace(carry, **changes)
                 changes, kept = self._forward_layer(current, tick, index, contexts["forward"])
                 new_residuals.append(kept)
-            return (
-                changes,
-                new_residuals,
-                self.send("forward", changes["x_forward"]) if sends else [],
-            )
+            sent = self.send("forward", changes["x_forward"]) if sends else []
+            return changes, new_residuals, sent
 
         def backward(inputs):
             g, kept = inputs
