@@ -7,6 +7,8 @@ from typing import Literal
 from ultrascale_jax.config.base import put_home
 from ultrascale_jax.config.section import Natural, Section, refuse
 
+Stash = Literal["residuals", "input"]
+
 STAGES_PER_RANK = {
     "afab": (1, 1),
     "1f1b": (1, 1),
@@ -33,7 +35,7 @@ class PipelineConfig(Section, name="pp"):
     """`afab`, `1f1b`, `interleaved`, `zb_uniform`, `zb_h1`, `zb_v`, `dualpipe_v`, or your own table `FILE.csv`."""
     virtual: Natural = 0
     """Stages of one rank; 0 is the schedule's own: 2 for interleaved, zb_v and dualpipe_v, 1 for the others."""
-    stash: Literal["residuals", "input"] = "residuals"
+    stash: Stash = "residuals"
     """Kept from forward to backward: what `train.remat` keeps of each layer, or the stage's input alone."""
 
     def __post_init__(self):

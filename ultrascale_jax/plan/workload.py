@@ -26,6 +26,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, choose
+from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.config.remat import Keep, Policy
 from ultrascale_jax.config.section import Count, check_fields
 from ultrascale_jax.kernels.choices import HOPPER, AttentionCall
@@ -76,7 +77,7 @@ class Run:
     """As `pp.schedule`; this and the next three matter if mesh.pp > 1."""
     virtual_stages: Count = 1
     """Stages of the pipeline that one rank holds."""
-    stash: Literal["residuals", "input"] = "residuals"
+    stash: Stash = "residuals"
     """As `pp.stash`."""
 
     def __post_init__(self):

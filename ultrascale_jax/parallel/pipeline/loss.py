@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import UserError, require, require_choice, require_type
+from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.rows import varying_axes
@@ -27,7 +28,6 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import vary
 
 type Reduction = Literal["mean", "sum"]
-type Stash = Literal["residuals", "input"]
 type Specs = Any
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from ultrascale_jax.config import (
     AXES,
@@ -43,6 +43,7 @@ from ultrascale_jax.config import (
     whole,
     with_changes,
 )
+from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.config.remat import Policy
 from ultrascale_jax.plan.formulas.memory import fits_host, least_bytes
 from ultrascale_jax.plan.hardware import Cluster
@@ -50,8 +51,6 @@ from ultrascale_jax.plan.workload import PIPELINE, Run, group
 
 STAGES = {"interleaved": (2, 4), "zb_uniform": (1, 2, 4)}
 """Virtual stages that are tried; for the other schedules their own number."""
-
-Stash = Literal["residuals", "input"]
 
 STASHES: tuple[Stash, ...] = ("residuals", "input")
 """Stashes of a pipeline's stage, from the one that repeats nothing."""
