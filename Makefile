@@ -23,10 +23,10 @@ train: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m ultrascale_jax train $(ARGS)
 
 test: .venv/.installed-dev
-	$(PYTEST) $(ARGS) tests
+	$(PYTEST) $(ARGS) --ignore=tests/nightly tests
 
 test-fast: .venv/.installed-dev
-	$(PYTEST) -m "not slow and not faults and not wide and not browser" $(ARGS) tests
+	$(PYTEST) -m "not slow and not faults and not wide and not browser" $(ARGS) --ignore=tests/nightly tests
 
 # With rows of tables that other rows imply, all faults, and a random search in place of hypothesis's fixed examples.
 test-all: export HYPOTHESIS_PROFILE ?= random

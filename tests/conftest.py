@@ -1,4 +1,5 @@
-"""Eight fake CPU devices for every test, no silent broadcast, one compilation cache of all workers, nothing by chance.
+"""Eight fake CPU devices for every test, no silent broadcast, one compilation cache of all workers, nothing by chance,
+and a limit on the time of a test.
 
 The variables are set before anything imports JAX. Processes that tests start inherit them.
 """
@@ -6,6 +7,7 @@ The variables are set before anything imports JAX. Processes that tests start in
 import gc
 import os
 import random
+import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -32,6 +34,52 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+TESTS = Path(__file__).parent
+LIMITED = "unit", "parity", "programs", "e2e"
+"""Folders whose tests have at most `LIMIT_S`; those of `nightly` have no limit."""
+
+LIMIT_S, COUNT_S = 20.0, 0.37
+"""CPU seconds of a test, of its fixtures and processes too, on a machine whose Python counts to ten million in
+`COUNT_S`; a slower machine has more."""
+
+BEGUN = pytest.StashKey[float]()
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of those that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
+def count_s() -> float:
+    """Return the CPU seconds in which Python counts to ten million, from the fastest of five tenths."""
+
+    def tenth() -> float:
+        begun = time.process_time()
+        for _ in range(1_000_000):
+            pass
+        return time.process_time() - begun
+
+    return 10 * min(tenth() for _ in range(5))
+
+
+SLOWER = max(1.0, count_s() / COUNT_S)
+"""How much slower than the machine of `LIMIT_S` this one is."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[BEGUN] = cpu_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    result = yield
+    used, limit = cpu_s() - item.stash[BEGUN], LIMIT_S * SLOWER
+    if item.path.relative_to(TESTS).parts[0] in LIMITED and used > limit:
+        pytest.fail(f"took {used:.1f} CPU s of {limit:.1f}: make it smaller, or move it to nightly")
+    return result
 
 
 def pytest_configure(config: pytest.Config) -> None:
