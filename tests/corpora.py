@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ultrascale_jax.data.corpus import Corpus
-from ultrascale_jax.data.shards import DOCUMENT, Index, write_index
+from ultrascale_jax.data.shards import DOCUMENT, Index, write_index, write_shard
 
 
 def corpus_of(
@@ -38,3 +38,29 @@ def save_index(folder: Path, shards: Sequence[np.ndarray], **fields) -> Index:
     index = Index(**{"complete": True, "shards": np.array(shards), **fields})
     write_index(folder, index)
     return index
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each file in a folder, by its name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write_random_shards(
+    folder: Path,
+    shards: int,
+    documents: int,
+    *,
+    lengths: tuple[int, int] = (20, 60),
+    dtype: str = "uint16",
+    vocab_size: int = 100,
+) -> str:
+    """Write shards of random documents, of at least and less than `lengths` tokens; return their `data.source`."""
+    rng, rows = np.random.default_rng(0), []
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(shards):
+        sizes = rng.integers(*lengths, size=documents)
+        tokens = [rng.integers(0, vocab_size, size=size).astype(dtype) for size in sizes]
+        hashes = rng.integers(0, 2**64 - 1, size=documents, dtype=np.uint64)
+        rows.append(write_shard(folder, number, tokens, sizes, hashes))
+    save_index(folder, rows, dtype=dtype, tokenizer="bytes", vocab_size=vocab_size)
+    return f"tokens:{folder}"

@@ -1,0 +1,264 @@
+"""The mistakes of a newcomer: each gets one error, and the command that the error asks for works."""
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import tokenizers
+
+from tests.chats import write_lines
+from tests.paths import HF
+from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.cli import command_line, devices, main, train
+from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.training.setup import make_loader, open_run
+
+MY_RECIPE = """
+import dataclasses
+from ultrascale_jax.configs.debug import config as debug
+model = dataclasses.replace(debug.model, num_layers=2)
+data = dataclasses.replace(debug.data, source="text:text/*.txt", seq_len=64, eval_fraction=0)
+config = dataclasses.replace(debug, model=model, data=data)
+"""
+
+WORDS = [
+    ("--train.remat selectve", "must be none, selective,", "--train.remat selective"),
+    ("--train.batch-ramp 3 8 5", "must be pairs of a step and seq", "--train.batch-ramp 3 8"),
+    ("--train.steps", "Missing value for argument '--train.steps'", "--train.steps 5"),
+    # A mesh: the tests have eight devices.
+    ("--mesh fsdp=16", "set one to -1", "--mesh fsdp=-1"),
+    ("--mesh fsdp=3,dp=-1", "3 does not divide 8", "--mesh fsdp=4,dp=-1"),
+    ("--mesh tp=8 --model.num-heads 4", "smaller group", "--mesh tp=4,fsdp=2 --model.num-heads 4"),
+    ("--mesh cp=8 --data.seq-len 60", "change the length", "--mesh cp=8 --data.seq-len 64"),
+    ("--mesh pp=8", "want a layer each; use fewer", "--mesh pp=2,fsdp=4"),
+    ("--train.global-batch 12", "change the batch or an axis", "--train.global-batch 16"),
+    ("--train.microbatches 3", "or set train.microbatches=1", "--train.microbatches 1"),
+    # Data.
+    ("--data.source text:no/*", "give another pattern", "--data.source text:text/*"),
+    ("--data.source text/*.md", "write python-stdlib, text:GLOB", "--data.source text:text/*.txt"),
+    (
+        "--data.source tokens:bpe",
+        "set data.tokenizer=bpe/tokenizer.json",
+        "--data.source tokens:bpe --data.tokenizer bpe/tokenizer.json --model.vocab-size 512",
+    ),
+    (
+        "--data.tokenizer bpe/tokenizer.json",
+        "outside model.vocab_size=256; use a tokenizer within it, or raise it",
+        "--data.tokenizer bpe/tokenizer.json --model.vocab-size 512",
+    ),
+    # Runs.
+    (
+        "--log.run-dir n --checkpoint.resume must",
+        "resume=auto",
+        "--log.run-dir n --checkpoint.resume auto",
+    ),
+    (
+        "--log.run-dir trained --data.seq-len 32",
+        "go on regardless with --checkpoint.allow-change data.seq_len data$",
+        "--log.run-dir trained --data.seq-len 32 --checkpoint.allow-change data.seq_len data",
+    ),
+]
+"""After `train ./my.py`: words that cannot be, what the error says, and the words that it asks for."""
+
+COMMANDS = [
+    ("train ./mine.py", "'./mine.py': there is no such file", "train ./my.py"),
+    ("train my_own", "or give a file, ./my.py, or a module", "train ./my.py"),
+    ("train ./empty.py", "must expose `config`, a Config", "train ./my.py"),
+    ("train --tp=2 ./my.py", "train ./my.py .*--mesh.tp\\?", "train ./my.py --mesh.tp=2"),
+    ("train --train.steps 5 debug", "ultrascale train debug ", "train debug --train.steps 5"),
+    (
+        "train ./my.py --data.source tokens:made",
+        "ultrascale prepare-data --input 'FILES' --out made --tokenizer bytes",
+        "prepare-data --input text/*.txt --out made --tokenizer bytes --workers 1",
+        "train ./my.py --data.source tokens:made",
+    ),
+    (
+        "train ./my.py --data.tokenizer none.json",
+        "ultrascale prepare-data --input 'FILES' --out DIR --train-bpe 32768 trains one",
+        "prepare-data --input text/*.txt --out dir --train-bpe 32768 --workers 1",
+        "train ./my.py --data.tokenizer dir/tokenizer.json --model.vocab-size 32768",
+    ),
+    (
+        "train debug --log.run-dir trained",
+        "of another run:.*choose another --log.run-dir, start anew with --checkpoint.resume never$",
+        "train debug --log.run-dir new",
+    ),
+    (
+        "prepare-data --input a.jsonl --out own",
+        r"no text in 'text' but in \['body'\]; give another --text-field",
+        "prepare-data --input a.jsonl --out own --text-field body --workers 1",
+    ),
+    (
+        "prepare-data --input no* --out o",
+        "no file matches; give another pattern",
+        "prepare-data --input text/* --out o --workers 1",
+    ),
+    (
+        "prepare-data --input text/*.txt --out bpe",
+        "remove it or choose another --out",
+        "prepare-data --input text/*.txt --out p --workers 1",
+    ),
+    (
+        "prepare-data --input text/*.txt --out q --train-bpe 99",
+        "must be at least 257",
+        "prepare-data --input text/*.txt --out q --train-bpe 257 --workers 1",
+    ),
+    ("inspect text", "the run directory of a training", "inspect trained"),
+    (
+        "generate hf --prompt a --step 2",
+        "a Hugging Face folder has no steps",
+        "generate hf --prompt a --num-tokens 2",
+    ),
+    (
+        "train --train.init-from nowhere",
+        "no such folder; write hf:DIR",
+        "train --train.init-from hf:hf --print-config",
+    ),
+    (
+        "train --train.init-from hf",
+        "folder; write hf:hf",
+        "train --train.init-from hf:hf --print-config",
+    ),
+    (
+        "train --train.init-from hf:trained",
+        "leave out hf:",
+        "train --train.init-from trained --print-config",
+    ),
+    (
+        "train --train.init-from trained@77",
+        "the steps are",
+        "train --train.init-from trained --print-config",
+    ),
+    # Preference pairs.
+    (
+        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo.beta 0.1",
+        "no preference pairs.* ultrascale prepare-data --preferences --input 'FILES' --out DIR --tokenizer bytes$",
+        "prepare-data --preferences --input pairs.jsonl --out ranked --tokenizer bytes --workers 1",
+        "train ./my.py --log.run-dir w --train.init-from trained --train.dpo.beta 0.1 --data.source tokens:ranked",
+    ),
+    (
+        "train ./my.py --log.run-dir w --data.source tokens:pairs",
+        "holds preference pairs; give --train.dpo.beta 0.1, and the model to tune by --train.init-from$",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1 --train.init-from trained",
+    ),
+    (
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1",
+        r"train\.dpo\.beta=.* give --train.init-from hf:DIR or RUN_DIR$",
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1 --train.init-from trained",
+    ),
+    (
+        "generate trained",
+        "give --prompt TEXT, or --chat",
+        "generate trained --prompt a --num-tokens 2",
+    ),
+    (
+        "train debug --train.init-from hf:hf --log.run-dir u --data.tokenizer bpe/tokenizer.json",
+        "is another tokenizer than .*hf/tokenizer.json, .*; leave it out",
+        "train debug --train.init-from hf:hf --log.run-dir u --print-config",
+    ),
+    (
+        "convert-hf hf out",
+        "make a run of it: ultrascale train finetune --train.init-from hf:hf",
+        "train finetune --train.init-from hf:hf --print-config",
+    ),
+    ("convert-hf trained hf", "choose another folder", "convert-hf trained new_hf"),
+]
+"""A command that cannot be, what its error says, and the commands that it asks for."""
+
+MISTAKES = [(f"train ./my.py {a}", said, [f"train ./my.py {b}"]) for a, said, b in WORDS]
+MISTAKES += [(typed, said, mended) for typed, said, *mended in COMMANDS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with what a newcomer has: a recipe, text, shards, a run and a checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("newcomer")
+        patch.chdir(folder)
+        Path("my.py").write_text(MY_RECIPE)
+        Path("empty.py").write_text("")
+        Path("text").mkdir()
+        Path("text/a.txt").write_text(" ".join(f"{n} times {n}" for n in range(2000)))
+        Path("a.jsonl").write_text(json.dumps({"body": "some text", "id": 1}))
+        rows = [{"prompt": f"{n}?", "chosen": f" {n}", "rejected": f" not {n}"} for n in range(200)]
+        write_lines(Path("pairs.jsonl"), rows)
+        follow("prepare-data --input text/*.txt --out bpe --train-bpe 300 --workers 1")
+        follow("prepare-data --input pairs.jsonl --out pairs --workers 1")
+        shutil.copytree(HF / "llama3", "hf")
+        words = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")
+        made = tokenizers.Tokenizer(words)
+        made.add_special_tokens(["</s>"])
+        made.save("hf/tokenizer.json")
+        cfg, _ = parsed("./my.py --log.run-dir trained")
+        mesh = make_mesh(cfg.mesh)
+        with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
+            meta = describe(cfg, 1, make_loader(cfg).fingerprint)
+            checkpoints.save(some_state(cfg, mesh), meta, wait=True)
+        saved = json.dumps(dataclasses.asdict(cfg))
+        Path("trained/config.json").write_text(saved)
+    return folder
+
+
+def parsed(words):
+    """The configuration and options of `ultrascale train WORDS`."""
+    line = shlex.split(words)
+    cfg, options = command_line.parse(line, prog="ultrascale train", options=train.Options)
+    return devices.on_devices(cfg, options, lambda why: None), options
+
+
+def ended(line):
+    """The exit code of `ultrascale LINE`, None where it returns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ultrascale", *shlex.split(line)])
+        try:
+            main.main()
+        except SystemExit as stop:
+            return stop.code
+    return None
+
+
+def follow(line):
+    """Run `ultrascale LINE`; a run stops before its first step."""
+    command, _, words = line.partition(" ")
+    if command != "train" or "--print-config" in words:
+        assert ended(line) in (None, 0), line
+        return
+    cfg, _ = parsed(words)
+    make_loader(cfg)
+    if (Path(cfg.log.run_dir) / "checkpoints").exists():
+        with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None):
+            pass
+
+
+@pytest.mark.parametrize(("typed", "said", "mended"), MISTAKES)
+def test_a_mistake_is_one_error_and_what_it_asks_for_works(
+    folder, monkeypatch, capsys, typed, said, mended
+):
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    assert ended(typed) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    assert re.search(said, error.rstrip("\n"), re.DOTALL), error
+    for line in mended:
+        follow(line)
+
+
+def test_a_mesh_for_more_than_the_only_device_is_told_of_fake_ones():
+    mesh = MeshConfig.parse("fsdp=4,tp=2")
+    with pytest.raises(
+        UserError, match=r"^mesh='fsdp=4,tp=2': wants 8 devices, .* --fake-devices 8 "
+    ):
+        devices.require_devices(mesh, 1)
+    devices.require_devices(mesh, 8)
+    with pytest.raises(SystemExit, match="0"):
+        parsed("debug --mesh fsdp=4,tp=2 --fake-devices 8 --print-config")

@@ -1,0 +1,186 @@
+"""Checkpoints of Hugging Face for tests: a changed copy, its tensors, and what tensors our parameters are."""
+
+import functools
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from tests.paths import HF
+from ultrascale_jax.config import Config, MeshConfig, ModelConfig
+from ultrascale_jax.huggingface import checkpoint
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
+
+
+@functools.cache
+def abstract(model: ModelConfig, mesh: str = "dp=1") -> nnx.Module:
+    """Return the abstract parameters of `model` on this mesh, which `load` fills on the first devices."""
+    sizes = MeshConfig.parse(mesh)
+    num_devices = int(np.prod(list(sizes.sizes.values())))
+    cfg = Config(model=model, mesh=sizes).check(num_devices)
+    return abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:num_devices])).params
+
+
+def load(folder: Path, mesh: str = "dp=1") -> nnx.Module:
+    """Return the parameters of a folder on this mesh."""
+    return checkpoint.load(folder, abstract(read_config(folder), mesh))
+
+
+def stored(folder):
+    """All tensors of a checkpoint, by name, as float32."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= {name: value.astype(np.float32) for name, value in load_file(path).items()}
+    return tensors
+
+
+def in_hugging_face_layout(model, cfg):
+    """The same from our parameters: written out here once more, independently of the table."""
+    array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
+    both = cfg.norm_placement == "both"  # Gemma: its norms multiply by 1 + weight
+    tensors = {
+        "model.embed_tokens.weight": array(model.embed),
+        "model.norm.weight": array(model.final_norm) - both,
+    }
+    if not cfg.tied_embeddings:
+        tensors["lm_head.weight"] = array(model.head).T
+    post = cfg.norm_placement == "post"
+    first = "post_attention_layernorm" if post else "input_layernorm"
+    second = "post_feedforward_layernorm" if post else "post_attention_layernorm"
+    norms = {first: "attn_norm", second: "mlp_norm"}
+    if both:
+        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        ours = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+        norms = {f"{name}_layernorm": own for name, own in zip(names, ours, strict=True)}
+    for layer in range(cfg.num_layers):
+        at = f"model.layers.{layer}"
+
+        def row(path, layer=layer):
+            stack = next(i for i, layers in enumerate(cfg.stacks) if layer in layers)
+            parameter = functools.reduce(getattr, path.split("."), model.stacks[stack])
+            return array(parameter)[model.orders[stack].index(layer)]
+
+        tensors |= {f"{at}.{name}.weight": row(own) - both for name, own in norms.items()}
+        attention = grouped_attention if cfg.latent is None else latent_attention
+        dense = layer < cfg.dense_layers
+        feed_forward = gated("mlp.", row, "mlp.") if dense else experts(row, cfg)
+        for name, value in (attention(row, cfg) | feed_forward).items():
+            tensors[f"{at}.{name}"] = value
+    for depth in range(cfg.mtp_layers):
+        at = f"model.layers.{cfg.num_layers + depth}"
+        module = {f"{at}.{name}": value for name, value in mtp_module(model, cfg, depth).items()}
+        tensors |= module
+    return tensors
+
+
+def mtp_module(model, cfg, depth):
+    module = model.mtp[depth]
+
+    def row(path):
+        return np.asarray(functools.reduce(getattr, path.split("."), module.block)[...])
+
+    return {
+        "enorm.weight": np.asarray(module.token_norm[...]),
+        "hnorm.weight": np.asarray(module.hidden_norm[...]),
+        "eh_proj.weight": np.asarray(module.w_join[...]).T,
+        "shared_head.norm.weight": np.asarray(module.norm[...]),
+        "shared_head.head.weight": np.asarray(model.head[...]).T,
+        "embed_tokens.weight": np.asarray(model.embed[...]),
+        "input_layernorm.weight": row("attn_norm"),
+        "post_attention_layernorm.weight": row("mlp_norm"),
+        **latent_attention(row, cfg),
+        **experts(row, cfg),
+    }
+
+
+def grouped_attention(row, cfg):
+    tensors = {"self_attn.o_proj.weight": row("attn.w_o").reshape(-1, cfg.d_model).T}
+    if cfg.attention_sinks:  # gpt-oss
+        tensors |= {"self_attn.sinks": row("attn.sinks"), "self_attn.o_proj.bias": row("attn.b_o")}
+    for name in ("q", "k", "v"):
+        weight = row(f"attn.w_{name}").reshape(cfg.d_model, -1).T
+        tensors[f"self_attn.{name}_proj.weight"] = weight
+        if cfg.qkv_bias:
+            tensors[f"self_attn.{name}_proj.bias"] = row(f"attn.b_{name}").reshape(-1)
+        if cfg.qk_norm != "none" and name != "v":
+            weight = row(f"attn.{name}_norm").reshape(-1)
+            tensors[f"self_attn.{name}_norm.weight"] = weight - (cfg.norm_placement == "both")
+    return tensors
+
+
+def latent_attention(row, cfg):
+    latent = cfg.latent
+    tensors = {
+        "q_a_proj": row("attn.w_q_a").T,
+        "q_a_layernorm": row("attn.q_a_norm"),
+        "q_b_proj": row("attn.w_q_b").reshape(latent.q_rank, -1).T,
+        "kv_a_proj_with_mqa": row("attn.w_kv_a").T,
+        "kv_a_layernorm": row("attn.kv_a_norm"),
+        "kv_b_proj": row("attn.w_kv_b").reshape(latent.kv_rank, -1).T,
+        "o_proj": row("attn.w_o").reshape(-1, cfg.d_model).T,
+    }
+    return {f"self_attn.{name}.weight": value for name, value in tensors.items()}
+
+
+def gated(ours, row, theirs, names=("gate_proj", "up_proj", "down_proj"), expert=()):
+    parts = zip(("gate", "up", "down"), names, strict=True)
+    return {f"{theirs}{name}.weight": row(f"{ours}w_{part}")[expert].T for part, name in parts}
+
+
+def experts_together(row):
+    """gpt-oss: all experts in one tensor, gate and up in turn."""
+    pairs = {"gate_up_proj": ("w_gate", "w_up"), "gate_up_proj_bias": ("b_gate", "b_up")}
+    found = {"mlp.router.weight": row("moe.w_router").T, "mlp.router.bias": row("moe.b_router")}
+    for name, (even, odd) in pairs.items():
+        even, odd = row(f"moe.{even}"), row(f"moe.{odd}")
+        whole = np.zeros((*even.shape[:-1], 2 * even.shape[-1]), even.dtype)
+        whole[..., ::2], whole[..., 1::2] = even, odd
+        found[f"mlp.experts.{name}"] = whole
+    down = {"down_proj": row("moe.w_down"), "down_proj_bias": row("moe.b_down")}
+    return found | {f"mlp.experts.{name}": value for name, value in down.items()}
+
+
+def experts(row, cfg):
+    if cfg.experts.biases:
+        return experts_together(row)
+    qwen_or_deepseek = cfg.qk_norm == "head" or cfg.latent is not None
+    at = "mlp" if qwen_or_deepseek else "block_sparse_moe"
+    tensors = {f"{at}.gate.weight": row("moe.w_router").T}
+    for expert in range(cfg.experts.num):
+        names = ("gate_proj", "up_proj", "down_proj") if qwen_or_deepseek else ("w1", "w3", "w2")
+        tensors |= gated("moe.", row, f"{at}.experts.{expert}.", names, expert)
+    if cfg.experts.bias:
+        tensors["mlp.gate.e_score_correction_bias"] = row("moe.bias")
+    if cfg.experts.shared:
+        tensors |= gated("moe.shared.", row, "mlp.shared_experts.")
+    return tensors
+
+
+def assert_same_tensors(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def changed(family: str, folder: Path, tensors: Mapping[str, Any], **config: Any) -> Path:
+    """Copy the checkpoint of a family to a new folder with these tensors; return the path.
+
+    A tensor is an array, a shape of ones, or None to leave it out. `config` are keys of its config.json.
+    """
+    shutil.copytree(HF / family, folder)
+    made = {**load_file(folder / "model.safetensors"), **tensors}
+    arrays = {n: np.ones(v, np.float32) if isinstance(v, tuple) else v for n, v in made.items()}
+    kept = {name: array for name, array in arrays.items() if array is not None}
+    save_file(kept, folder / "model.safetensors")
+    if config:
+        keys = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(keys | config))
+    return folder

@@ -1,0 +1,66 @@
+"""Checkpoints go into any sharding and back without a change."""
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from tests.hf_layout import abstract, assert_same_tensors, in_hugging_face_layout, load, stored
+from tests.paths import HF
+from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig
+from ultrascale_jax.huggingface import checkpoint
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
+
+FAMILIES = sorted(folder.name for folder in HF.iterdir())
+ROWS = [
+    *((family, mesh) for family in FAMILIES for mesh in ("dp=1", "fsdp=2,sp=2,tp=2")),
+    *((family, "ep=4,fsdp=2") for family in ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")),
+    # They have every kind of tensor between them.
+    *((family, "fsdp=8") for family in ("deepseek_v3", "gemma3", "gpt_oss", "olmo2", "qwen2")),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh"), ROWS)
+def test_every_number_of_a_checkpoint_lands_where_it_belongs_and_comes_back(tmp_path, family, mesh):
+    folder, out = HF / family, tmp_path / "out"
+    cfg = read_config(folder)
+    model, shapes = load(folder, mesh), abstract(cfg, mesh)
+    jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)
+    assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
+    checkpoint.save(model, cfg, out, dtype="float32")
+    assert read_config(out) == cfg
+    assert_same_tensors(stored(out), stored(folder))
+    with safe_open(out / "model.safetensors", framework="np") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "orders"),
+    [
+        ("qwen2", {"fsdp": 2, "tp": 2}, ((0, 2, 1, None),)),
+        ("deepseek_v3", {"ep": 2, "tp": 2}, ((0, None), (None, 2, 1, None))),
+    ],
+)
+def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axes, orders):
+    folder = HF / family
+    cfg = read_config(folder)
+    pipeline = Config(
+        model=cfg,
+        mesh=MeshConfig(**{"pp": 2, "fsdp": 1} | axes),
+        pp=PipelineConfig(schedule="interleaved"),
+        train=TrainConfig(microbatches=2),
+    )
+    shapes = abstract_state(pipeline, make_mesh(pipeline.mesh)).params
+    assert shapes.orders == orders
+    model = checkpoint.load(folder, shapes)
+    jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)
+    assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
+    for stack, order in zip(model.stacks, model.orders, strict=True):
+        padding = [layer is None for layer in order]
+        for leaf in jax.tree.leaves(stack):
+            assert len(padding) == len(leaf) and not np.asarray(leaf)[padding].any()
+    checkpoint.save(model, cfg, tmp_path / "out", dtype="float32")
+    assert_same_tensors(stored(tmp_path / "out"), stored(folder))

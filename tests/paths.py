@@ -1,0 +1,8 @@
+"""Places in the checkout that tests read."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+HF = DATA / "hf"
+"""A tiny checkpoint of each supported family, and what `transformers` computes with it."""

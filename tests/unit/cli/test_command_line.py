@@ -1,0 +1,372 @@
+"""The command line as its user meets it: what it makes of words, and what it answers to wrong ones."""
+
+import json
+import math
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.runs import change
+from ultrascale_jax.cli import command_line, devices, generate, prepare_data, train
+from ultrascale_jax.config import (
+    AUTO,
+    Experts,
+    LatentAttention,
+    MeshConfig,
+    PipelineConfig,
+    RopeScaling,
+    UserError,
+)
+from ultrascale_jax.configs.debug import config as debug
+from ultrascale_jax.configs.demo import config as demo
+from ultrascale_jax.launch import host_memory
+from ultrascale_jax.plan.auto import Host, cluster_of
+from ultrascale_jax.plan.formulas.costs import HOST_SHARE
+from ultrascale_jax.web import watch
+
+
+def parse(line: str):
+    """Configuration and options of `ultrascale train LINE`."""
+    return command_line.parse(shlex.split(line), prog="ultrascale train", options=train.Options)
+
+
+def test_no_words_are_the_demo():
+    assert parse("") == (demo, train.Options())
+
+
+def test_the_first_word_is_a_recipe_or_a_module_that_exposes_one():
+    assert parse("debug")[0] == parse("configs.debug")[0] == debug
+    assert parse("llama3-8b")[0] == parse("llama3_8b")[0]
+
+
+def model(**fields):
+    return change(debug, model=fields)
+
+
+ROPE = RopeScaling(kind="yarn")
+EXPERTS = Experts(top_k=3, normalize=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--train.steps 7", change(debug, train={"steps": 7})),
+        ("--optim.betas 0.8 0.9", change(debug, optim={"betas": (0.8, 0.9)})),
+        ("--model.tied-embeddings", model(tied_embeddings=True)),
+        ("--model.sliding-window 64", model(sliding_window=64)),
+        ("--data.source=synthetic", change(debug, data={"source": "synthetic"})),
+        # Underscores and dashes are the same.
+        ("--train.global_batch 8", change(debug, train={"global_batch": 8})),
+        ("--log.run-dir out/x", change(debug, log={"run_dir": "out/x"})),
+        # A part that the recipe lacks is added by one of its fields.
+        ("--model.rope-scaling.kind yarn", model(rope_scaling=ROPE)),
+        ("--model.rope_scaling.kind=yarn", model(rope_scaling=ROPE)),
+        ("--model.experts.top-k 3 --model.experts.no-normalize", model(experts=EXPERTS)),
+        # Numbers and switches as other programs write them.
+        ("--train.steps 1k", change(debug, train={"steps": 1000})),
+        ("--train.steps=1e3", change(debug, train={"steps": 1000})),
+        ("--data.seq-len 4Ki", change(debug, data={"seq_len": 4096})),
+        ("--data.document-mask False", change(debug, data={"document_mask": False})),
+        ("--data.document-mask=0", change(debug, data={"document_mask": False})),
+        ("--no-data.document-mask", change(debug, data={"document_mask": False})),
+        ("--no-data.document-mask false", debug),
+        ("--data.no-document-mask=true", change(debug, data={"document_mask": False})),
+        ("--moe.overlap yes", change(debug, moe={"overlap": True})),
+        ("--print-config=false", debug),
+        # Values that are chosen later.
+        ("--train.remat auto", change(debug, train={"remat": "auto"})),
+        ("--train.microbatches auto", change(debug, train={"microbatches": AUTO})),
+        ("--train.microbatches=auto", change(debug, train={"microbatches": AUTO})),
+    ],
+)
+def test_any_dotted_field_is_replaced_and_the_others_stay(line, expected):
+    assert parse(f"debug {line}")[0] == expected
+
+
+def test_fields_of_a_part_that_the_recipe_has_are_there():
+    scaling = parse("llama32_1b --model.rope-scaling.factor 8")[0].model.rope_scaling
+    assert (scaling.factor, scaling.thresholds) == (8.0, (1.0, 4.0))
+
+
+def test_changes_of_a_section_are_written_as_words_that_make_them():
+    latent = LatentAttention(kv_rank=16, rope_dim=4, v_dim=8)
+    changed = replace(debug.model, experts=EXPERTS, latent=latent, num_kv_heads=8, head_dim=12)
+    words = command_line.changes("model", debug.model, changed)
+    assert parse(f"debug {shlex.join(words)}")[0].model == changed
+
+
+@pytest.mark.parametrize(
+    ("line", "mesh"),
+    [
+        ("--mesh fsdp=4,tp=2", MeshConfig(fsdp=4, tp=2)),
+        ("--mesh=tp=2", MeshConfig(fsdp=1, tp=2)),
+        ("--mesh dp=-1,sp=2", MeshConfig(dp=-1, fsdp=1, sp=2)),
+        ("--mesh tp=2 --mesh.fsdp -1", MeshConfig(fsdp=-1, tp=2)),
+        ("--mesh.tp 2", MeshConfig(fsdp=-1, sp=2, tp=2)),
+    ],
+)
+def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(line, mesh):
+    assert parse(f"llama3_70b {line}")[0].mesh == mesh
+
+
+def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
+    line = "debug --mesh pp=4,fsdp=2 --pp.schedule interleaved --pp.virtual 2 --pp.stash input"
+    cfg, _ = parse(f"{line} --train.microbatches 16 --train.global-batch 32")
+    assert cfg.pp == PipelineConfig(schedule="interleaved", virtual=2, stash="input")
+    assert cfg.check(8) == cfg
+
+
+@pytest.mark.parametrize(
+    ("line", "groups"),
+    [
+        ("--mesh fsdp=64,tp=8", 1),
+        ("--mesh pp=4,fsdp=8,ep=16", 2),
+        ("--mesh fsdp=4,ep=4", 1),
+        ("--mesh pp=8,fsdp=-1,ep=64", 8),
+        ("--mesh.ep 32", 4),
+        ("--mesh pp=4,fsdp=8,ep=16 --moe.a2a-groups 4", 4),
+    ],
+)
+def test_tokens_go_to_experts_in_parts_as_large_as_the_recipes_on_another_mesh(line, groups):
+    """`deepseek_v3` has 8 parts of 8 ranks."""
+    assert parse(f"deepseek_v3 {line}")[0].moe.a2a_groups == groups
+
+
+def test_run_dir_fake_devices_and_profile_are_options_of_the_run():
+    cfg, options = parse("--log.run-dir out/x --fake-devices 8 --profile 10:13 --mesh auto")
+    assert (cfg.log.run_dir, cfg.mesh, options.mesh) == ("out/x", demo.mesh, "auto")
+    assert (options.fake_devices, options.profile_steps) == (8, (10, 13))
+
+
+def test_what_is_open_is_chosen_for_the_devices_that_jax_finds():
+    told = []
+    cfg, options = parse("debug --mesh auto --train.remat auto --train.microbatches auto")
+    chosen = devices.on_devices(cfg, options, told.append)
+    num_devices = math.prod(chosen.mesh.sizes.values())
+    assert chosen == chosen.check(jax.device_count()) and num_devices == jax.device_count()
+    assert chosen == replace(cfg, mesh=chosen.mesh, train=chosen.train)
+    (line,) = told
+    assert line.startswith(f"--mesh {chosen.mesh.text} --train.remat {chosen.train.remat} ")
+    assert f"the fastest that fits {num_devices} x cpu (planned as h100)" in line
+    pinned, options = parse("debug")
+    assert devices.on_devices(pinned, options, told.append) == pinned.check(num_devices)
+    assert told == [line]
+
+
+def test_a_cpu_may_take_what_fits_no_gpu():
+    told = []
+    cfg, options = parse("llama3_70b --train.remat full --train.microbatches auto")
+    chosen = devices.on_devices(cfg, options, told.append)
+    assert chosen.train.microbatches == 128 and "nothing fits" in told[0]
+    cluster = cluster_of("cpu", jax.device_count())
+    with pytest.raises(UserError, match=r"^train.microbatches='auto': nothing fits"):
+        devices.checked(cfg, options, cluster, told.append)
+
+
+def test_the_host_of_a_job_is_the_least_of_its_processes_and_of_what_copies_take():
+    told = []
+    usual = devices.host_of_all(told.append, None)
+    assert usual == Host(usable_bytes=host_memory.gpu_bytes(os.environ, jax.device_count()))
+    link = HOST_SHARE * cluster_of("cpu", 1).gpu.host_gbs
+    for share, counted in ((0.8, 1), (1.0, 1), (1.3, 1), (0.4, 0.5), (6.9, 8)):
+        found = devices.host_of_all(told.append, lambda share=share: lambda: share * link)
+        assert found == Host(usable_bytes=usual.usable_bytes, gbs=counted * link)
+    assert told == []
+    found = devices.host_of_all(told.append, lambda: host_memory.prepare_copies(2**60))
+    assert found == Host(usable_bytes=0)
+    assert told[0].startswith("nothing is offloaded: copying to the host failed (")
+
+
+def refused(capsys, line: str) -> str:
+    """The one line on stderr with which the command line refuses these words."""
+    with pytest.raises(SystemExit, match="2"):
+        parse(line)
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: ")
+    return captured.err.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        # A value that its field cannot have.
+        ("--train.steps 0", "train.steps=0: must be at least 1\n"),
+        ("--fake-devices 0", "fake_devices=0: must be from 1 to 4096\n"),
+        ("--optim.lr 1e400", "optim.lr=inf: must be 0, or of a size from 1.2e-38 to 3"),
+        (f"--train.seed {2**64 + 1}", "train.seed=18446744073709551617: must be at m"),
+        ("--model.rope-scaling.factor nan", "model.rope_scaling.factor=nan: must be "),
+        ("--model.experts.num 0", "model.experts.num=0: must be from 1 to 10000\n"),
+        ("--profile 13:10", "profile='13:10': write the first step"),
+        ("--profile 10", "profile='10': write the first step"),
+        ("--train.steps many", "Error parsing --train.steps: must be an integer, not 'many'\n"),
+        (
+            f"--train.steps {'9' * 5000}",
+            f"Error parsing --train.steps: must be an integer, not '{'9' * 40}'",
+        ),
+        ("--optim.lr fast", "Error parsing --optim.lr: must be a number, not 'fast'\n"),
+        ("--optim.betas 0.9 x", "Error parsing --optim.betas: must be (float, float), not ['0.9'"),
+        ("--fake-devices x", "Error parsing --fake-devices: must be an integer, not 'x'"),
+        # Values that do not fit together.
+        ("--pp.virtual 2", "pp.virtual=2: 1f1b has one stage a rank; leave it out, or take"),
+        ("--print-config --fake-devices 8 --mesh tp=3", "mesh='tp=3': the sizes"),
+        (
+            "moe_debug --print-config --fake-devices 6 --mesh ep=3,dp=2",
+            "mesh.ep=3: must divide model.experts.num=8\n",
+        ),
+        # A mesh, or a recipe.
+        ("--mesh fsdp:4", "mesh='fsdp:4': write axes as fsdp=4,tp=2\n"),
+        ("--mesh xp=4", "mesh='xp=4': 'xp' is no axis; the axes are pp, dp"),
+        ("--mesh dp=-1,fsdp=-1", "mesh.fsdp=-1: only one axis may be -1"),
+        ("--mesh auto --mesh.sp 2", "mesh='auto': chooses every axis; leave out"),
+        ("lama3_8b", "recipe='lama3_8b': did you mean llama3_8b?"),
+        ("configs.nothing", "recipe='configs.nothing': there is no module"),
+        ("ultrascale_jax.config", "recipe='ultrascale_jax.config': must expose"),
+    ],
+)
+def test_what_a_configuration_cannot_mean_is_one_line(capsys, line, said):
+    assert refused(capsys, line).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--train.stpes 7", "--train.stpes, 7; did you mean --train.steps?"),
+        ("--optim.min_lr=0", "--optim.min_lr=0; did you mean --optim.min-lr-ratio?"),
+        ("--no-document-mask", "did you mean --data.no-document-mask?"),
+        ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
+        ("--moe.nooverlap", "did you mean --moe.no-overlap?"),
+        ("--model.normeps 1", "did you mean --model.norm-eps?"),
+        ("--train.learning-rate 1e-3", "did you mean --optim.lr?"),
+        ("--train.seqlen 32", "did you mean --data.seq-len?"),
+        ("--batch_size=8", "did you mean --train.global-batch?"),
+        ("--output-dir x", "did you mean --log.run-dir?"),
+        ("--tp 2", "did you mean --mesh.tp?"),
+        ("--moe.bound=2", "--moe.bound=2; see ultrascale train --help"),
+        ("--no-train.zero", "options: --no-train.zero; see ultrascale train --help"),
+        ("--data.document-mask=maybe", "options: maybe"),
+        ("--optim.name adam", "'--optim.name'. Expected one of ('adamw', 'muon')"),
+        ("--optim.betas 0.9", "'--optim.betas'. Expected 2 values"),
+    ],
+)
+def test_an_error_is_in_the_words_of_options_and_never_means_the_opposite(capsys, line, said):
+    assert said in refused(capsys, line)
+
+
+def test_an_error_with_half_a_character_is_printed(capsys):
+    with pytest.raises(SystemExit), command_line.user_errors():
+        raise UserError("config.\ud800=None: is unknown")
+    assert capsys.readouterr().err == "error: config.\\ud800=None: is unknown\n"
+
+
+def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.py").write_text("from ultrascale_jax.configs.debug import config")
+    assert parse("'~/my.py' --log.run-dir=~/x")[0].log.run_dir == f"{tmp_path}/x"
+    seen = command_line.read(watch.Options, ["~/x", "y"], prog="watch")
+    assert seen.run_dirs == (tmp_path / "x", Path("y"))
+    said = command_line.read(generate.Options, ["~/x", "--prompt", "~/y"], prog="generate")
+    assert (said.model, said.prompt) == (f"{tmp_path}/x", "~/y")
+
+
+RECIPE_WITH_A_HELPER = """
+from __future__ import annotations
+import dataclasses
+import pickle
+import sys
+import beside_the_recipe
+from ultrascale_jax.configs.debug import config as debug
+assert sys.modules[__name__].dataclasses is dataclasses
+
+@dataclasses.dataclass
+class Mine:
+    steps: dataclasses.InitVar[int] = beside_the_recipe.STEPS
+
+assert pickle.loads(pickle.dumps(Mine())) == Mine()
+config = dataclasses.replace(debug, train=dataclasses.replace(debug.train, steps=Mine.steps))
+"""
+
+
+@pytest.mark.parametrize("name", ["my.py", "MY.PY"])
+def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "beside_the_recipe", raising=False)
+    (tmp_path / "beside_the_recipe.py").write_text("STEPS = 77")
+    (tmp_path / name).write_text(RECIPE_WITH_A_HELPER)
+    before = set(sys.modules)
+    assert parse(str(tmp_path / name))[0].train.steps == 77
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(UserError, match=r"broken\.py': ZeroDivisionError: .*broken\.py:1$"):
+        command_line.load_recipe(str(tmp_path / "broken.py"))
+    assert not [name for name in set(sys.modules) - before if "broken" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a.yaml", "give a file that ends in .py and sets `config`, .* --print-config"),
+        ("A.YML", "give a file that ends in .py and sets `config`"),
+        ("x/y.toml", "give a file that ends in .py and sets `config`"),
+        ("my.txt", "give a file that ends in .py and sets `config`"),
+        ("./my", r"did you mean \./my\.py\?"),
+        ("run", r"did you mean run/config\.json\?"),
+        ("hf.json", r"is a Hugging Face model's; write --train.init-from hf:.*"),
+        ("typo.json", "stepz"),
+        ("broken.json", "is not JSON"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_told_what_a_recipe_is(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").touch()
+    Path("my.py").touch()
+    Path("run").mkdir()
+    Path("run/config.json").write_text("{}")
+    Path("hf.json").write_text('{"model_type": "llama"}')
+    Path("typo.json").write_text('{"train": {"stepz": 3}}')
+    Path("broken.json").write_text("{")
+    with pytest.raises(UserError, match=said):
+        command_line.load_recipe(name)
+
+
+def test_files_that_the_shell_made_of_a_pattern_are_told_the_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"{number:03}.txt" for number in range(200)]
+    for name in names:
+        Path(name).touch()
+    said = "^--input got 200 files: the shell has expanded a pattern; put it in quotes$"
+    with pytest.raises(UserError, match=said):
+        command_line.read(prepare_data.Options, ["--input", *names, "--out", "o"], prog="x")
+
+
+def printed_config(capsys, line: str) -> tuple[str, str]:
+    with pytest.raises(SystemExit, match="0"):
+        parse(f"{line} --print-config")
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_print_config_prints_a_file_that_is_read_as_a_recipe(capsys, tmp_path):
+    line = "debug --mesh fsdp=-1,tp=2 --fake-devices 8 --train.steps 7"
+    text, _ = printed_config(capsys, line)
+    path = tmp_path / "my.json"
+    path.write_text(text)
+    changed = replace(change(debug, train={"steps": 7}), mesh=MeshConfig(fsdp=4, tp=2))
+    assert parse(str(path))[0] == changed
+    assert parse(f"{path} --train.steps 9")[0] == change(changed, train={"steps": 9})
+    assert printed_config(capsys, str(path))[0] == text
+
+
+def test_print_config_shows_what_is_chosen_for_devices_and_what_is_open_without(capsys):
+    line = "llama3_8b --train.remat auto --train.microbatches auto"
+    for device_words, expected in (("", (0, "auto")), (" --fake-devices 8", (64, "selective"))):
+        text, err = printed_config(capsys, line + device_words)
+        shown = json.loads(text)["train"]
+        assert (shown["microbatches"], shown["remat"]) == expected
+        assert ("of the fastest that fits" in err) == bool(device_words)

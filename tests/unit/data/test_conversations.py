@@ -1,0 +1,424 @@
+"""Rows as conversations: a turn's content is text, or what the template itself asks for, or is refused."""
+
+import json
+from datetime import datetime
+
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.chats import BOS, CHATML, TALK, marked, turns, unmarked, write_lines, write_template
+from tests.corpora import contents
+from ultrascale_jax.cli.prepare_data import Options, prepare
+from ultrascale_jax.config import UserError
+from ultrascale_jax.data.chat import ChatTemplate
+from ultrascale_jax.data.conversations import kind_of_row
+from ultrascale_jax.data.tokenizer import JsonTokenizer
+
+# Each writes content and calls in the way of a public family.
+HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+TAIL = "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PLAIN = HEAD + "{{ m.content }}" + TAIL
+HERMES = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    + HEAD
+    + "{{ m.content }}{% for c in m.tool_calls %}{% set f = c.function if c.function is defined else c %}"
+    + "<call>{{ f.name }} {{ f.arguments | tojson }}</call>{% endfor %}"
+    + TAIL
+)
+QWEN3 = (
+    HEAD
+    + "{% if m.content is string %}{% set content = m.content %}{% else %}{% set content = '' %}{% endif %}"
+    + "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ content }}"
+    + "{% for c in m.tool_calls %}{% set f = c.function or c %}<call>{{ f.name }} {% if f.arguments is string %}"
+    + "{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}</call>{% endfor %}"
+    + TAIL
+)
+DEEPSEEK = (
+    HEAD
+    + "{% if m.role == 'assistant' and m['content'] is none %}{% for c in m['tool_calls'] %}"
+    + "{{ '<call>' + c['function']['name'] + ' ' + c['function']['arguments'] + '</call>' }}{% endfor %}"
+    + "{% else %}{{ m['content'] }}{% endif %}"
+    + TAIL
+)
+MISTRAL = (
+    HEAD
+    + "{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    + "{% else %}{{ m.content }}{% endif %}"
+    + TAIL
+)
+BARE = (
+    HEAD
+    + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments }}{% endfor %}"
+    + TAIL
+)
+PARTS = (
+    HEAD
+    + "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    + "{% if p.type == 'image' or 'image' in p %}<image>{% else %}{{ p.text | trim }}{% endif %}{% endfor %}{% endif %}"
+    + TAIL
+)
+LLAMA = (
+    HEAD
+    + "{% if m.role == 'tool' and (m.content is mapping or m.content is iterable) %}{{ m.content | tojson }}"
+    + "{% else %}{{ m.content | trim }}{% endif %}{% for c in m.tool_calls %}"
+    + "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k + '=' + v }}{% endfor %}){% endfor %}"
+    + TAIL
+)
+
+
+def call(arguments, **message):
+    """A question, and an answer that calls a function."""
+    function = {"name": "find", "arguments": arguments}
+    answer = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    return [{"role": "user", "content": "Where?"}, {**answer, **message}]
+
+
+def answered(**message):
+    return [*turns("a"), {"role": "assistant", **message}, *turns("b", "c")]
+
+
+OBJECT = {"city": "Z\u00fcrich"}
+TEXT = '{"city":"Z\\u00fcrich"}'
+PICTURE = {"type": "image", "image": "a.png"}
+PARTED = [{"type": "text", "text": " one "}, {"type": "text", "text": "two", "image": None}]
+
+
+def asked(*parts):
+    return [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "c"}]
+
+
+REFUSED = [
+    # Turns without text, by any template.
+    *(
+        (source, {"messages": answered(content=content)}, f"has message 2 with content={said}")
+        for source in (PLAIN, HERMES, PARTS)
+        for content, said in (
+            (None, "None, which is no text; give text, or"),
+            (42, "42"),
+            ([], r"\[\]"),
+            ({}, "{}"),
+            (["a", 1], r"\['a', 1\]"),
+            ([{"type": "text", "text": None}], ""),
+            ([{"type": "image"}], ""),
+        )
+    ),
+    (PLAIN, {"messages": answered()}, "has message 2 with content=None"),
+    (PLAIN, {"messages": answered(content=None, tool_calls=[])}, "has message 2 with content=None"),
+    (PLAIN, {"messages": answered(content="a", role=3)}, "has message 2 with role=3; give it a"),
+    (PLAIN, {"messages": answered(content="a", reasoning=3)}, "has message 2 with reasoning 3"),
+    # Parts that a template takes for text; Qwen3's writes nothing of them.
+    *(
+        (source, {"messages": asked(*PARTED)}, "has message 1 with content=.*, which .* not write")
+        for source in (PLAIN, QWEN3, LLAMA)
+    ),
+    (CHATML, {"messages": asked(*PARTED)}, "is refused by .*can only concatenate str"),
+    (PARTS, {"messages": asked(PICTURE, PARTED[0])}, "has message 1 with content=.* not write"),
+    # Calls.
+    (PLAIN, {"messages": call(OBJECT)}, "has message 2 with a call of 'find' .* does not write"),
+    (PLAIN, {"messages": call(OBJECT, content="a")}, "has message 2 with a call of 'find'"),
+    (HERMES, {"messages": call("{oops")}, "and arguments='{oops', which is no JSON object"),
+    (HERMES, {"messages": call("[1]")}, r"and arguments='\[1\]', which is no JSON object"),
+    (HERMES, {"messages": call(None)}, "has message 2 with the call .*; give a `name`, and `argum"),
+    (HERMES, {"messages": call(OBJECT, tool_calls="x")}, "has `tool_calls` as text, which is not"),
+    (HERMES, {"messages": call(OBJECT, tool_calls=["x"])}, "with the call 'x'; give a `name`"),
+    # Tools.
+    (HERMES, {"messages": TALK, "tools": "[{"}, "has `tools` as text, which is not JSON"),
+    (HERMES, {"messages": TALK, "tools": {"name": "f"}}, "has `tools` that are no list of objects"),
+    (HERMES, {"messages": TALK, "tools": [3]}, r"has `tools` that are no list of objects: \[3\]"),
+    # Rows of other forms.
+    (HERMES, {"messages": "a"}, "has no `messages`, a list of"),
+    (HERMES, {"conversations": "a"}, "has no `messages`, a list of .*, nor `conversations` of"),
+    (HERMES, {"chosen": turns("a"), "rejected": turns("b")}, "pairs need --preferences$"),
+    (HERMES, {"conversations": [{"from": "narrator", "value": "a"}]}, "from='narrator', which is"),
+    (HERMES, {"conversations": [{"from": ["human"], "value": "a"}]}, r"from=\['human'\], which is"),
+    (HERMES, {"conversations": [{"from": "human", "value": None}]}, "message 1 with content=None"),
+    (HERMES, {"conversations": [{"from": "function_call", "value": "f"}]}, "has `value` as text"),
+    (
+        HERMES,
+        {"messages": turns("a", "b", system="s"), "system": "t"},
+        "has `system` and a message of that role; leave one of them out",
+    ),
+    (HERMES, {"messages": turns("a"), "system": "s"}, "has no assistant turn"),
+    # What the template itself does.
+    ("{{ raise_exception('Only users') }}", {"messages": TALK}, "Only users; change the roles"),
+    ("{{ messages[0].name + ':' }}", {"messages": TALK}, "no attribute 'name'; add it to the row"),
+    ("{{ ''.__class__.__mro__ }}", {"messages": TALK}, "a template may only read the conv"),
+    ("{{ messages.append(1) }}", {"messages": TALK}, "a template may only read the conversation"),
+    ("{{ messages[0].content + 1 }}", {"messages": TALK}, "concatenate .*; give what it takes"),
+    ("{{ strftime_now('%d') }}" + PLAIN, {"messages": TALK}, "give --date YYYY-MM-DD"),
+    (
+        "{% if messages[0].role == 'system' %}s{% endif %}" + PLAIN,
+        {"messages": turns("a", "b", "c", "d")[1:]},
+        "begins with an answer, which .* does not prompt for; put",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "row", "said"), REFUSED, ids=range(len(REFUSED)))
+def test_a_row_that_the_template_cannot_write_in_full_is_refused(chat, source, row, said):
+    with pytest.raises(UserError, match=said):
+        chat(source).render(row)
+
+
+def test_parts_go_to_a_template_that_writes_them(chat):
+    text = marked(chat(PARTS).render({"messages": asked(*PARTED)}))
+    assert text == "<|im_start|>user\nonetwo<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]\n"
+    found = [*call(OBJECT), {"role": "tool", "content": {"place": "a b"}}, *turns("c", "d")]
+    assert '{"place": "a b"}' in chat(LLAMA).render({"messages": found})
+
+
+@pytest.mark.parametrize("nothing", [{}, {"content": None}], ids=["absent", "null"])
+@pytest.mark.parametrize("arguments", [OBJECT, TEXT], ids=["object", "text"])
+@pytest.mark.parametrize(
+    ("source", "head", "tail", "takes_text"),
+    [
+        (HERMES, "<call>find ", "</call>", False),
+        (QWEN3, "<call>find ", "</call>", True),
+        (DEEPSEEK, "<call>find ", "</call>", True),
+        (BARE, "find ", "", True),
+        (MISTRAL, '<call>{"name": "find", "arguments": ', "}</call>", False),
+        (LLAMA, "find(city=Z\u00fcrich)", "", False),
+    ],
+    ids=["hermes", "qwen3", "deepseek", "bare", "mistral", "llama"],
+)
+def test_calls_are_written_once_whether_arguments_are_an_object_or_text(
+    chat, source, head, tail, takes_text, arguments, nothing
+):
+    text = marked(chat(source).render({"messages": call(arguments, **nothing)}))
+    answer = text.partition("[")[2].partition("]")[0]
+    assert answer.startswith(head) and answer.endswith(f"{tail}<|im_end|>")
+    written = answer.removeprefix(head).removesuffix(f"{tail}<|im_end|>")
+    if source != LLAMA:
+        assert json.loads(written) == OBJECT
+    if takes_text and arguments == TEXT:
+        assert written == TEXT
+
+
+def test_json_that_a_row_holds_as_text_is_parsed(chat):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    template, messages = chat(HERMES), call(OBJECT)
+    expected = template.render({"messages": messages, "tools": tools})
+    assert json.dumps(tools[0]) in expected
+    as_text = [{**tools[0], "function": {"name": "find", "parameters": json.dumps(parameters)}}]
+    calls = json.dumps(messages[1]["tool_calls"])
+    for row in (
+        {"messages": messages, "tools": json.dumps(tools)},
+        {"messages": messages, "tools": [json.dumps(tools[0])]},
+        {"messages": messages, "tools": as_text},
+        {"messages": json.dumps(messages), "tools": tools},
+        {"messages": [messages[0], {**messages[1], "tool_calls": calls}], "tools": tools},
+        {"messages": [messages[0], {**messages[1], "tool_calls": calls[1:-1]}], "tools": tools},
+    ):
+        assert template.render(row) == expected
+    for nothing in (None, [], "", "[]"):
+        assert "name" not in template.render({"messages": TALK, "tools": nothing})
+
+
+def test_rows_of_sharegpt_are_the_messages_that_they_name(chat):
+    template = chat(HERMES)
+    expected = template.render({"messages": [{"role": "system", "content": "s"}, *turns("a", "b")]})
+    system = {"from": "system", "value": "s"}
+    for human, gpt in (("human", "gpt"), ("user", "assistant"), ("human", "chatgpt")):
+        talk = [{"from": human, "value": "a"}, {"from": gpt, "value": "b", "weight": None}]
+        for row in (
+            {"conversations": [system, *talk]},
+            {"conversations": talk, "system": "s", "messages": None},
+            {"messages": [system, *talk], "system": ""},
+        ):
+            assert template.render(row) == expected
+            assert kind_of_row({**row, "chosen": None, "rejected": None}) == "chat"
+    assert template.render({"conversations": turns("a", "b"), "system": "s"}) == expected
+    found = [*call(OBJECT), {"role": "tool", "content": "here"}, *turns("c", "d")]
+    expected = template.render({"messages": found})
+    function = {"name": "find", "arguments": OBJECT}
+    for value in (json.dumps(function), json.dumps([function])):
+        for name in ("function", "tool", "observation", "function_response"):
+            said = {"human": "Where?", "function_call": value, name: "here"}
+            talk = [{"from": who, "value": text} for who, text in said.items()]
+            talk += [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
+            assert template.render({"conversations": talk}) == expected
+
+
+def in_transformers(template: ChatTemplate, source):
+    """The tokenizer of a folder with a template, or several by name, as `transformers` has it."""
+    file = str(template.file.with_name("tokenizer.json"))
+    return PreTrainedTokenizerFast(tokenizer_file=file, chat_template=source, bos_token=BOS)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        *[(source, TALK) for source in (PLAIN, HERMES, QWEN3, DEEPSEEK, MISTRAL, PARTS, LLAMA)],
+        *[(source, call(OBJECT)) for source in (HERMES, QWEN3, MISTRAL, LLAMA)],
+        *[(source, call(TEXT, content="So:")) for source in (QWEN3, BARE)],
+        (PARTS, [{"role": "user", "content": [{"type": "text", "text": "a "}]}, TALK[-1]]),
+        (QWEN3, [*turns("q"), {"role": "assistant", "content": "a", "reasoning": "r"}]),
+        (PLAIN, [{**turn, "name": None} for turn in TALK]),
+    ],
+)
+def test_a_row_is_written_as_transformers_writes_it(chat, source, messages):
+    template = chat(source)
+    expected = in_transformers(template, source).apply_chat_template(messages, tokenize=False)
+    assert unmarked(template.render({"messages": messages})) == expected
+
+
+def test_named_templates_are_chosen_as_transformers_does(bpe, tmp_path):
+    path, tools = write_template(bpe, tmp_path / "a", ""), [{"name": "find"}]
+    config = path.with_name("tokenizer_config.json")
+    named = {
+        "tool_use": f"tool_use:{HERMES}",
+        "default": f"default:{PLAIN}",
+        "rag": "{{ documents }}",
+    }
+
+    def write(names):
+        parts = [{"name": name, "template": named[name]} for name in names]
+        config.write_text(json.dumps({"bos_token": BOS, "chat_template": parts}))
+
+    write(named)
+    template = ChatTemplate(path, JsonTokenizer(path))
+    # The same as files.
+    other = write_template(bpe, tmp_path / "b", named["default"], "file")
+    (tmp_path / "b/additional_chat_templates").mkdir()
+    (tmp_path / "b/additional_chat_templates/tool_use.jinja").write_text(named["tool_use"])
+    files = ChatTemplate(other, JsonTokenizer(other))
+    reference = in_transformers(template, named)
+    for given, name in ((None, "default:"), (tools, "tool_use:")):
+        row = {"messages": TALK, "tools": given}
+        text = unmarked(template.render(row))
+        assert text == reference.apply_chat_template(TALK, tools=given, tokenize=False)
+        assert text.startswith(name) and files.render(row).startswith(name)
+    write(["tool_use", "rag"])
+    said = r"names its chat templates \['tool_use', 'rag'\], none of them default; put one into"
+    with pytest.raises(UserError, match=said):
+        ChatTemplate(path, JsonTokenizer(path))
+
+
+def test_a_template_is_told_the_date_that_was_given_and_no_other(chat):
+    source = "{{ strftime_now('%d %B %Y') if strftime_now is defined else 'no date' }}" + PLAIN
+    text = chat(source, date=datetime(2025, 1, 31)).render({"messages": TALK})
+    assert text.startswith("31 January 2025<|im_start|>")
+    assert chat(source).render({"messages": TALK}).startswith("no date<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            b"{% for m in messages %}\n{{ m.content }}",
+            r"jinja2 can read \(.*endfor.* in line 2\); c",
+        ),
+        (b"{{ messages | from_json }}", r"read \(No filter named 'from_json'\. in line 1\); corr"),
+        ("{{ 'caf\u00e9' }}".encode("utf-16"), r"template\.jinja': is not UTF-8 text; convert it"),
+        (b"{% for m in messages %}{% endfor %}", "writes nothing of an answer that is text; give"),
+        (b"\xef\xbb\xbf" + PLAIN.encode(), None),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_refused_with_its_place(bpe, tmp_path, content, said):
+    path = write_template(bpe, tmp_path / "a", "")
+    path.with_name("chat_template.jinja").write_bytes(content)
+    if said is None:  # a byte order mark is taken off
+        text = ChatTemplate(path, JsonTokenizer(path)).render({"messages": TALK})
+        assert text.startswith("<|im_start|>")
+    else:
+        with pytest.raises(UserError, match=said):
+            ChatTemplate(path, JsonTokenizer(path))
+
+
+def test_an_answer_may_come_first_and_a_call_have_broken_arguments_if_the_template_takes_them(chat):
+    assert "user\nc" in chat(PLAIN).render({"messages": turns("a", "b", "c", "d")[1:]})
+    text = marked(chat(DEEPSEEK).render({"messages": call("{oops")}))
+    assert "[<call>find {oops</call><|im_end|>]" in text
+
+
+def test_answers_in_a_prompt_have_no_marks_though_a_template_marks_each_twice(chat):
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}-"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    text = marked(chat(source).render({"messages": turns("q", "x", "r", "y")}, first=3))
+    assert text == "q;a-x;r;[a]-[y];"
+
+
+def tool(**properties):
+    return {"name": "find", "parameters": {"type": "object", "properties": properties}}
+
+
+ROWS = [
+    {"messages": TALK, "tools": [tool(x={"type": "number"})]},
+    {"messages": call(OBJECT, content=None), "tools": [tool(city={"type": "string"})], "id": 7},
+    {"messages": call({}), "tools": None},
+    {"messages": [{"role": "user", "content": "a"}, *call({"x": 3})[1:]]},
+    {"messages": [*call(OBJECT), {"role": "tool", "content": "here", "name": "find"}]},
+]
+PAIRS = [
+    {"prompt": None, "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+    {"prompt": turns("a"), "chosen": call({"x": 1})[1:], "rejected": call({"y": "z"})[1:]},
+]
+
+
+@pytest.fixture
+def shards(bpe, tmp_path):
+    """Return the function that makes shards of rows, as JSON lines or Parquet, and returns their index."""
+    hermes = write_template(bpe, tmp_path / "hermes", HERMES)
+
+    def made(rows, suffix="jsonl", **options):
+        path = tmp_path / f"rows.{suffix}"
+        if suffix == "jsonl":
+            write_lines(path, rows)
+        else:
+            table = pyarrow.Table.from_pylist(rows)
+            day = pyarrow.array([datetime(2025, 1, 31)] * len(rows))  # of no kind that JSON has
+            pyarrow.parquet.write_table(table.append_column("day", day), path)
+        settings = {"tokenizer": str(hermes), "out": tmp_path / suffix, "workers": 1, **options}
+        return prepare(Options(input=str(path), **settings))
+
+    return made
+
+
+@pytest.mark.parametrize("rows", [ROWS, PAIRS], ids=["chat", "preferences"])
+def test_rows_of_parquet_make_the_shards_of_the_same_json_lines(tmp_path, shards, rows):
+    for suffix in ("jsonl", "parquet"):
+        index = shards(rows, suffix)
+        assert index.shards["documents"].sum() == len(rows) * (1 + (rows is PAIRS))
+    assert contents(tmp_path / "jsonl") == contents(tmp_path / "parquet")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([ROWS[0], {"messages": turns("a", None)}], {"suffix": "parquet"}, "row 2 has message 2"),
+        ([{"text": "a"}, ROWS[0]], {"tokenizer": "bytes"}, "line 2 has a conversation, no text in"),
+        (
+            [{"text": "a"}, PAIRS[0]],
+            {"tokenizer": "bytes"},
+            "line 2 has a preference pair, no text",
+        ),
+    ],
+)
+def test_a_row_of_another_kind_is_refused_by_its_number(shards, rows, options, said):
+    with pytest.raises(UserError, match=said):
+        shards(rows, **options)
+
+
+def test_the_first_row_tells_conversations_though_a_file_before_is_empty(bpe, tmp_path, capsys):
+    path = write_template(bpe, tmp_path / "hf", HERMES)
+    write_lines(tmp_path / "a.jsonl", [])
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    write_lines(tmp_path / "b.json", [{"id": "x", "conversations": talk}])
+    prepare(
+        Options(input=f"{tmp_path}/*.json*", out=tmp_path / "out", tokenizer=str(path), workers=1)
+    )
+    assert "b.json has conversations: --chat" in capsys.readouterr().out
+
+
+def test_a_date_is_of_the_settings_that_a_restart_must_share(bpe, tmp_path, shards):
+    path = write_template(bpe, tmp_path / "dated", "{{ strftime_now('%d') }}" + PLAIN)
+    rows, options = [{"messages": TALK}], {"tokenizer": str(path)}
+    index = shards(rows, **options, date="2025-01-31")
+    assert index.settings["date"] == "2025-01-31"
+    assert shards(rows, **options, date="2025-01-31").table_sha256 == index.table_sha256
+    with pytest.raises(UserError, match="has shards made with other settings"):
+        shards(rows, **options, date="2025-02-01")

@@ -1,0 +1,181 @@
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ultrascale_jax.config import DataConfig, UserError
+from ultrascale_jax.data import mixture, sources
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.data.mixture import parse_mixture, parse_named, source_of
+from ultrascale_jax.data.sources import documents_of, open_sources, stdlib_paths
+
+
+def test_the_standard_library_is_the_same_code_every_time_without_its_tests():
+    a, b = (open_sources(DataConfig(), 256).corpora[0] for _ in range(2))
+    assert a.fingerprint == b.fingerprint
+    assert a.ends[-1] > 2_000_000
+    assert a.tokens[0].dtype == np.uint8
+    paths = stdlib_paths()
+    assert {"ast.py", "heapq.py"} <= {path.name for path in paths}
+    folders = {part for path in paths for part in path.parts[-3:-1]}
+    assert not folders & {"test", "tests", "site-packages"}
+
+
+def test_the_table_of_sources_has_a_row_for_each_kind():
+    rows = re.findall(r"^    (\S+)  +\S", sources.__doc__, re.MULTILINE)
+    assert rows == ["python-stdlib", "text:GLOB", "tokens:DIR", "synthetic"]
+    assert sorted(rows) == sorted(re.findall(r"[\w:-]+(?=,| or|$)", mixture.KINDS))
+
+
+def test_text_files_are_documents_in_the_order_of_their_names(tmp_path):
+    for name, text in {"b.txt": "bee", "a.txt": "ay", "empty.txt": "", "c.md": "see"}.items():
+        (tmp_path / name).write_text(text)
+    corpus = open_sources(DataConfig(source=f"text:{tmp_path}/*.txt"), 256).corpora[0]
+    assert bytes(corpus.read(0, 3)) + bytes(corpus.read(3, 7)) == b"ay\0bee\0"
+    assert corpus.ends.tolist() == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("python-stdlib", [("python-stdlib", 1.0)]),
+        ("tokens:a@0.7,tokens:b@0.3", [("tokens:a", 0.7), ("tokens:b", 0.3)]),
+        ("text:a,b/*.txt@2, synthetic", [("text:a,b/*.txt", 2.0), ("synthetic", 1.0)]),
+        ("text:me@home/*.txt", [("text:me@home/*.txt", 1.0)]),
+        ("tokens:/d@1/x@1e-3", [("tokens:/d@1/x", 0.001)]),
+    ],
+)
+def test_a_mixture_is_read_as_names_and_weights(source, expected):
+    assert parse_mixture(source) == expected
+
+
+def test_a_name_with_an_at_sign_that_exists_is_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tok@2", "d/a.txt@3"):
+        Path(name).mkdir(parents=True)
+    both = [("tokens:tok@2", 1.0), ("text:d/a.txt@3", 1.0), ("tokens:x", 3.0)]
+    assert parse_mixture("tokens:tok@2,text:d/a.txt@3,tokens:x@3") == both
+    assert parse_mixture("tokens:tok@2@0.5") == [("tokens:tok@2", 0.5)]
+    assert source_of("tok@2") == "tokens:tok@2@1" and source_of("t@k/x") == "tokens:t@k/x"
+    assert parse_mixture(source_of("tok@2")) == [("tokens:tok@2", 1.0)]
+    Path("tok").mkdir()
+    said = "tokens:tok@2 and tokens:tok exist both; write tokens:tok@2@1 or tokens:tok@2.00000$"
+    with pytest.raises(UserError, match=said):
+        parse_mixture("tokens:tok@2")
+    assert parse_mixture("tokens:tok@2@1") == [("tokens:tok@2", 1.0)]
+    assert parse_mixture("tokens:tok@2.00000") == [("tokens:tok", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("wikipedia", "'wikipedia' is no source; write python-stdlib, text:GLOB"),
+        ("text:", "'text:' is no source"),
+        ("tokens", "'tokens' is no source"),
+        ("hf:org/name", "prepare-data --input 'hf://datasets/OWNER/NAME/*.parquet' --out"),
+        ("synthetic@0", "weight of 'synthetic' must be a positive number"),
+        ("synthetic@nan", "weight of 'synthetic' must be a positive number"),
+        ("text:/nowhere/*.txt", "no file with text matches; give another pattern"),
+        ("tokens:/nowhere", "make it: ultrascale prepare-data --input 'FILES' --out /nowhere"),
+        (f"text:{'x' * 5000}", ""),
+        (f"tokens:{'x' * 5000}", ""),
+        ("text:latin.txt", "latin.txt is not UTF-8 text; convert it"),
+        ("text:*.txt", "b.txt has token 195, outside model.vocab_size=128"),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused_by_name(tmp_path, monkeypatch, source, said):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("plain")
+    Path("b.txt").write_text("caf\u00e9")
+    if "latin" in source:
+        Path("latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError) as caught:
+        open_sources(DataConfig(source=source), 128)
+    text = str(caught.value)
+    assert text.startswith(f"data.source='{source[:20]}") and said in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("text:a=b,c/*.txt", {"": "text:a=b,c/*.txt"}),
+        ("a=text:x,y@2,tokens:z, b.c=synthetic", {"a": "text:x,y@2,tokens:z", "b.c": "synthetic"}),
+        ("only=python-stdlib", {"only": "python-stdlib"}),
+    ],
+)
+def test_sources_of_an_evaluation_have_names_or_are_one(source, expected):
+    assert parse_named(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("a=text:x,a=text:y", "there are two of 'a'; give each source a name"),
+        ("text:x,a=text:y", "name all sources, NAME=SOURCE, or none"),
+        ("a=text:x; 5: text:y", "evaluations are of one mixture during the whole run"),
+    ],
+)
+def test_sources_of_an_evaluation_are_all_named_once_and_have_no_stages(source, said):
+    with pytest.raises(UserError, match=rf"^data\.eval_source='{source}': {said}"):
+        parse_named(source)
+
+
+def documents():
+    numbers = np.random.default_rng(0)
+    return [numbers.integers(1, 50, size) for size in numbers.integers(1, 90, 40)]
+
+
+def of_arrays(**options):
+    sources = documents_of(documents(), vocab_size=50)
+    data = DataConfig(seq_len=32, eval_fraction=0.1)
+    return Loader(data, vocab_size=50, global_batch=8, seed=0, sources=sources, **options)
+
+
+def test_documents_from_arrays_make_rows_in_which_each_comes_once_an_epoch():
+    loader, held_out = of_arrays(), of_arrays(split="eval")
+    rows = [row for i in range(loader.num_sequences // 8) for row in loader.batch(i)["tokens"]]
+    ids = Counter(np.concatenate(rows).tolist())
+    all_ids = Counter(np.concatenate(documents()).tolist())
+    assert ids.total() > 0.7 * all_ids.total() and ids <= all_ids
+    assert held_out.num_sequences > 0 and held_out.fingerprint == loader.fingerprint
+
+
+def test_batches_go_to_a_mesh_of_other_names_by_a_spec():
+    mesh, loader = jax.make_mesh((4, 2), ("rows", "copies")), of_arrays()
+    batches = loader.device_batches(mesh, 2, spec=PartitionSpec("rows"))
+    step, batch, start_hash = next(batches)
+    batches.close()
+    assert step == 2 and start_hash()() == loader.batch_hash(2)
+    assert batch["tokens"].sharding == NamedSharding(mesh, PartitionSpec("rows"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (None, r"mesh=\('rows', 'seq'\): has other axes than this library's; .*spec=P\('data'\)"),
+        (PartitionSpec("rows", "seq"), "cp=1: attention over 2 ranks wants another order"),
+    ],
+)
+def test_a_mesh_whose_order_of_tokens_is_unknown_is_refused(spec, message):
+    mesh = jax.make_mesh((4, 2), ("rows", "seq"))
+    with pytest.raises(UserError, match=message):
+        of_arrays().device_batches(mesh, 0, spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ([], "documents=.*has no document"),
+        ([np.arange(3), np.zeros(0, int)], r"documents\[1\]='int64\[0\]': must be integers"),
+        ([np.ones(3)], r"documents\[0\]='float64\[3\]': must be integers \[tokens\]"),
+        ([np.array([3, 50])], "has ids from 3 to 50, outside of 0 to vocab_size - 1 = 49"),
+        ([np.array([-1, 5])], "has ids from -1 to 5"),
+    ],
+)
+def test_arrays_that_are_no_documents_are_refused(arrays, message):
+    with pytest.raises(UserError, match=message):
+        documents_of(arrays, vocab_size=50)

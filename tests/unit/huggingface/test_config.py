@@ -1,0 +1,543 @@
+"""config.json of the supported families to ModelConfig and back, and everything that is refused."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling, UserError
+from ultrascale_jax.configs import shapes
+from ultrascale_jax.huggingface.config import config_dict, parse_config, read_config
+from ultrascale_jax.huggingface.families import FAMILIES
+from ultrascale_jax.models.rotary import frequencies
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+OF_FAMILY = {
+    "gemma3_text": {"head_dim": 16},
+    "gpt_oss": {"head_dim": 16},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+}
+
+
+def raw(model_type="llama", **changes):
+    """A config.json of `SHAPE` with these keys; those that are `absent` are left out."""
+    values = {"model_type": model_type, **SHAPE, **OF_FAMILY.get(model_type, {}), **changes}
+    return {key: value for key, value in values.items() if value != "absent"}
+
+
+def change(cfg, **fields):
+    """`cfg` with these fields; a dict changes fields of a part."""
+    parts = {
+        name: replace(getattr(cfg, name), **value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+    }
+    return replace(cfg, **parts)
+
+
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = RopeScaling(factor=32.0, high_freq_factor=4.0, original_seq_len=128)
+YARN = RopeScaling(kind="yarn", factor=4.0, high_freq_factor=32.0, original_seq_len=128)
+LINEAR = RopeScaling(kind="linear", factor=4.0, original_seq_len=128)
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+LLAMA = ModelConfig(
+    vocab_size=320, d_model=64, d_ff=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16
+)
+QWEN2 = replace(LLAMA, qkv_bias=True)
+QWEN3 = replace(LLAMA, qk_norm="head", head_dim=128)
+OLMO2 = replace(LLAMA, qk_norm="full", norm_placement="post")
+MIXTRAL = replace(LLAMA, rope_theta=1e6, experts=Experts(num=8, top_k=2))
+QWEN3_MOE = replace(
+    LLAMA, qk_norm="head", experts=Experts(num=128, top_k=8, d_ff=768, normalize=False)
+)
+DEEPSEEK = replace(
+    LLAMA,
+    num_kv_heads=4,
+    head_dim=24,
+    experts=replace(shapes.DEEPSEEK_V3.experts, dense_layers=3),
+    latent=LatentAttention(q_rank=24, kv_rank=16, rope_dim=8, v_dim=12),
+)
+GEMMA3 = replace(
+    LLAMA,
+    activation="gelu_tanh",
+    norm_placement="both",
+    qk_norm="head",
+    query_scale=256.0,
+    tied_embeddings=True,
+    embed_scale=True,
+    rope_theta=1e6,
+    rope_theta_local=1e4,
+    sliding_window=4096,
+    full_attention_every=6,
+    norm_eps=1e-5,
+)
+GPT_OSS = replace(
+    LLAMA,
+    activation="clamped_swiglu",
+    attention_sinks=True,
+    o_bias=True,
+    qkv_bias=True,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=32.0, high_freq_factor=32.0, original_seq_len=4096, truncate=False
+    ),
+    sliding_window=128,
+    full_attention_every=2,
+    experts=Experts(num=128, top_k=4, biases=True),
+)
+GEMMA3_ROPES = {
+    FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
+}
+SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 9}
+STRETCHED_LATENT = replace(YARN, attention_factor=1.0648216253695715, mscale_all_dim=0.5)
+
+READ = [
+    ("llama", {}, LLAMA),
+    ("llama", {"tie_word_embeddings": True}, change(LLAMA, tied_embeddings=True)),
+    ("llama", {"num_key_value_heads": "absent"}, change(LLAMA, num_kv_heads=4)),
+    ("llama", {"head_dim": 32}, change(LLAMA, head_dim=32)),
+    ("llama", {"head_dim": None}, LLAMA),
+    ("llama", {"rms_norm_eps": "absent"}, change(LLAMA, norm_eps=1e-6)),
+    ("llama", {"layer_types": [FULL] * 4}, LLAMA),
+    ("mistral", {}, change(LLAMA, sliding_window=4096)),
+    ("mistral", {"sliding_window": 7}, change(LLAMA, sliding_window=7)),
+    ("mistral", {"sliding_window": None}, LLAMA),
+    ("qwen2", {}, QWEN2),
+    ("qwen2", {"sliding_window": 9, "max_window_layers": 1}, QWEN2),
+    ("qwen2", SWITCHED_ON | {"max_window_layers": 4}, QWEN2),
+    (
+        "qwen2",
+        SWITCHED_ON | {"max_window_layers": 1},
+        change(QWEN2, sliding_window=9, first_window_layer=1),
+    ),
+    (
+        "qwen2",
+        SWITCHED_ON | {"layer_types": [FULL, FULL, FULL, WINDOWED]},
+        change(QWEN2, sliding_window=9, first_window_layer=3),
+    ),
+    ("qwen3", {}, QWEN3),
+    ("olmo2", {}, OLMO2),
+    ("gpt_oss", {}, GPT_OSS),
+    ("gpt_oss", {"head_dim": "absent"}, change(GPT_OSS, head_dim=64)),
+    ("gpt_oss", {"rope_scaling": YARN_ROPE}, change(GPT_OSS, rope_scaling=YARN)),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, GPT_OSS),
+    (
+        "gpt_oss",
+        {"num_local_experts": 32, "layer_types": [WINDOWED, FULL] * 2},
+        change(GPT_OSS, experts={"num": 32}),
+    ),
+    ("gemma3_text", {}, GEMMA3),
+    ("gemma3_text", {"head_dim": "absent"}, change(GEMMA3, head_dim=256, query_scale=0.0)),
+    ("gemma3_text", {"query_pre_attn_scalar": 16}, change(GEMMA3, query_scale=0.0)),
+    ("gemma3_text", {"tie_word_embeddings": False}, change(GEMMA3, tied_embeddings=False)),
+    ("gemma3_text", {"sliding_window_pattern": 2}, change(GEMMA3, full_attention_every=2)),
+    ("gemma3_text", {"layer_types": [WINDOWED, FULL] * 2}, change(GEMMA3, full_attention_every=2)),
+    ("gemma3_text", {"layer_types": [WINDOWED] * 4}, GEMMA3),
+    ("gemma3_text", {"rope_local_base_freq": 7.0}, change(GEMMA3, rope_theta_local=7.0)),
+    ("gemma3_text", {"rope_scaling": LINEAR_ROPE}, change(GEMMA3, rope_scaling=LINEAR)),
+    ("gemma3_text", {"rope_parameters": GEMMA3_ROPES}, change(GEMMA3, rope_scaling=LINEAR)),
+    (
+        "gemma3_text",
+        {"rope_parameters": {WINDOWED: {"rope_theta": 7}}},
+        change(GEMMA3, rope_theta_local=7.0),
+    ),
+    ("gemma3_text", {"use_bidirectional_attention": False}, GEMMA3),
+    ("mixtral", {}, MIXTRAL),
+    ("mixtral", {"sliding_window": 7}, change(MIXTRAL, sliding_window=7)),
+    ("mixtral", {"num_local_experts": 4}, change(MIXTRAL, experts={"num": 4})),
+    (
+        "mixtral",
+        {"num_experts": 4, "num_experts_per_tok": 1},
+        change(MIXTRAL, experts={"num": 4, "top_k": 1}),
+    ),
+    ("qwen3_moe", {}, QWEN3_MOE),
+    ("qwen3_moe", {"num_local_experts": 16}, change(QWEN3_MOE, experts={"num": 16})),
+    (
+        "qwen3_moe",
+        {"num_experts": 16, "num_local_experts": 16},
+        change(QWEN3_MOE, experts={"num": 16}),
+    ),
+    ("qwen3_moe", {"norm_topk_prob": True}, change(QWEN3_MOE, experts={"normalize": True})),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}, change(QWEN3_MOE, experts={"dense_layers": 2})),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, change(LLAMA, qk_norm="head")),
+    ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 1}, QWEN3_MOE),
+    ("qwen3_moe", {"sliding_window": 9}, QWEN3_MOE),
+    ("qwen3_moe", SWITCHED_ON | {"max_window_layers": 2}, change(QWEN3_MOE, sliding_window=9)),
+    ("deepseek_v3", {}, DEEPSEEK),
+    (
+        "deepseek_v3",
+        {"n_routed_experts": 32, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
+        change(DEEPSEEK, experts={"num": 32, "groups": 4, "groups_per_token": 2, "shared": 2}),
+    ),
+    (
+        "deepseek_v3",
+        {"first_k_dense_replace": 0, "routed_scaling_factor": 1, "norm_topk_prob": False},
+        change(DEEPSEEK, experts={"dense_layers": 0, "scale": 1.0, "normalize": False}),
+    ),
+    ("deepseek_v3", {"first_k_dense_replace": 4}, change(DEEPSEEK, experts=None)),
+    (
+        "deepseek_v3",
+        {"moe_intermediate_size": 7, "head_dim": 8, "qk_head_dim": 24},
+        change(DEEPSEEK, experts={"d_ff": 7}),
+    ),
+    ("deepseek_v3", {"q_lora_rank": None}, change(DEEPSEEK, latent={"q_rank": 0})),
+    ("deepseek_v3", {"num_mtp_layers": 2}, change(DEEPSEEK, mtp_layers=2)),
+    ("deepseek_v3", {"num_nextn_predict_layers": 2}, change(DEEPSEEK, mtp_layers=2)),
+    (
+        "deepseek_v3",
+        {"rope_scaling": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+        change(DEEPSEEK, rope_scaling=STRETCHED_LATENT),
+    ),
+    ("deepseek_v3", {"rope_scaling": LINEAR_ROPE}, change(DEEPSEEK, rope_scaling=LINEAR)),
+]
+
+
+@pytest.mark.parametrize(("model_type", "keys", "expected"), READ)
+def test_each_family_reads_as_transformers_does(model_type, keys, expected):
+    assert parse_config(raw(model_type, **keys)) == expected
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_without_a_number_of_kv_heads_every_family_has_as_many_as_heads(model_type):
+    assert parse_config(raw(model_type, num_key_value_heads=None)).num_kv_heads == 4
+
+
+def test_absent_keys_of_deepseek_v3_are_those_of_its_671b():
+    published = {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+    published |= {"num_attention_heads": 128, "vocab_size": 129280, "model_type": "deepseek_v3"}
+    assert parse_config(published) == shapes.DEEPSEEK_V3
+    # As published: the stretch to 128k positions, and a module of multi-token prediction.
+    stretch = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    stretch |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    published |= {"num_nextn_predict_layers": 1, "rope_scaling": stretch, "ep_size": 1}
+    parts = {"Config": "configuration", "Model": "modeling", "ModelForCausalLM": "modeling"}
+    names = {"Config": "Config", "Model": "Model", "ModelForCausalLM": "ForCausalLM"}
+    published["auto_map"] = {
+        f"Auto{part}": f"{file}_deepseek.DeepseekV3{names[part]}" for part, file in parts.items()
+    }
+    cfg = parse_config(published)
+    assert cfg.mtp_layers == 1
+    # (0.1 ln(40) + 1) squared, as `yarn_apply_mscale` of transformers 5.23 returns it.
+    np.testing.assert_allclose(cfg.rope_scaling.score_factor, 1.8738542070926265, rtol=1e-12)
+
+
+ROPES = [
+    ({"rope_type": "llama3", **LLAMA3_ROPE}, LLAMA3),
+    ({"type": "llama3", **LLAMA3_ROPE}, LLAMA3),
+    (LINEAR_ROPE, LINEAR),
+    (YARN_ROPE, YARN),
+    ({"type": "yarn", "factor": 4.0}, change(YARN, original_seq_len=512)),
+    (YARN_ROPE | {"beta_fast": None, "beta_slow": 0, "truncate": True}, YARN),
+    (
+        YARN_ROPE | {"beta_fast": 4, "beta_slow": 0.5},
+        change(YARN, low_freq_factor=0.5, high_freq_factor=4.0),
+    ),
+    (
+        YARN_ROPE | {"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+        change(YARN, attention_factor=1.5),
+    ),
+    (YARN_ROPE | {"mscale": 2.0}, YARN),
+    (YARN_ROPE | {"truncate": False}, change(YARN, truncate=False)),
+    # The scaling that transformers 5.23 computes from these.
+    (
+        YARN_ROPE | {"mscale": 0.5, "mscale_all_dim": 2.0},
+        change(YARN, attention_factor=0.8371949816203595),
+    ),
+    ({"rope_type": "default"}, None),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize(("rope", "expected"), ROPES)
+def test_rope_reads_alike_from_the_keys_of_transformers_4_and_5(rope, expected):
+    cfg = change(LLAMA, rope_theta=5e5, rope_scaling=expected)
+    for key in ("rope_scaling", "rope_parameters"):
+        assert parse_config(raw(rope_theta=5e5, **{key: rope})) == cfg
+    inside = {"rope_theta": 5e5, **(rope or {})}
+    assert parse_config(raw(rope_parameters=inside)) == cfg
+    assert parse_config(raw(rope_theta=5e5, rope_scaling=rope, rope_parameters=inside)) == cfg
+
+
+REFUSED = {
+    "llama": [
+        ("model_type", "gpt_neo"),
+        ("architectures", ["LlamaForSequenceClassification"]),
+        ("attention_bias", True),
+        ("hidden_act", "gelu"),
+        ("attention_dropout", 0.1),
+        ("partial_rotary_factor", 0.5),
+        ("final_logit_softcapping", 30.0),
+        ("num_local_experts", 8),
+        ("num_experts", 8),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("auto_map", {"AutoModelForCausalLM": "evil.Model"}),
+        ("sliding_window", 7),
+        ("rope_parameters", {FULL: {"rope_theta": 1.0}}),
+        ("rope_parameters", "default"),
+        ("layer_types", [FULL] * 3),
+        ("layer_types", [WINDOWED] * 4),
+        ("layer_types", [FULL, "chunked_attention", FULL, FULL]),
+        ("vocab_size", "absent"),
+        ("num_hidden_layers", True),
+        ("hidden_size", 64.0),
+        ("num_attention_heads", 0),
+        ("rms_norm_eps", "small"),
+        ("rope_theta", -1.0),
+        ("tie_word_embeddings", "yes"),
+        ("num_nextn_predict_layers", 1),
+        ("per_layer_config", {"1": {"rms_norm_eps": 0.5}}),
+        ("transformers_weights", "other.safetensors"),
+    ],
+    "qwen2": [("use_sliding_window", "false")],
+    "gpt_oss": [
+        ("attention_bias", False),
+        ("swiglu_limit", 5.0),
+        ("swiglu_alpha", 1.0),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("layer_types", [FULL, FULL, WINDOWED, FULL]),
+    ],
+    "gemma3_text": [
+        ("hidden_activation", "silu"),
+        ("attn_logit_softcapping", 50.0),
+        ("use_bidirectional_attention", True),
+        ("sliding_window", None),
+        ("sliding_window_pattern", 0),
+        ("layer_types", [FULL, WINDOWED, FULL, WINDOWED]),
+        ("layer_types", [WINDOWED] * 3),
+        ("rope_parameters", {"rope_type": "default"}),
+        ("rope_parameters", {FULL: 3}),
+        ("query_pre_attn_scalar", -1),
+    ],
+    "mixtral": [("num_local_experts", 0), ("n_routed_experts", 8), ("router_jitter_noise", 0.1)],
+    "qwen3_moe": [
+        ("decoder_sparse_step", 2),
+        ("mlp_only_layers", [1]),
+        ("mlp_only_layers", 2),
+        ("norm_topk_prob", "yes"),
+    ],
+    "deepseek_v3": [
+        ("scoring_func", "softmax"),
+        ("topk_method", "greedy"),
+        ("moe_layer_freq", 2),
+        ("n_shared_experts", 0),
+        ("first_k_dense_replace", -1),
+        ("q_lora_rank", 0),
+        ("head_dim", 24),
+        ("qk_head_dim", 23),
+        ("rope_interleave", None),
+        ("rope_interleave", False),
+        ("sliding_window", 8),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [(family, *row) for family, rows in REFUSED.items() for row in rows],
+)
+def test_what_is_not_exactly_our_model_is_refused_by_key_and_value(model_type, key, value):
+    named = f"{key}={None if value == 'absent' else value!r}: "
+    with pytest.raises(UserError, match=f"^{re.escape(named)}.{{8}}"):
+        parse_config(raw(**{"model_type": model_type, key: value}))
+
+
+WITH_OTHER_KEYS = [
+    # By our name where the value is one of ours.
+    ("llama", {"num_key_value_heads": 3}, "model.num_kv_heads=3"),
+    ("llama", {"head_dim": 15}, "model.head_dim=15"),
+    ("mixtral", {"num_experts_per_tok": 9}, "model.experts.top_k=9"),
+    ("deepseek_v3", {"n_group": 7}, "model.experts.groups=7"),
+    ("deepseek_v3", {"v_head_dim": 25}, "model.latent.v_dim=25"),
+    # Two keys that contradict each other.
+    ("mixtral", {"num_local_experts": 8, "num_experts": 4}, "num_experts=4"),
+    ("llama", {"rope_scaling": YARN_ROPE, "rope_parameters": LINEAR_ROPE}, "rope_scaling="),
+    ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0"),
+    (
+        "llama",
+        {"rope_scaling": YARN_ROPE, "original_max_position_embeddings": 64},
+        "original_max_position_embeddings=64",
+    ),
+    (
+        "gemma3_text",
+        {"rope_scaling": LINEAR_ROPE, "rope_parameters": {FULL: {"rope_theta": 1e6}}},
+        "rope_scaling=",
+    ),
+    (
+        "gemma3_text",
+        {"rope_local_base_freq": 7, "rope_parameters": {WINDOWED: {"rope_theta": 1e4}}},
+        "rope_local_base_freq=7",
+    ),
+    (
+        "gemma3_text",
+        {"layer_types": [WINDOWED] * 4, "sliding_window_pattern": 3},
+        "sliding_window_pattern=3",
+    ),
+    (
+        "deepseek_v3",
+        {"num_mtp_layers": 2, "num_nextn_predict_layers": 1},
+        "num_mtp_layers=2",
+    ),
+    # Parts of rope.
+    ("llama", {"rope_scaling": YARN_ROPE | {"type": "linear"}}, "rope_scaling.type='linear'"),
+    ("llama", {"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type='dynamic'"),
+    ("llama", {"rope_scaling": YARN_ROPE | {"truncate": None}}, "truncate=None"),
+    ("llama", {"rope_scaling": YARN_ROPE | {"attention_factor": 0.0}}, "attention_factor=0.0"),
+    ("llama", {"rope_scaling": YARN_ROPE | {"factor": None}}, "factor=None"),
+    ("llama", {"rope_scaling": LINEAR_ROPE | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
+    *(
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE, key: None}},
+            f"{key}=None",
+        )
+        for key in ("factor", "low_freq_factor", "high_freq_factor")
+    ),
+    ("deepseek_v3", {"rope_scaling": LINEAR_ROPE | {"mscale_all_dim": 1}}, "mscale_all_dim=1"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {WINDOWED: {"rope_type": "linear"}}},
+        "rope_parameters.rope_type='linear'",
+    ),
+    # Layers of two kinds that one first layer with a window cannot express.
+    ("qwen2", SWITCHED_ON | {"layer_types": [WINDOWED, FULL] * 2}, "layer_types="),
+    (
+        "qwen2",
+        SWITCHED_ON | {"layer_types": [FULL, FULL, FULL, WINDOWED], "max_window_layers": 1},
+        "max_window_layers=1",
+    ),
+    ("mistral", {"layer_types": [FULL, FULL, WINDOWED, WINDOWED]}, "layer_types="),
+    ("mistral", {"layer_types": [FULL] * 4}, "layer_types="),
+    ("qwen3", SWITCHED_ON | {"layer_types": WINDOWED}, "layer_types="),
+]
+
+
+@pytest.mark.parametrize(("model_type", "keys", "named"), WITH_OTHER_KEYS)
+def test_keys_that_do_not_fit_together_are_refused_by_one_of_them(model_type, keys, named):
+    with pytest.raises(UserError, match=f"^{re.escape(named)}.*: .{{8}}"):
+        parse_config(raw(model_type, **keys))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"llama"', "", "[" * 100_000, None])
+def test_a_config_that_is_no_json_object_is_refused_by_its_path(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+EXPRESSIBLE = [
+    ("llama", LLAMA),
+    ("llama", change(LLAMA, rope_scaling=LLAMA3, rope_theta=5e5, tied_embeddings=True)),
+    ("llama", change(LLAMA, rope_scaling=change(YARN, attention_factor=1.5))),
+    ("llama", change(LLAMA, rope_scaling=LINEAR, head_dim=32)),
+    ("mistral", change(LLAMA, sliding_window=7)),
+    ("mistral", change(LLAMA, d_model=72, num_heads=5, num_kv_heads=1)),
+    ("qwen2", QWEN2),
+    ("qwen2", change(QWEN2, sliding_window=9, first_window_layer=2)),
+    ("qwen3", QWEN3),
+    ("qwen3", change(QWEN3, sliding_window=9)),
+    ("olmo2", change(OLMO2, norm_eps=1e-6)),
+    ("gemma3_text", change(GEMMA3, query_scale=0.0)),
+    ("gemma3_text", change(GEMMA3, query_scale=168.0, sliding_window=9, full_attention_every=2)),
+    ("gemma3_text", change(GEMMA3, rope_scaling=LINEAR, tied_embeddings=False)),
+    ("gpt_oss", GPT_OSS),
+    ("gpt_oss", change(GPT_OSS, rope_scaling=YARN, sliding_window=9)),
+    ("mixtral", MIXTRAL),
+    ("mixtral", change(MIXTRAL, experts={"num": 4, "top_k": 1}, sliding_window=7)),
+    ("qwen3_moe", QWEN3_MOE),
+    ("qwen3_moe", change(QWEN3_MOE, experts={"dense_layers": 2, "normalize": True})),
+    ("qwen3_moe", change(QWEN3_MOE, sliding_window=9, rope_scaling=YARN)),
+    ("deepseek_v3", DEEPSEEK),
+    ("deepseek_v3", change(DEEPSEEK, experts=None)),
+    ("deepseek_v3", change(DEEPSEEK, experts={"shared": 3, "groups": 1, "groups_per_token": 1})),
+    (
+        "deepseek_v3",
+        change(DEEPSEEK, latent={"q_rank": 0}, rope_scaling=change(YARN, mscale_all_dim=1.0)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "cfg"), EXPRESSIBLE)
+def test_a_written_config_reads_back_as_the_same_model(model_type, cfg):
+    written = config_dict(cfg, max_position_embeddings=512, dtype="bfloat16")
+    assert written["model_type"] == model_type
+    assert written["max_position_embeddings"] == 512
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    assert parse_config(json.loads(json.dumps(written))) == cfg
+
+
+def test_an_ntk_stretch_is_written_as_the_base_that_it_is():
+    cfg = change(LLAMA, rope_scaling=RopeScaling(kind="ntk", factor=4.0))
+    read = parse_config(config_dict(cfg, max_position_embeddings=512, dtype="float32"))
+    assert read == change(LLAMA, rope_theta=read.rope_theta)
+    np.testing.assert_array_equal(frequencies(read), frequencies(cfg))
+
+
+def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
+    cfg = change(LLAMA, sliding_window=8, first_window_layer=4)
+    written = config_dict(cfg, max_position_embeddings=512, dtype="float32")
+    assert written["model_type"] == "llama" and parse_config(written) == LLAMA
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        change(LLAMA, norm_placement="post"),
+        change(LLAMA, norm_placement="post", qk_norm="head"),
+        change(LLAMA, qk_norm="full"),
+        change(QWEN3, qkv_bias=True),
+        change(OLMO2, sliding_window=8),
+        change(LLAMA, sliding_window=8, first_window_layer=1),
+        change(MIXTRAL, experts={"normalize": False}),
+        change(MIXTRAL, experts={"shared": 1}),
+        change(MIXTRAL, experts={"dense_layers": 1}),
+        change(MIXTRAL, experts={"bias": True}),
+        change(QWEN3_MOE, experts={"scores": "sigmoid"}),
+        change(QWEN3_MOE, experts={"scale": 2.0}),
+        change(DEEPSEEK, experts={"scores": "softmax"}),
+        change(DEEPSEEK, experts={"bias": False}),
+        change(DEEPSEEK, experts={"shared": 0}),
+        change(DEEPSEEK, sliding_window=8),
+        change(LLAMA, qk_norm="full", experts=Experts()),
+        change(GPT_OSS, experts={"biases": False}),
+        change(GPT_OSS, attention_sinks=False),
+        change(GPT_OSS, rope_theta_local=1e4),
+        change(LLAMA, norm_placement="both"),
+        change(LLAMA, query_scale=8.0),
+        change(LLAMA, sliding_window=8, full_attention_every=2),
+        change(GEMMA3, activation="silu"),
+        change(GEMMA3, query_scale=0.5),
+        change(GEMMA3, rope_theta_local=0.0),
+        change(GEMMA3, full_attention_every=0, rope_theta_local=0.0),
+    ],
+)
+def test_a_model_that_no_family_computes_is_not_written(cfg):
+    with pytest.raises(UserError, match=r"^model.*: "):
+        config_dict(cfg, max_position_embeddings=512, dtype="float32")

@@ -1,0 +1,195 @@
+"""Every key that today's `transformers` reads for a ported family is read or refused here, or changes no output."""
+
+import ast
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.paths import HF
+from ultrascale_jax.config import UserError
+from ultrascale_jax.huggingface.config import parse_config, read_config
+from ultrascale_jax.huggingface.families import FAMILIES, HARMLESS
+from ultrascale_jax.huggingface.remarks import known_keys, remarks
+
+FOLDERS = sorted(HF.iterdir())
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+"""Values with which the keys of a window are read."""
+BASE = (
+    *("configuration_utils.py", "modeling_rope_utils.py", "modeling_utils.py", "masking_utils.py"),
+    *("integrations/moe.py", "integrations/heterogeneity/configuration_utils.py"),
+)
+CONFIGS = ("config", "self.config", "text_config", "effective_config", "layer_config")
+"""Names of a model's configuration there."""
+OTHERS = (
+    # Compared or called where a configuration has them: no ported family has one.
+    *("embed_dim", "num_heads", "validate"),
+    # Of modules of multi-token prediction, where another family has them.
+    "first_k_dense_replace",
+    # Of models with vision.
+    *("text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
+)
+"""Names that the files read, but that no ported family has."""
+
+
+@functools.cache
+def keys_read(path: Path) -> set[str]:
+    """Keys of a model's configuration that a file of `transformers` reads or declares, but for Gemma's vision."""
+    keys: set[str] = set()
+    about_configs = path.name.startswith("configuration") or "rope" in path.name
+    holders = (*CONFIGS, "self") if about_configs else CONFIGS
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and about_configs:
+            declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+            declared = [one for one in declared if "ClassVar" not in ast.unparse(one.annotation)]
+            if node.name.endswith("Config") and node.name != "Gemma3Config":
+                keys |= {one.target.id for one in declared}
+                assigned = [one for one in node.body if isinstance(one, ast.Assign)]
+                maps = [one for one in assigned if ast.unparse(one.targets[0]) == "attribute_map"]
+                keys |= {key for one in maps for key in ast.literal_eval(one.value)}
+        elif isinstance(node, ast.FunctionDef):
+            if node.name in ("__post_init__", "convert_rope_params_to_dict"):
+                keys |= {key for call in ast.walk(node) for key in popped(call)}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in CONFIGS:
+            keys.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            holder, name = map(ast.unparse, node.args[:2])
+            if holder in holders and isinstance(node.args[1], ast.Constant):
+                keys.add(ast.literal_eval(name))
+    return keys
+
+
+def popped(node: ast.AST) -> set[str]:
+    """Keys that a call takes from the keyword arguments of a configuration."""
+    takes = isinstance(node, ast.Call) and ast.unparse(node.func) in ("kwargs.pop", "kwargs.get")
+    named = takes and isinstance(node.args[0], ast.Constant)
+    return {ast.literal_eval(node.args[0])} if named else set()
+
+
+@functools.cache
+def no_keys(path: Path) -> set[str]:
+    """Methods and class attributes of the configurations that a file declares, which no file of a model sets."""
+    keys: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "ConfigMixin")):
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef) and "setter" not in ast.unparse(one):
+                    keys.add(one.name)
+                if isinstance(one, ast.AnnAssign) and "ClassVar" in ast.unparse(one.annotation):
+                    keys.add(one.target.id)
+    return keys - {"per_layer_config", "rope_scaling"}
+
+
+def sources() -> Path:
+    spec = importlib.util.find_spec("transformers")  # nothing is imported
+    return Path(spec.submodule_search_locations[0])
+
+
+def config_of(model_type: str) -> dict:
+    for folder in FOLDERS:
+        config = json.loads((folder / "config.json").read_text())
+        if config["model_type"] == model_type:
+            return config | (WINDOW if FAMILIES[model_type].window in ("all", "upper") else {})
+    raise AssertionError(f"tests/data/hf has no {model_type}")
+
+
+def is_refused(model_type: str, key: str) -> bool:
+    """Whether a value that no key has is refused for this key, which shows that the key is read."""
+    try:
+        parse_config(config_of(model_type) | {key: ["weird"]})
+    except UserError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_key_that_transformers_reads_is_read_or_refused_or_changes_no_output(model_type):
+    root, name = sources(), model_type.removesuffix("_text")
+    base = set().union(*(keys_read(root / path) - no_keys(root / path) for path in BASE))
+    own = root / "models" / name
+    keys = base | keys_read(own / f"modeling_{name}.py")
+    keys |= keys_read(own / f"configuration_{name}.py")
+    assert {"per_layer_config", "rope_parameters", "layer_types", "quantization_config"} <= base
+    assert {"hidden_size", "intermediate_size", "vocab_size"} <= keys
+    methods = set().union(*(no_keys(root / path) for path in BASE))
+    open_keys = keys - methods - HARMLESS - set(OTHERS)
+    unread = [key for key in open_keys if key[:1] != "_" and not is_refused(model_type, key)]
+    assert unread == [], (
+        "read them, or refuse them in ALLOWED, or list them in HARMLESS if no output changes"
+    )
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_key_that_is_called_known_is_read_or_listed_as_harmless(model_type):
+    keys = known_keys(model_type) - HARMLESS
+    assert [key for key in keys if not is_refused(model_type, key)] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_folder_that_transformers_saved_has_no_key_that_means_nothing(folder):
+    expected = ["config.json has ['is_llama_config'], which mean nothing to llama"]
+    assert remarks(folder) == (expected if folder.name == "smollm2" else [])
+
+
+def test_keys_without_meaning_or_that_stand_twice_are_told_and_two_values_refused(tmp_path):
+    text = json.dumps(config_of("llama") | {"ep_size": 1, "use_sliding_window": False})
+    path = tmp_path / "config.json"
+    path.write_text(text.replace("{", '{"vocab_size": 64, "torch_dtype": "float16", ', 1))
+    assert read_config(path) == parse_config(config_of("llama"))
+    assert remarks(tmp_path) == [
+        "config.json gives ['torch_dtype', 'vocab_size'] twice, the same",
+        "config.json has ['ep_size', 'use_sliding_window'], which mean nothing to llama",
+    ]
+    path.write_text(text.replace("{", '{"vocab_size": 255, ', 1))
+    with pytest.raises(
+        UserError, match=r"config\.json': gives 'vocab_size' two values, 255 and 64"
+    ):
+        read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "unread"),
+    [
+        ("qwen3", {"rope_type": "default", "mrope_section": [2, 3, 3]}, "mrope_section"),
+        (
+            "qwen3",
+            {"rope_type": "linear", "factor": 2, "attention_factor": 3.0},
+            "attention_factor",
+        ),
+        ("qwen3", {"type": "yarn", "factor": 2, "beta_fats": 3.0}, "beta_fats"),
+        ("gemma3_text", {"full_attention": {"rope_theta": 7, "beta_fast": 3}}, "beta_fast"),
+    ],
+)
+def test_keys_of_rope_that_its_type_does_not_read_are_told(tmp_path, model_type, rope, unread):
+    config = config_of(model_type) | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert parse_config(config)
+    told = f"config.json has ['{unread}'] in rope_parameters, which mean nothing to its rope_type"
+    assert remarks(tmp_path) == [told]
+
+
+def test_token_ids_that_no_token_has_are_told_and_a_generation_config_that_is_no_json_refused(
+    tmp_path,
+):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama") | {"pad_token_id": -1}))
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [2, 64], "bos_token_id": "<s>", "top_k": 5}))
+    assert remarks(tmp_path) == [
+        "config.json has pad_token_id=-1, which is none of the 64 tokens",
+        "generation_config.json has bos_token_id='<s>', which is none of the 64 tokens",
+        "generation_config.json has eos_token_id=64, which is none of the 64 tokens",
+    ]
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json': is not JSON"):
+        remarks(tmp_path)
+
+
+def test_a_config_may_begin_with_a_byte_order_mark_and_is_utf_8(tmp_path):
+    path, text = tmp_path / "config.json", json.dumps(config_of("qwen3"))
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_config(tmp_path) == parse_config(json.loads(text))
+    path.write_text(text, encoding="utf-16")
+    with pytest.raises(UserError, match=r"config\.json': is not JSON .*iconv -f UTF-16 -t UTF-8"):
+        read_config(tmp_path)
