@@ -1,10 +1,12 @@
-"""A real S3 server on loopback (moto's), and what tests ask of it."""
+"""A real S3 server on loopback (moto's), and the fixtures of tests with object storage."""
 
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsspec
+import pytest
 from moto.server import ThreadedMotoServer
 
 BUCKET = "bucket"
@@ -40,3 +42,26 @@ def serving() -> Iterator[dict[str, str]]:
 def client():
     """The file system of the server in this process's environment."""
     return fsspec.filesystem("s3", use_listings_cache=False)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[dict[str, str]]:
+    """A server on loopback; the environment of its clients."""
+    with serving() as environment:
+        yield environment
+
+
+@pytest.fixture(params=["memory", "s3"])
+def url(request, tmp_path) -> str:
+    """An empty place in object storage, in this process or on a server."""
+    if request.param == "s3":
+        request.getfixturevalue("s3_server")
+    return f"{request.param}://{BUCKET}/{tmp_path.name}"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> Path:
+    """A cache that is empty."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder

@@ -69,9 +69,9 @@ def some_module[M](make: Callable[[], M], *, std: float, norm: float = 1.0) -> M
     return jax.tree_util.tree_map_with_path(numbers, jax.eval_shape(make))
 
 
-def random_state(cfg: Config, mesh: Mesh) -> TrainState:
+def random_state(cfg: Config, mesh: Mesh, seed: int = 1) -> TrainState:
     """A state whose numbers are all different, moments and counters included."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
 
     def leaf(like):
         return jax.device_put(rng.normal(size=like.shape).astype(like.dtype), like.sharding)

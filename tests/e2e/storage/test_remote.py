@@ -1,0 +1,139 @@
+"""Objects by URL: whole, exclusive where asked, and one clear line for what cannot be."""
+
+import fsspec
+import pytest
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.storage.cache import cache_folder, fetch
+from ultrascale_jax.storage.remote import (
+    Remote,
+    RemoteError,
+    RemoteRefused,
+    asking,
+    is_url,
+    matching,
+)
+
+
+def test_objects_are_written_listed_read_and_removed(url, tmp_path):
+    remote = Remote(url)
+    assert remote.files() == {} and remote.read("a") is None
+    remote.write("a", b"one")
+    (tmp_path / "empty").touch()
+    remote.upload(tmp_path / "empty", "b/c")
+    assert remote.files() == {"a": 3, "b/c": 0}
+    assert remote.files("b") == {"b/c": 0}
+    remote.write("b/d", b"one")
+    remote.download("b/d", tmp_path / "d")
+    assert (tmp_path / "d").read_bytes() == remote.read("a") == b"one"
+    remote.remove(["a", "b/c", "was/never"])
+    assert remote.files() == {"b/d": 3}
+    with pytest.raises(UserError, match="has 3 bytes, more than it should"):
+        remote.read("b/d", most=2)
+    with pytest.raises(RemoteError, match="there is no such object"):
+        remote.download("a", tmp_path / "a")
+
+
+def test_an_object_is_created_only_once(url):
+    remote = Remote(url)
+    assert remote.create("lock", b"a") and not remote.create("lock", b"b")
+    assert remote.read("lock") == b"a"
+
+
+def test_a_pattern_matches_objects_in_order_as_on_a_disk(url):
+    names = ("a.txt", ".DS_Store", "._a.txt", ".git/b.txt", "c/.d/e.txt", "c/f.txt", "c/g.json")
+    names += ("a[1].txt", "a1.txt", "p [v2]/b.txt", "p v/b.txt", "p [v2]/c [1]/d.txt")
+    for name in names:
+        Remote(url).write(name, b"four")
+
+    def matched(pattern):
+        return [str(file).removeprefix(f"{url}/") for file in matching(f"{url}/{pattern}")]
+
+    assert matched("*") == ["a.txt", "a1.txt", "a[1].txt"]
+    assert matched("c/**") == ["c/f.txt", "c/g.json"]
+    assert matched("**/f*.txt") == ["c/f.txt"]
+    # The hidden are matched by name only.
+    assert matched(".git/*") == [".git/b.txt"]
+    assert matched("._*") == matched("._a.txt") == ["._a.txt"]
+    assert matched("c/.*/*.txt") == ["c/.d/e.txt"]
+    # An object that exists is no pattern.
+    assert matched("a[1].txt") == ["a[1].txt"]
+    assert matched("a[0-9].txt") == ["a1.txt"]
+    assert matched("p [v2]/*.txt") == ["p [v2]/b.txt"]
+    assert matched("p [v2]/c [1]/*") == ["p [v2]/c [1]/d.txt"]
+    assert matched("none/[ab]*") == matched("none*") == []
+    (file,) = matching(f"{url}/c/*.json")
+    assert (file.name, file.stem, file.suffix) == ("g.json", "g", ".json")
+    assert file.stat().st_size == 4 and file.open().read() == b"four"
+
+
+def test_a_name_that_leads_out_of_a_folder_is_refused(url):
+    Remote(url).write("40/../../evil", b"")
+    with pytest.raises(UserError, match="holds an object named"):
+        Remote(url).files()
+
+
+def test_a_cache_that_cannot_be_made_is_one_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be made \(.*Not a directory.*XDG_CACHE_HOME$"):
+        cache_folder("tokens")
+
+
+def test_an_object_is_fetched_once_and_only_if_it_is_what_it_should_be(url, tmp_path):
+    remote, sha256 = Remote(url), "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"
+    remote.write("a", b"foo")
+    for size, digest, message in [(4, sha256, "has 3 bytes, not 4"), (3, "0", "has other bytes")]:
+        with pytest.raises(UserError, match=message):
+            fetch(remote, "a", tmp_path / "a", size=size, sha256=digest)
+        assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
+    fetch(remote, "a", tmp_path / "a", size=3, sha256=sha256)
+    remote.remove(["a"])
+    fetch(remote, "a", tmp_path / "a", size=3, sha256=sha256)
+    assert (tmp_path / "a").read_bytes() == b"foo"
+
+
+def test_a_missing_bucket_is_one_clear_line(s3_server):
+    remote = Remote("s3://nowhere/run")
+    assert remote.read("a") is None and remote.files() == {}
+    with pytest.raises(RemoteRefused, match="s3://nowhere/run: there is no such bucket") as caught:
+        remote.write("a", b"")
+    assert caught.value.exit_code == 2
+
+
+def test_missing_credentials_are_one_clear_line(s3_server, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(RemoteRefused, match=r"no credentials .* set AWS_ACCESS_KEY_ID"):
+        Remote("s3://bucket/run").read("a")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_a_missing_right_is_told_from_a_network_that_is_gone():
+    with pytest.raises(RemoteRefused, match=r"access denied .* list, read, write and delete"):
+        with asking("s3://a"):
+            raise PermissionError("Forbidden")
+    with pytest.raises(RemoteError, match="s3://a: Connection reset") as caught:
+        with asking("s3://a"):
+            raise ConnectionResetError("Connection reset")
+    assert caught.value.exit_code == 70
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")]
+)
+def test_a_missing_package_names_the_extra(monkeypatch, url, package, extra):
+    def missing(name, **options):
+        raise ImportError(package)
+
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    with pytest.raises(UserError, match=rf"pip install 'ultrascale_jax\[{extra}\]'"):
+        Remote(f"{url}://bucket/a")
+
+
+def test_another_scheme_is_refused_and_a_path_is_no_url():
+    with pytest.raises(UserError, match="s4"):
+        Remote("s4://bucket/a")
+    assert is_url("gs://a/b") and not is_url("out/run") and not is_url("C:/x") and not is_url("")

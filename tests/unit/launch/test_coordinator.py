@@ -1,0 +1,94 @@
+"""Process 0's port before JAX has it. tests/e2e/launch/test_joining.py has the wait for the others."""
+
+import socket
+
+import pytest
+
+from ultrascale_jax.cli.launch import free_port
+from ultrascale_jax.config import UserError
+from ultrascale_jax.launch.coordinator import reserved
+from ultrascale_jax.launch.events import ATTEMPT
+from ultrascale_jax.launch.run_lock import NotNow
+
+
+def say_nothing(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "interface"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("[::1]", "[::1]"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("[::]", "[::]"),
+        ("localhost", "127.0.0.1"),
+        # A name that is not known, as that of a pod that starts: JAX asks for it again.
+        ("no-such-host.invalid", "[::]"),
+    ],
+)
+def test_the_coordinator_listens_at_the_interface_of_its_address(host, interface):
+    port = free_port()
+    with reserved(f"{host}:{port}", say_nothing) as place:
+        assert place == f"{interface}:{port}"
+
+
+def test_a_host_that_knows_its_name_as_a_loopback_listens_at_all_interfaces(monkeypatch):
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    port = free_port()
+    with reserved(f"gpu03:{port}", say_nothing) as place:
+        assert place == f"[::]:{port}"
+
+
+def test_process_0_on_the_wrong_host_is_told_and_listens_at_all_interfaces():
+    told = []
+    port = free_port()
+    with reserved(f"192.0.2.77:{port}", told.append) as place:
+        assert place == f"[::]:{port}"
+    assert len(told) == 1 and "is no address of this host" in told[0]
+
+
+def test_a_host_without_ipv6_listens_at_all_interfaces_of_the_other_kind(monkeypatch):
+    class Socket(socket.socket):
+        def __init__(self, family=-1, *rest, **named):
+            if family == socket.AF_INET6:
+                raise OSError(97, "Address family not supported by protocol")
+            super().__init__(family, *rest, **named)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    told = []
+    port = free_port()
+    with reserved(f"192.0.2.7:{port}", told.append) as place:
+        assert place == f"0.0.0.0:{port}"
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_port_in_use_is_told_and_may_be_free_at_a_supervisors_next_attempt(
+    monkeypatch, supervised
+):
+    if supervised:
+        monkeypatch.setenv(ATTEMPT, "1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with (
+            pytest.raises(UserError, match=f"^dist.address='{address}': process 0 ") as refused,
+            reserved(address, say_nothing),
+        ):
+            pass
+    assert isinstance(refused.value, NotNow) is supervised
+
+
+def test_who_reserves_a_port_shares_it_only_with_one_that_wants_to_share():
+    address = f"127.0.0.1:{free_port()}"
+    with reserved(address, say_nothing), socket.socket() as other:
+        where = ("127.0.0.1", int(address.rpartition(":")[2]))
+        with pytest.raises(OSError, match="in use"):
+            other.bind(where)
+        # As JAX's server does.
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(where)
+        other.listen()

@@ -1,0 +1,89 @@
+"""`events.jsonl`: whole lines from many writers, and no fault of the disk or of a line that stops a run."""
+
+import io
+import json
+import math
+import os
+import threading
+import time
+
+import pytest
+
+from ultrascale_jax.launch.events import (
+    ATTEMPT,
+    FILE_NAME,
+    Events,
+    boot,
+    read_events,
+    say,
+    to_json,
+)
+
+
+def test_an_event_says_who_when_and_what(tmp_path, monkeypatch):
+    monkeypatch.setenv(ATTEMPT, "2")
+    Events(tmp_path / "run", rank=1).record("saved", step=5, seconds=0.5)
+    (event,) = read_events(tmp_path / "run")
+    assert (event["kind"], event["rank"], event["attempt"]) == ("saved", 1, 2)
+    assert (event["step"], event["seconds"], event["pid"]) == (5, 0.5, os.getpid())
+    # Also by a clock that nobody sets, and which start of the machine it counts from.
+    assert 0 <= event["monotonic"] <= time.monotonic() and event["boot"] == boot()
+
+
+def test_lines_of_many_writers_do_not_mix(tmp_path):
+    def write(rank):
+        for n in range(200):
+            Events(tmp_path, rank).record("row", n=n, filling="x" * 5000)
+
+    writers = [threading.Thread(target=write, args=(rank,)) for rank in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    rows = [(event["rank"], event["n"]) for event in read_events(tmp_path)]
+    assert sorted(rows) == [(rank, n) for rank in range(3) for n in range(200)]
+
+
+def test_a_line_that_is_no_event_is_left_out(tmp_path):
+    events = Events(tmp_path, rank=0)
+    events.record("first")
+    with open(tmp_path / FILE_NAME, "a") as file:
+        file.write('{"time": 1.0, "ki\n[1]\n{"time": "x", "kind": "y"}\n{"time": 1}\n')
+        for number in ("9" * 5000, "9" * 400, "NaN", "Infinity", "true", "[" * 5000):
+            file.write(f'{{"time": {number}, "kind": "z"}}\n')
+        file.write(f'{{"time": 1.0, "kind": "z", "step": {"9" * 5000}}}\n')
+    events.record("second")
+    assert [event["kind"] for event in read_events(tmp_path)] == ["first", "second"]
+    assert read_events(tmp_path / "nothing") == []
+
+
+def test_a_disk_that_takes_or_gives_no_event_stops_nothing(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    Events(tmp_path / "file", rank=0).record("saved")
+    assert "event saved was not written" in capsys.readouterr().err
+    # Links that lead to each other: an OSError for everybody, root too.
+    (tmp_path / FILE_NAME).symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / FILE_NAME)
+    assert read_events(tmp_path) == []
+    (tmp_path / "run" / FILE_NAME).mkdir(parents=True)
+    assert read_events(tmp_path / "run") == []
+    assert "cannot be read: " in capsys.readouterr().err
+
+
+def test_a_console_that_is_full_closed_or_lacks_a_character_stops_nothing():
+    with open("/dev/full", "w") as full:
+        say("anything", full)
+        with pytest.raises(OSError, match="No space left"):
+            print("anything", file=full, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    for encoding, shown in (("ascii", b"\\xfc \\udcff\n"), ("utf-8", b"\xc3\xbc \\udcff\n")):
+        console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        say("\u00fc \udcff", console)
+        assert console.buffer.getvalue() == shown
+        console.close()
+        say("anything", console)
+
+
+def test_numbers_that_are_not_finite_are_null_at_any_depth():
+    row = {"loss": math.nan, "none": None, "losses": [math.inf, {"mean": -math.inf, "n": 1}]}
+    assert json.loads(to_json(row)) == {"loss": None, "losses": [None, {"mean": None, "n": 1}]}
