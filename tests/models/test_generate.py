@@ -1,4 +1,4 @@
-"""Generation through a pipeline: the tokens are those of one device, however the layers rest."""
+"""Generation by the model of a pipeline: the tokens are those of one device, however the layers rest."""
 
 import dataclasses
 import math
@@ -22,6 +22,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import gather_stages
 
 LAYERS = 5
 LLAMA = ModelConfig(
@@ -81,7 +82,7 @@ def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.
     prompts = np.arange(16, dtype=np.int32).reshape(4, 4)
     with jax.set_mesh(mesh):
         found = generate(
-            large(cfg, mesh),
+            gather_stages(large(cfg, mesh)),
             prompts,
             8,
             lengths_B=[4, 2, 3, 4],
@@ -108,7 +109,7 @@ def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.
         ("llama", {"pp": 2, "tp": 4}, "zb_v"),
     ],
 )
-def test_a_pipeline_writes_what_one_device_writes(model, sizes, schedule):
+def test_the_gathered_stages_of_a_pipeline_write_what_one_device_writes(model, sizes, schedule):
     found = tokens(MODELS[model], sizes, PipelineConfig(schedule=schedule))
     np.testing.assert_array_equal(found, tokens(MODELS[model], {}, PipelineConfig()))
     assert len(np.unique(found)) > 8

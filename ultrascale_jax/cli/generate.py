@@ -65,15 +65,18 @@ def _require_utf8(name: str, text: str) -> None:
 
 
 def loaded(options: Options, mesh: "Mesh") -> tuple[Config, "Transformer"]:
-    """Return config and parameters of the run's checkpoint or the Hugging Face folder."""
+    """Return config and parameters of the run's checkpoint or the Hugging Face folder, all layers on every rank."""
     from ultrascale_jax.checkpoint.load_params import load_params
+    from ultrascale_jax.train_step.state import gather_stages
 
     folder = Path(options.model)
-    if not is_huggingface(folder):
-        return load_params(folder, mesh, options.step)
-    cfg, _ = huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
-    cfg = replace(cfg, mesh=MeshConfig(**dict(mesh.shape)))
-    return cfg, load_huggingface(folder, cfg, mesh)
+    if is_huggingface(folder):
+        cfg, _ = huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
+        cfg = replace(cfg, mesh=MeshConfig(**dict(mesh.shape)))
+        params = load_huggingface(folder, cfg, mesh)
+    else:
+        cfg, params = load_params(folder, mesh, options.step)
+    return cfg, gather_stages(params)
 
 
 def sample(

@@ -1,28 +1,18 @@
-"""Sampling with a key/value cache: one pass over the prompt, then one token at a time inside one compiled scan.
+"""Sampling with a key/value cache: one pass over the prompt, then one token at a time inside one compiled scan."""
 
-In a pipeline the tokens visit the ranks one after the other. All of them compute at every visit, so that no collective
-stands in a branch; what the others make of it is thrown away, and costs no time, as they would wait.
-"""
-
-import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require, require_type
 from ultrascale_jax.models.inputs import NATURAL, LayerInputs, check_ids
 from ultrascale_jax.models.layers import gather_sequence
-from ultrascale_jax.models.stack import cut
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import check_mesh_is_set
-from ultrascale_jax.sharding.rules import VOCABULARY, act, mesh_size, specs, vary
+from ultrascale_jax.sharding.rules import VOCABULARY, act, mesh_size
 
 PROMPT_STEP = 64
 """Prompts are padded to multiples of so many tokens: as many lengths share a program, as in a chat."""
@@ -42,7 +32,7 @@ def generate(
     """Continue each row of `prompt_BP` (`[B, P]` int32) by `num_tokens`; call it inside the model's mesh.
 
     Args:
-      model: the decoder, its parameters as stored.
+      model: the decoder, its parameters as stored; of a pipeline `gather_stages(model)`.
       prompt_BP: token ids; B must be divisible by dp*fsdp*ep.
       num_tokens: how many to sample.
       lengths_B: tokens of each row's prompt, which begins the row; without it all of them. Rows of similar lengths cost
@@ -137,8 +127,8 @@ def _generate(
     cfg = model.cfg
     (rows, padded), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
     steps = given_SB.shape[0]
-    shape = (sum(map(len, model.orders)), rows, padded + steps, kv_heads, cfg.head_dim)
-    empty = jnp.zeros(shape, dtype, out_sharding=_stacked("BSKH"))
+    shape = (cfg.num_layers, rows, padded + steps, kv_heads, cfg.head_dim)
+    empty = jnp.zeros(shape, dtype, out_sharding=act("LBSKH"))
     head = model.head_weight(dtype)
 
     def advance(tokens_BT, cache, count=1):
@@ -146,11 +136,12 @@ def _generate(
         start = cache[2]
         places = start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         positions_BT = jax.reshard(jnp.broadcast_to(places, tokens_BT.shape), act("BT"))
-        x_BRD, new_cache = _hidden(model, tokens_BT, positions_BT, dtype, cache)
-        assert new_cache is not None
-        x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(x_BRD, count - 1, 1, 1), "V")
+        inputs = LayerInputs.of(cfg, positions_BT, context=NATURAL, dtype=dtype, cache=cache)
+        out = model(tokens_BT, inputs)
+        assert out.cache is not None  # the inputs have one
+        x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(out.x_BRD, count - 1, 1, 1), "V")
         logits = model.unembed(x_BTD, head)
-        return jax.reshard(logits[:, 0], act("B_")), (*new_cache[:2], start + count)
+        return jax.reshard(logits[:, 0], act("B_")), (*out.cache[:2], start + count)
 
     def choose(logits, key, given_B):
         sampled_B = _sample(logits, key, temperature, top_k)
@@ -181,89 +172,3 @@ def _sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int) -
         logits = jnp.where(logits < lowest, -jnp.inf, logits)
     noise = jax.random.gumbel(key, logits.shape, out_sharding=act("B_"))
     return jnp.argmax(logits / temperature + noise, axis=-1).astype(jnp.int32)
-
-
-def _stacked(dims: str) -> P:
-    """Return the sharding of arrays that are stacked as the layers are."""
-    return P("pp" if mesh_size("pp") > 1 else None, *act(dims).partitions)
-
-
-def _hidden(model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, dtype, cache):
-    """Return hidden states `[B, R, D]` after the final norm, and the cache with these positions added.
-
-    The cache: keys and values `[L, B, S, K, H]`, and how many positions are filled. Each device has a row for each row
-    that it has of the stacks, one stack after the other.
-    """
-    if mesh_size("pp") == 1:
-        inputs = LayerInputs.of(model.cfg, positions_BT, context=NATURAL, dtype=dtype, cache=cache)
-        out = model(tokens_BT, inputs)
-        assert out.cache is not None  # the inputs have one
-        return out.x_BRD, out.cache
-    *kv, start = cache
-    x_BRD = model.embedding(tokens_BT, dtype)
-    run = smap(
-        functools.partial(_visit_all, model.cfg, dtype, _visits(model)),
-        in_specs=(specs(model.stacks), _stacked("BSKH"), act("BRD"), act("BT"), P()),
-        out_specs=(act("BRD"), _stacked("BTKH")),
-    )
-    x_BRD, kv = run(model.stacks, kv, x_BRD, positions_BT, start)
-    kv = jax.reshard(kv, _stacked("BSKH"))  # which moves nothing: no axis splits the sequence
-    return model.normed(x_BRD), (*kv, start + tokens_BT.shape[1])
-
-
-def _visit_all(cfg, dtype, visits, stacks, kv, x_BRD, positions_BT, start):
-    """Return, of this device's shards, the residual stream after all layers, and its own layers' keys and values."""
-    inputs = LayerInputs.of(cfg, positions_BT, context=NATURAL, dtype=dtype)
-    for visit in visits:
-        first, count = visit.first_row, len(visit.layers)
-
-        def layer(x_BRD, part, window=visit.window):
-            block, kv, full = part
-            visit_inputs = dataclasses.replace(inputs, window=window, cache=(*kv, start))
-            layer_inputs = visit_inputs.of_layer((kv, None, full))
-            x_BRD, _, kv, _ = block.gather_params(layer_inputs)(x_BRD, layer_inputs)
-            return x_BRD, list(kv[:2])
-
-        full = None if inputs.full is None else inputs.full[visit.layers.start : visit.layers.stop]
-        block = cut(stacks[visit.stack], first, first + count)
-        first += sum(len(jax.tree.leaves(stack)[0]) for stack in stacks[: visit.stack])
-        part = block, cut(kv, first, first + count), full
-        out_BRD, new = jax.lax.scan(layer, vary(x_BRD, {"pp"}), part)
-        mine = jax.lax.axis_index("pp") == visit.rank
-        x_BRD = jax.lax.psum(jnp.where(mine, out_BRD, 0), "pp")
-        new = jax.tree.map(lambda n, old, mine=mine: jnp.where(mine, n, old), new, part[1])
-        kv = jax.tree.map(
-            lambda c, n, i=first: jax.lax.dynamic_update_slice_in_dim(c, n, i, 0), kv, new
-        )
-    return x_BRD, kv
-
-
-class Visit(NamedTuple):
-    """Consecutive layers with the same window, in consecutive rows of a rank's stack."""
-
-    rank: int
-    layers: range
-    stack: int
-    """Number of the stack."""
-    first_row: int
-    """Row of the first layer in the rank's part of the stack."""
-    window: int | None
-
-
-def _visits(model: Transformer) -> list[Visit]:
-    """Return the visits of the tokens to the ranks of a pipeline, in the order of the layers."""
-    places, ranks = model.rows, mesh_size("pp")
-
-    def run_of(layer: int) -> tuple:
-        """Return the values that layers of one run share; their rows follow each other as the layers do."""
-        stack, row = places[layer]
-        rank, row = divmod(row, len(model.orders[stack]) // ranks)
-        return rank, stack, row - layer, model.cfg.loop_window(layer)
-
-    visits = []
-    for (rank, stack, shift, window), group in itertools.groupby(range(len(places)), run_of):
-        members = list(group)
-        first = members[0]
-        layers = range(first, first + len(members))
-        visits.append(Visit(rank, layers, stack, first + shift, window))
-    return visits
