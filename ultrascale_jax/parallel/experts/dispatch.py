@@ -47,7 +47,7 @@ class Assignment(NamedTuple):
     def of(cls, places: jax.Array, num: int) -> "Assignment":
         """Sort the choices that go to `num` places."""
         flat = places.reshape(-1)
-        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        order = argsort(flat)
         index = jnp.arange(flat.size, dtype=jnp.int32)
         position = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
         counts = jnp.sum(flat[:, None] == jnp.arange(num)[None], axis=0, dtype=jnp.int32)
@@ -75,6 +75,15 @@ class Assignment(NamedTuple):
         choice = _pick(self.sorted, jnp.where(index < ends[-1], start + index, self.sorted.size))
         slots = Slots(choice, jnp.where(inside, offset, size))
         return slots, jnp.diff(ends, prepend=0)
+
+
+def argsort(keys: jax.Array) -> jax.Array:
+    """Return the int32 numbers that sort the last dim of `keys`, equal ones in their order.
+
+    `jnp.argsort` types them as equal on every device, as the numbers are before they are sorted.
+    """
+    numbers = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+    return jax.lax.sort((keys, vary(numbers, varying(keys))), num_keys=1)[1]
 
 
 def _pick(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -37,6 +37,7 @@ from ultrascale_jax.parallel.experts.capacity import (
 from ultrascale_jax.parallel.experts.dispatch import (
     Assignment,
     Slots,
+    argsort,
     combine,
     dispatch,
     exchange_tokens,
@@ -404,7 +405,7 @@ def _local_choices(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Ar
     ids = jnp.where((ids >= 0) & (ids < num), ids, num)
     if num >= ids.shape[1]:
         return ids, weights
-    first = jnp.argsort(ids == num, axis=1, stable=True)[:, :num]
+    first = argsort(ids == num)[:, :num]
     return jnp.take_along_axis(ids, first, axis=1), jnp.take_along_axis(weights, first, axis=1)
 
 
