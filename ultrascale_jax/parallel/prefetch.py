@@ -21,6 +21,7 @@ import numpy as np
 
 from ultrascale_jax.config import UserError, require, require_type
 from ultrascale_jax.config.lowering import Lowering
+from ultrascale_jax.parallel.floats import is_float, join_floats, split_floats
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.row_loop import (
     RowLoop,
@@ -154,8 +155,7 @@ def _without_gradient[Tree](name: str, tree: Tree) -> Tree:
         raise UserError(f"{name}: has no gradient in prefetch_scan, and it was asked for; {fix}")
 
     def leaf(value):
-        is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
-        return identity(value) if is_float else value
+        return identity(value) if is_float(value) else value
 
     return jax.tree.map(leaf, tree)
 
@@ -209,8 +209,8 @@ class _Scan:
             if vjp is None:
                 y, *out = self.layer.run(gathered, x, *static)
                 return y, (tuple(out), None), []
-            floats, integers = _split(gathered)
-            y, aux, statistics, kept = vjp.forward(floats, x, (integers, static))
+            floats, others = split_floats(gathered)
+            y, aux, statistics, kept = vjp.forward(floats, x, (others, static))
             on_device, on_host = self.part(vjp, kept)
             return y, ((aux, *statistics), on_device), on_host
 
@@ -240,8 +240,8 @@ class _Scan:
         lag = 1 if self.layer.leave_sums is None else 2
 
         def compute(gathered, constants, kept, dy, daux):
-            floats, integers = _split(gathered)
-            static = integers, (context, constants)
+            floats, others = split_floats(gathered)
+            static = others, (context, constants)
             return vjp.backward(floats, static, self.join(vjp, *kept), (dy, daux))
 
         def reduce(unscattered, unsummed):
@@ -297,8 +297,11 @@ class _Scan:
         params, constants = read_row(stacks, 0)
         if self.layer.leave_sums is not None:
             params = self.layer.leave_sums(params)
-        pull_back = jax.vjp(lambda p: _split(self.layer.gather(p, constants))[0], params)[1]
-        return pull_back(unscattered)[0]
+
+        def gathered_floats(params):
+            return jax.tree.leaves(split_floats(self.layer.gather(params, constants))[0])
+
+        return jax.vjp(gathered_floats, params)[1](unscattered)[0]
 
     def sum(self, params: Any, shards: Any) -> Any:
         """Sum a layer's scattered gradients over replicas."""
@@ -314,9 +317,7 @@ class _Scan:
         """
         if self.delay is None:
             return row, unscattered
-        parts = [
-            _part(path) for path, leaf in jax.tree.leaves_with_path(gathered) if _is_float(leaf)
-        ]
+        parts = [_part(path) for path, _ in jax.tree.leaves_with_path(split_floats(gathered)[0])]
         if self.delay.until not in parts:  # a norm without parameters
             return row, unscattered
         until = dgathered[parts.index(self.delay.until)]
@@ -337,17 +338,13 @@ class _Scan:
 
     def vjp(self, gathered, x, static) -> LayerVJP:
         """Build the layer's backward pass; parameters without a gradient, such as fp8 values, are context."""
-        leaves, tree = jax.tree.flatten(gathered)
-        are_floats = [_is_float(leaf) for leaf in leaves]
 
         def run(floats, x, context):
-            integers, static = context
-            parameters = {True: iter(floats), False: iter(integers)}
-            leaves = [next(parameters[is_float]) for is_float in are_floats]
-            return self.layer.run(jax.tree.unflatten(tree, leaves), x, *static)
+            others, static = context
+            return self.layer.run(join_floats(floats, others), x, *static)
 
-        floats, integers = _split(gathered)
-        return LayerVJP(run, floats, x, (integers, static))
+        floats, others = split_floats(gathered)
+        return LayerVJP(run, floats, x, (others, static))
 
 
 def _part(path: tuple) -> str:
@@ -355,15 +352,5 @@ def _part(path: tuple) -> str:
     return jax.tree_util.keystr(path[:1], simple=True)
 
 
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _split(tree: Any) -> tuple[list, list]:
-    """Return the float leaves, and the others, which have no gradient."""
-    leaves = jax.tree.leaves(tree)
-    return [a for a in leaves if _is_float(a)], [a for a in leaves if not _is_float(a)]
-
-
 def _no_gradient(x: jax.Array) -> Any:
-    return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+    return jnp.zeros_like(x) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)

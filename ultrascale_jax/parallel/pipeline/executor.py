@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from ultrascale_jax.config import require, require_type
+from ultrascale_jax.parallel.floats import is_float, join_floats, split_floats
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
 from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, assemble
 from ultrascale_jax.parallel.pipeline.rows import (
@@ -132,8 +133,7 @@ def pipeline(
         lengths=_lengths(schedule, order), rows=rows, axis=axis,
     )  # fmt: skip
     _check(call, order)
-    executor = _Executor(call)
-    state = executor.run()
+    state = _Executor(call).run()
     sums = state.blocks
     return Pipelined(
         objective=state.objective,
@@ -142,7 +142,7 @@ def pipeline(
         statistics=next(iter(state.statistics or []), None),
         blocks=None if sums is None else jax.tree.unflatten(jax.tree.structure(blocks), sums),
         shared=state.shared,
-        microbatches=executor.microbatch_gradients(state.microbatches),
+        microbatches=state.microbatches,
     )
 
 
@@ -167,7 +167,7 @@ def _with_first_input(
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         fix = "every leaf of x must be of floats; a layer reads others in its context"
         name = f"embed(...){jax.tree_util.keystr(path)}"
-        require(jnp.issubdtype(jnp.result_type(leaf), jnp.floating), name, jax.typeof(leaf), fix)
+        require(is_float(leaf), name, jax.typeof(leaf), fix)
     differs = axis in varying_axes(x)
     fix = f"the embedding is the same on all ranks of {axis!r}, and would be added up; leave it out"
     require(differs or not parts, "embed_parts", parts, fix)
@@ -244,12 +244,9 @@ class _Executor:
         self.shared, self.microbatches = call.shared, call.microbatches
         self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
         self.stashes = call.stash == "residuals" and self.trains
-        self.batch_tree = jax.tree.structure(call.microbatches)
-        gives = self.trains and call.stages.gives_microbatch_gradients
-        self.float_places = [
-            place for place, leaf in enumerate(jax.tree.leaves(call.microbatches))
-            if gives and jnp.issubdtype(leaf.dtype, jnp.floating)
-        ]  # fmt: skip
+        self.floats, self.others = None, call.microbatches
+        if self.trains and call.stages.gives_microbatch_gradients:
+            self.floats, self.others = split_floats(call.microbatches)
         self.loop = LayerLoop(call, trains=self.trains, send=self._send)
 
     def run(self) -> StageState:
@@ -266,24 +263,6 @@ class _Executor:
             part = jax.tree.map(lambda column, s=segment: column[s.start : s.stop], ticks)
             state, _ = lax.scan(partial(self._tick, segment), state, part)
         return state
-
-    def microbatch_gradients(self, gradients: list[jax.Array] | None) -> Tree:
-        """Return these gradients as the micro-batches' tree, None for its other leaves; None if there are none."""
-        if gradients is None:
-            return None
-        sums = dict(zip(self.float_places, gradients, strict=True))
-        return self.batch_tree.unflatten(map(sums.get, range(self.batch_tree.num_leaves)))
-
-    def _floats(self, micro_batch: Tree) -> list[jax.Array]:
-        """Return the leaves of a micro-batch that are differentiated."""
-        leaves = jax.tree.leaves(micro_batch)
-        return [leaves[place] for place in self.float_places]
-
-    def _with_floats(self, micro_batch: Tree, floats: list[jax.Array]) -> Tree:
-        """Return a micro-batch with `floats` in place of the leaves that are differentiated."""
-        leaves = dict(enumerate(jax.tree.leaves(micro_batch)))
-        leaves |= dict(zip(self.float_places, floats, strict=True))
-        return self.batch_tree.unflatten(leaves.values())
 
     def _start(self) -> StageState:
         """Make the initial scan carry; the stage functions are traced only for their types."""
@@ -308,14 +287,13 @@ class _Executor:
         )
         if not self.trains:
             return state
-        grads, _ = self._head_gradient(lax.psum(x, self.axis), first)[1]
-        floats = float32(self._floats(self.microbatches))
+        grads, _ = self._head_gradient(lax.psum(x, self.axis), jnp.int32(0))[1]
         return replace(
             state,
             gradients=buffer(x, slots.gradients + 1, self.axis),
             g=empty(x),
             shared=jax.tree.map(empty, self.stages.accumulate_shared(grads)),
-            microbatches=empty(floats) if self.float_places else None,
+            microbatches=empty(float32(self.floats)),
             x_backward=None if self.stashes else empty(x),
         )
 
@@ -399,18 +377,17 @@ class _Executor:
         def run(operand):
             last = (tick["forward_on"] * tick["forward_last"]) > 0
             y_last = lax.psum(where(last, y), self.axis)
-            micro_batch, dy, batch_grads = at(self.microbatches, tick["head_mb"]), y, []
+            number, dy, batch_grads = tick["head_mb"], y, None
             if self.trains:
-                (objective, metrics), (grads, batch_grads), dy = self._head_gradient(
-                    y_last, micro_batch
-                )
-                head_sums = (objective, metrics, self.stages.accumulate_shared(grads))
+                losses, (grads, batch_grads), dy = self._head_gradient(y_last, number)
+                head_sums = (*losses, self.stages.accumulate_shared(grads))
             else:
+                micro_batch = at(self.microbatches, number)
                 head_sums = self.stages.head(self.shared, self._vary(y_last), micro_batch)
             # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
             on = tick["head"] > 0
             sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], head_sums)
-            return sums, _add_to_row(operand[1], batch_grads, on, tick["head_mb"]), dy
+            return sums, _add_to_row(operand[1], batch_grads, on, number), dy
 
         operand = (tuple(getattr(state, name) for name in names), state.microbatches, y)
         sums, microbatches, dy = self._if(
@@ -419,15 +396,16 @@ class _Executor:
         changes = dict(zip(names, sums, strict=True))
         return replace(state, microbatches=microbatches, **changes), dy
 
-    def _head_gradient(self, y, micro_batch):
+    def _head_gradient(self, y, number):
         """Return (objective, metrics), and the objective's gradients: a pair of those for `shared` and for the floats
-        of the micro-batch, and those for y, summed over the pipeline's ranks, on which y is the same."""
+        of the micro-batch `number`, and those for y, summed over the pipeline's ranks, on which y is the same."""
+        others = at(self.others, number)
 
         def head(shared, floats, y):
-            batch = self._with_floats(micro_batch, floats)
+            batch = join_floats(floats, others)
             return self.stages.head(shared, vary_all(y, {self.axis}), batch)
 
-        arguments = self.shared, self._floats(micro_batch), y
+        arguments = self.shared, at(self.floats, number), y
         objective, pull_back, metrics = jax.vjp(head, *arguments, has_aux=True)
         *grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
         return (objective, metrics), grads, self._vary(dy)
@@ -440,12 +418,12 @@ class _Executor:
         def run(operand):
             first = (tick["backward_on"] * tick["backward_first"]) > 0
             d = self._vary(lax.psum(where(first, dx), self.axis))
-            micro_batch = at(self.microbatches, row)
+            others = at(self.others, row)
 
             def embed(shared, floats):
-                return self._vary(self.stages.embed(shared, self._with_floats(micro_batch, floats)))
+                return self._vary(self.stages.embed(shared, join_floats(floats, others)))
 
-            _, pull_back = jax.vjp(embed, self.shared, self._floats(micro_batch))
+            _, pull_back = jax.vjp(embed, self.shared, at(self.floats, row))
             grads, batch_grads = pull_back(d)
             embed_sums = self.stages.accumulate_shared(grads)
             on = tick["embed_gradient"] > 0
@@ -459,10 +437,6 @@ class _Executor:
         return replace(state, shared=shared, microbatches=microbatches)
 
 
-def _add_to_row(
-    sums: list | None, grads: list, on: jax.Array, row: jax.Array
-) -> list[jax.Array] | None:
+def _add_to_row(sums: Tree, grads: Tree, on: jax.Array, row: jax.Array) -> Tree:
     """Add the gradients of a micro-batch to its row of the sums, where `on`."""
-    if sums is None:
-        return None
-    return [add(total, g, on, row) for total, g in zip(sums, float32(grads), strict=True)]
+    return jax.tree.map(lambda total, g: add(total, g, on, row), sums, float32(grads))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import UserError, require, require_choice, require_type
 from ultrascale_jax.config.pipeline import Stash
+from ultrascale_jax.parallel.floats import is_float, join_floats, split_floats
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.rows import varying_axes
@@ -204,12 +205,12 @@ class _Program:
 
         def run_layer(params, x, integers):
             x, floats = x
-            merged = () if self.context is None else (_merged(floats, integers),)
+            merged = () if self.context is None else (join_floats(floats, integers),)
             y, aux, *_ = with_auxiliary(self.layer(params, x, *merged), x)
             return (y, floats), self._scalar("the auxiliary loss of layer", aux)
 
         def run_embed(shared, batch):
-            return self.embed(shared, batch), _split(context(shared, batch))[0]
+            return self.embed(shared, batch), split_floats(context(shared, batch))[0]
 
         def run_head(shared, x, batch):
             result = self.head(shared, x[0], batch)
@@ -223,7 +224,7 @@ class _Program:
             embed=run_embed,
             embed_parts=False,
             head=run_head,
-            context=lambda batch: _split(context(shared, batch))[1],
+            context=lambda batch: split_floats(context(shared, batch))[1],
             gives_microbatch_gradients=of_batches,
         )
 
@@ -269,7 +270,7 @@ class _Call:
     def run(self, schedule: Schedule, *, of_batches: bool) -> tuple[Any, tuple[Tree, Tree, Tree]]:
         """Return the loss, with the metrics if there are some, and the gradients; None without a backward pass."""
         trains = not schedule.forward
-        floats = [i for i, a in enumerate(self.batches) if of_batches and _is_float(a)]
+        floats = [i for i, a in enumerate(self.batches) if of_batches and is_float(a)]
         gradient_specs = (*self.specs[:2], [self.specs[2][i] for i in floats])
 
         def region(blocks, shared, batches):
@@ -369,7 +370,7 @@ class _Call:
     def _check_parameters(self) -> None:
         """Refuse parameters without gradients, and stacks of different or too few layers."""
         for name, leaves in (("blocks", self.blocks), ("shared", self.shared)):
-            non_floats = [jax.typeof(a) for a in leaves if not _is_float(a)]
+            non_floats = [jax.typeof(a) for a in leaves if not is_float(a)]
             fix = "must hold floats alone; give integers in the batches"
             require(not non_floats, name, non_floats, fix)
         counts = sorted({jnp.shape(a)[0] if jnp.ndim(a) else 0 for a in self.blocks})
@@ -407,10 +408,6 @@ def _arrays(tree: Tree) -> list[jax.Array]:
     return [jnp.asarray(a) for a in jax.tree.leaves(tree)]
 
 
-def _is_float(a: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(a), jnp.floating)
-
-
 def _axes(spec: P) -> set[str]:
     """Return the mesh axes of a spec."""
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
@@ -430,18 +427,3 @@ def _specs(name: str, specs: Specs, default: Specs, tree: Tree) -> list[P]:
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
-
-
-def _split(context: Tree) -> tuple[Tree, Tree]:
-    """Return a context's floats, and the rest: two trees like it, with None for the others' leaves."""
-    floats = jax.tree.map(lambda a: a if _is_float(a) else None, context)
-    return floats, jax.tree.map(lambda a: None if _is_float(a) else a, context)
-
-
-def _merged(floats: Tree, integers: Tree) -> Tree:
-    """Return the context that `_split` took apart."""
-
-    def either(a, b):
-        return b if a is None else a
-
-    return jax.tree.map(either, floats, integers, is_leaf=lambda x: x is None)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ultrascale_jax.parallel.floats import is_float
 from ultrascale_jax.sharding.rules import vary, varying
 
 type Tree = Any
@@ -159,9 +160,7 @@ def _backward(first, second, kept, cotangents):
 
     def floats(grads: Tree) -> Tree:
         """Leave out gradients of integers, such as the bits of matrices in fp8: none of them has one."""
-        is_float = [jnp.issubdtype(p.dtype, jnp.inexact) for p in jax.tree.leaves(params)]
-        leaves, tree = jax.tree.flatten(grads)
-        return tree.unflatten([g if f else None for g, f in zip(leaves, is_float, strict=True)])
+        return jax.tree.map(lambda p, g: g if is_float(p) else None, params, grads)
 
     return None, None, None, *lax.cond(chosen, of_first, of_second, *cotangents)
 

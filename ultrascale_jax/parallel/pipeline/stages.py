@@ -137,7 +137,7 @@ class StageState:
     """Inputs of stages, by slot."""
     metrics: Tree = None
     """Sums of the head's metrics."""
-    microbatches: list[jax.Array] | None = None
+    microbatches: Tree = None
     """Gradients of the micro-batches' leaves of floats, `[M, ...]` each."""
     objective: Tree = None
     """Sum of the head's objective."""
