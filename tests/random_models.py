@@ -87,7 +87,7 @@ def draw_model(rng: random.Random) -> Flags:
 
 
 def draw_rope_scaling(rng: random.Random) -> Flags:
-    kind = rng.choice(("linear", "ntk", "yarn", "llama3"))
+    kind = rng.choice(("linear", "yarn", "llama3"))
     yarn = kind == "yarn"
     return {
         "kind": kind,

@@ -46,21 +46,6 @@ EXPECTED = {
             7.9056947e-05,
         ],
     ),
-    "ntk": (
-        MODEL,
-        RopeScaling(kind="ntk", factor=4.0),
-        1.0,
-        [
-            1.0,
-            0.25941283,
-            0.067295007,
-            0.017457189,
-            0.0045286184,
-            0.0011747816,
-            0.0003047534,
-            7.9056947e-05,
-        ],
-    ),
     "yarn": (
         MODEL,
         RopeScaling(kind="yarn", factor=8.0, original_seq_len=4096),
@@ -147,14 +132,14 @@ def test_frequencies_and_magnitude_are_those_of_transformers(name):
     np.testing.assert_allclose(sin, magnitude * np.sin(angle), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
 def test_a_factor_of_one_stretches_nothing(kind):
     cfg = dataclasses.replace(LLAMA, rope_scaling=RopeScaling(kind=kind, factor=1.0))
     np.testing.assert_allclose(frequencies(cfg), frequencies(LLAMA), rtol=1e-15)
     assert RopeScaling(kind=kind, factor=1.0).magnitude == 1.0
 
 
-@pytest.mark.parametrize("kind", ["ntk", "yarn", "llama3"])
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
 def test_the_fastest_dim_stays_and_the_slowest_is_divided_by_the_factor(kind):
     model = dataclasses.replace(LLAMA, head_dim=128)
     cfg = dataclasses.replace(model, rope_scaling=RopeScaling(kind=kind, factor=8.0))

@@ -32,13 +32,12 @@ MOST_PARTS = 10_000
 class RopeScaling(Section, name="model.rope_scaling"):
     """Stretch of the rotary frequencies for a context longer than that of the pre-training.
 
-    `linear` divides all frequencies by `factor` (arXiv 2306.15595); `ntk` raises their base, so that the highest stays
-    and the lowest is divided. `llama3` (arXiv 2407.21783) and `yarn` (arXiv 2309.00071) keep frequencies that turn
-    often in `original_seq_len`, divide frequencies that hardly turn, and blend between them: llama3 along the turns,
-    yarn the dims.
+    `linear` divides all frequencies by `factor` (arXiv 2306.15595). `llama3` (arXiv 2407.21783) and `yarn` (arXiv
+    2309.00071) keep frequencies that turn often in `original_seq_len`, divide frequencies that hardly turn, and blend
+    between them: llama3 along the turns, yarn the dims. A larger base (NTK-aware scaling) is `model.rope_theta`.
     """
 
-    kind: Literal["linear", "ntk", "yarn", "llama3"] = "llama3"
+    kind: Literal["linear", "yarn", "llama3"] = "llama3"
     """Rule that stretches the frequencies."""
     factor: Annotated[float, at_least(1)] = 8.0
     """How many times longer than `original_seq_len` the context is."""
@@ -82,11 +81,6 @@ class RopeScaling(Section, name="model.rope_scaling"):
     def score_factor(self) -> float:
         """Factor of latent attention's scores."""
         return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
-
-    def base(self, theta: float, head_dim: int) -> float:
-        """Return the frequencies' base; ntk raises it until the lowest, theta^-((H-2)/H), is divided by `factor`."""
-        raised = self.kind == "ntk" and head_dim > 2
-        return theta * self.factor ** (head_dim / (head_dim - 2)) if raised else theta
 
 
 @dataclass(frozen=True, kw_only=True)

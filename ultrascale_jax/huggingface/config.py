@@ -275,7 +275,7 @@ def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -
         "torch_dtype": dtype,
     }
     if cfg.rope_scaling is not None:
-        raw |= _rope_keys(cfg.rope_scaling, cfg)
+        raw["rope_scaling"] = _rope_keys(cfg.rope_scaling)
     raw |= {**_window_keys(cfg, family), **family.constants}
     return raw | expert_keys(cfg, model_type) | family.write(cfg)
 
@@ -301,13 +301,11 @@ def _window_keys(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     return raw
 
 
-def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a scaling; `transformers` has no type for ntk, which is exactly a larger base."""
-    if scaling.kind == "ntk":
-        return {"rope_theta": scaling.base(cfg.rope_theta, cfg.rotary_dim)}
+def _rope_keys(scaling: RopeScaling) -> dict[str, Any]:
+    """Return the value of `rope_scaling` for a scaling."""
     rope = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
-        return {"rope_scaling": rope}
+        return rope
     low, high = scaling.thresholds
     names = ("beta_slow", "beta_fast")
     if scaling.kind == "llama3":
@@ -319,4 +317,4 @@ def _rope_keys(scaling: RopeScaling, cfg: ModelConfig) -> dict[str, Any]:
         rope["truncate"] = False
     if scaling.mscale_all_dim:
         rope["mscale_all_dim"] = scaling.mscale_all_dim
-    return {"rope_scaling": rope | {"original_max_position_embeddings": scaling.original_seq_len}}
+    return rope | {"original_max_position_embeddings": scaling.original_seq_len}

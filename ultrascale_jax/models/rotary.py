@@ -19,10 +19,9 @@ def frequencies(cfg: ModelConfig, *, local: bool = False) -> np.ndarray:
     `local`: those of layers with a window, by `cfg.rope_theta_local` and without a stretch.
     """
     scaling, H = None if local else cfg.rope_scaling, cfg.rotary_dim
-    theta = cfg.rope_theta_local if local else cfg.rope_theta
-    base = theta if scaling is None else scaling.base(theta, H)
+    base = cfg.rope_theta_local if local else cfg.rope_theta
     frequency = base ** -(np.arange(0, H, 2, dtype=np.float64) / H)
-    if scaling is None or scaling.kind == "ntk":
+    if scaling is None:
         return frequency
     if scaling.kind == "linear":
         kept = np.zeros(1)

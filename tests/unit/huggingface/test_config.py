@@ -11,7 +11,6 @@ from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeSca
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.huggingface.config import config_dict, parse_config, read_config
 from ultrascale_jax.huggingface.families import FAMILIES
-from ultrascale_jax.models.rotary import frequencies
 
 SHAPE = {
     "vocab_size": 320,
@@ -491,13 +490,6 @@ def test_a_written_config_reads_back_as_the_same_model(model_type, cfg):
     assert written["max_position_embeddings"] == 512
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     assert parse_config(json.loads(json.dumps(written))) == cfg
-
-
-def test_an_ntk_stretch_is_written_as_the_base_that_it_is():
-    cfg = change(LLAMA, rope_scaling=RopeScaling(kind="ntk", factor=4.0))
-    read = parse_config(config_dict(cfg, max_position_embeddings=512, dtype="float32"))
-    assert read == change(LLAMA, rope_theta=read.rope_theta)
-    np.testing.assert_array_equal(frequencies(read), frequencies(cfg))
 
 
 def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
