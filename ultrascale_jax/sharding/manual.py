@@ -13,6 +13,14 @@ from ultrascale_jax.config import require
 from ultrascale_jax.sharding.rules import check_axes
 
 
+def manual_axis_size(axis: str, splits: str) -> int:
+    """Return the size of an axis that is manual here, and refuse another; `splits` says what it splits."""
+    is_manual = axis in jax.sharding.get_abstract_mesh().manual_axes
+    fix = f"is not manual here; call this inside jax.shard_map over the axis that splits {splits}"
+    require(is_manual, "axis", axis, fix)
+    return jax.lax.axis_size(axis)
+
+
 def smap(
     fn: Callable,
     *,

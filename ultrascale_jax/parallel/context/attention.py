@@ -24,13 +24,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import ContextConfig, Strategy, require_choice, require_type
+from ultrascale_jax.config import ContextConfig, Strategy, require, require_choice, require_type
 from ultrascale_jax.config.kernels import AttentionImplementation
 from ultrascale_jax.kernels.attention import choose
 from ultrascale_jax.kernels.attention_mask import BlockMask, Scores
 from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.parallel.context.ring import RingSpec, ring
+from ultrascale_jax.sharding.manual import manual_axis_size
 from ultrascale_jax.sharding.rules import vary, varying
 
 
@@ -59,10 +60,8 @@ def context_attention(
 
     Args:
       context: the strategy, and how many ranks share a position of its ring.
-      q: this rank's queries `[B, T, N, H]`, in the strategy's order.
-      k: this rank's keys `[B, S, K, H]`; K divides N (grouped-query attention), and S is T but for attention that is
-        not causal and without documents.
-      v: this rank's values `[B, S, K, W]`, W of any size.
+      q, k, v: this rank's queries `[B, T, N, H]`, keys `[B, S, K, H]` and values `[B, S, K, W]`, in the strategy's
+        order. K divides N (grouped-query attention); S is T unless attention is not causal and without documents.
       axis: mesh axis that the sequence is split over.
       causal: a query sees no later keys. Without it `positions` and `window` have no meaning, and are refused.
       scale: factor of q k^T; 1 / sqrt(H) by default.
@@ -89,8 +88,7 @@ def context_attention(
     require_choice("implementation", implementation, AttentionImplementation)
     require_type("context", context, ContextConfig, 'as ContextConfig(strategy="zigzag")')
     _check_numbers(causal, scale, window, softcap)
-    _check_axis(context, axis)
-    ranks, ulysses = context.ranks(jax.lax.axis_size(axis))
+    ranks, ulysses = _ranks(context, axis)
     _check_shapes(q, k, v, ulysses)
     _check_documents(q, k, positions, segment_ids, window, causal)
     width = v.shape[3]
@@ -103,18 +101,7 @@ def context_attention(
         implementation=implementation, placed=positions is None, causal=causal,
         scores=Scores(scale=scale, softcap=softcap),
     )  # fmt: skip
-    axes = frozenset({axis}).union(
-        *map(varying, jax.tree.leaves((q, k, v, positions, segment_ids)))
-    )
-    q, k, v, sinks = jax.tree.map(lambda x: vary(x, axes), (q, k, v, sinks))
-    documents = jax.tree.map(lambda x: vary(x, {axis}), (positions, segment_ids))
-    if ulysses > 1:
-        q, k, v, sinks = _exchange_heads(spec, q, k, v, sinks)
-        documents = jax.tree.map(spec.gather, documents)
-    out, lse = _attend(spec, q, k, v, documents, full, sinks, with_lse)
-    if ulysses > 1:
-        out = spec.exchange(out, split_axis=1, concat_axis=2)
-        lse = None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
+    out, lse = _over_ranks(spec, q, k, v, (positions, segment_ids), full, sinks, with_lse)
     return out[..., :width], lse
 
 
@@ -169,6 +156,31 @@ def _same_width(q, k, v, scale: float | None) -> tuple[tuple, float | None]:
     return padded, 1 / math.sqrt(H) if scale is None and W > H else scale
 
 
+def _ranks(context: ContextConfig, axis: str) -> tuple[int, int]:
+    """Return the positions of the ring and the ranks that share one; refuse numbers that cannot be."""
+    size = manual_axis_size(axis, "the sequence")
+    all_share = context.strategy != "ulysses" or context.ulysses in (1, size)
+    fix = f"ulysses_attention shares heads among all ranks of {axis!r}; leave it out"
+    require(all_share, "ulysses", context.ulysses, fix)
+    return context.ranks(size)
+
+
+def _over_ranks(
+    spec: RingSpec, q, k, v, documents, full, sinks, with_lse: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend by `_attend`, between two exchanges of heads for sequence where ranks share a position."""
+    axes = frozenset({spec.axis}).union(*map(varying, jax.tree.leaves((q, k, v, documents))))
+    q, k, v, sinks = jax.tree.map(lambda x: vary(x, axes), (q, k, v, sinks))
+    documents = jax.tree.map(lambda x: vary(x, {spec.axis}), documents)
+    if spec.ulysses == 1:
+        return _attend(spec, q, k, v, documents, full, sinks, with_lse)
+    q, k, v, sinks = _exchange_heads(spec, q, k, v, sinks)
+    documents = jax.tree.map(spec.gather, documents)
+    out, lse = _attend(spec, q, k, v, documents, full, sinks, with_lse)
+    out = spec.exchange(out, split_axis=1, concat_axis=2)
+    return out, None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
+
+
 def _exchange_heads(spec: RingSpec, q, k, v, sinks):
     """Return all of a position's sequence for this rank's part of the heads."""
     heads, copies = q.shape[2] // spec.ulysses, max(1, spec.ulysses // k.shape[2])
@@ -204,38 +216,22 @@ def _attend(
 def _check_numbers(
     causal: bool, scale: float | None, window: int | None, softcap: float | None
 ) -> None:
-    """Raise an error for a setting that is not of its kind, or a number that has no meaning."""
+    """Refuse a setting that is not of its kind, or a number that has no meaning."""
     kinds = (
-        ("scale", scale, "a number"),
-        ("softcap", softcap, "a number"),
-        ("window", window, "an integer"),
+        ("scale", scale, numbers.Real, "a number"),
+        ("softcap", softcap, numbers.Real, "a number"),
+        ("window", window, numbers.Integral, "an integer"),
     )
-    for name, value, kind in kinds:
-        number = numbers.Integral if name == "window" else numbers.Real
-        if value is not None and (isinstance(value, bool) or not isinstance(value, number)):
-            raise ValueError(f"{name}={value!r}: must be {kind}, or none")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal={causal!r}: must be True or False")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: a query sees itself at least; use 1 or more, or none")
-    if scale is not None and not (math.isfinite(scale) and scale):
-        raise ValueError(f"scale={scale}: must be finite and not 0; none is 1 / sqrt(H)")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(
-            f"softcap={softcap}: must be positive; leave it out for scores without a bound"
-        )
-
-
-def _check_axis(context: ContextConfig, axis: str) -> None:
-    """Raise an error for an axis that is not manual, or a number of ranks that cannot be."""
-    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the sequence"
-        )
-    if context.strategy == "ulysses" and context.ulysses not in (1, jax.lax.axis_size(axis)):
-        raise ValueError(
-            f"ulysses={context.ulysses}: ulysses_attention shares heads among all ranks of {axis!r}; leave it out"
-        )
+    for name, value, kind, words in kinds:
+        fits = value is None or (isinstance(value, kind) and not isinstance(value, bool))
+        require(fits, name, value, f"must be {words}, or none")
+    require(isinstance(causal, bool), "causal", causal, "must be True or False")
+    fix = "a query sees itself at least; use 1 or more, or none"
+    require(window is None or window >= 1, "window", window, fix)
+    sound = scale is None or (math.isfinite(scale) and scale != 0)
+    require(sound, "scale", scale, "must be finite and not 0; none is 1 / sqrt(H)")
+    fix = "must be positive; leave it out for scores without a bound"
+    require(softcap is None or softcap > 0, "softcap", softcap, fix)
 
 
 def _check_shapes(q, k, v, ulysses: int) -> None:
@@ -254,11 +250,12 @@ def _check_shapes(q, k, v, ulysses: int) -> None:
     (B, _, N, H), (_, S, K, _) = q.shape, k.shape
     if k.shape != (B, S, K, H) or v.shape[:3] != (B, S, K) or N % K:
         raise ValueError(f"{shapes}: want {want}, K a divisor of N")
-    if N % ulysses or (K % ulysses and ulysses % K):
-        raise ValueError(
-            f"ulysses={ulysses}: {N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
-            "use fewer ranks for ulysses and a ring for the rest"
-        )
+    fix = (
+        f"{N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
+        "use fewer ranks for ulysses and a ring for the rest"
+    )
+    divides = N % ulysses == 0 and (K % ulysses == 0 or ulysses % K == 0)
+    require(divides, "ulysses", ulysses, fix)
 
 
 def _check_documents(q, k, positions, segment_ids, window: int | None, causal: bool) -> None:

@@ -53,6 +53,7 @@ from ultrascale_jax.parallel.experts.local import (
     ragged_experts,
 )
 from ultrascale_jax.parallel.gate import Gate
+from ultrascale_jax.sharding.manual import manual_axis_size
 from ultrascale_jax.sharding.rules import vary, varying
 
 type Tokens = tuple[jax.Array, jax.Array, jax.Array]
@@ -116,7 +117,7 @@ def expert_layer(
       ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
     """
     _check_activation(activation)
-    ranks = _axis_size(axis)
+    ranks = manual_axis_size(axis, "the experts")
     if experts is None:
         experts = Experts(num=ranks * w_gate.shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
@@ -161,7 +162,7 @@ def expert_exchange(
     Raises:
       ValueError: the shapes do not fit each other or the axis, or `expert` returns another shape than it takes.
     """
-    ranks, num_local = _axis_size(axis), _leading_size(params)
+    ranks, num_local = manual_axis_size(axis, "the experts"), _leading_size(params)
     if not callable(expert):
         raise ValueError(f"expert={expert!r}: must be a function (params, x_ECD) -> y_ECD")
     experts = Experts(num=ranks * num_local, top_k=ids.shape[-1])
@@ -218,15 +219,6 @@ def _check_activation(activation: Activation | Gate) -> None:
         inspect.signature(activation).bind("gate", "up")
     except TypeError:
         raise ValueError(f"activation={activation}: must be a function of gate and up") from None
-
-
-def _axis_size(axis: str) -> int:
-    """Return the size of a manual axis. Raises an error for another."""
-    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis that splits the experts"
-        )
-    return jax.lax.axis_size(axis)
 
 
 def _leading_size(params: Any) -> int:

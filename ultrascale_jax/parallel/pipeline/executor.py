@@ -52,6 +52,7 @@ from ultrascale_jax.parallel.pipeline.stages import (
     float32,
 )
 from ultrascale_jax.parallel.pipeline.table import Schedule
+from ultrascale_jax.sharding.manual import manual_axis_size
 from ultrascale_jax.sharding.rules import vary, varying
 
 
@@ -117,45 +118,40 @@ def pipeline(
       ValueError: the axis is not manual, JAX does not track what varies over it, shapes do not fit the schedule, or a
         function does not return the values that `Stages` names.
     """
-    _check_axis(schedule, axis)
-    stages.check_arguments()
+    _check_caller(schedule, stages, axis)
     embed = _with_first_input(stages, shared, microbatches, axis)
     # Not typed so, each use of a parameter would sum its gradient over these axes, and the caller once more.
     axes = {axis} | varying_axes(microbatches)
-    if stages.gives_microbatch_gradients:
-        microbatches = vary_all(microbatches, axes)
+    differentiated = axes if stages.gives_microbatch_gradients else ()
     call = PipelineCall(
         schedule=schedule,
         stages=replace(stages, embed=embed, head=stages.head_with_metrics),
         blocks=vary_all(blocks, axes),
         shared=vary_all(shared, axes),
-        microbatches=microbatches, stash=stash,
+        microbatches=vary_all(microbatches, differentiated), stash=stash,
         lengths=_lengths(schedule, order), rows=rows, axis=axis,
     )  # fmt: skip
     _check(call, order)
     state = _Executor(call).run()
-    sums = state.blocks
     return Pipelined(
         objective=state.objective,
         auxiliary=state.auxiliary,
         metrics=state.metrics,
         statistics=next(iter(state.statistics or []), None),
-        blocks=None if sums is None else jax.tree.unflatten(jax.tree.structure(blocks), sums),
+        blocks=state.blocks and jax.tree.unflatten(jax.tree.structure(blocks), state.blocks),
         shared=state.shared,
         microbatches=state.microbatches,
     )
 
 
-def _check_axis(schedule: Schedule, axis: str) -> None:
-    """Refuse an axis over which the caller is not manual, or over which JAX does not know which values differ."""
+def _check_caller(schedule: Schedule, stages: Stages, axis: str) -> None:
+    """Refuse functions of other arguments, and an axis that is not manual, or whose values JAX takes to be equal."""
     require_type("schedule", schedule, Schedule, "build_schedule makes one")
-    if axis not in jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            f"axis={axis!r}: is not manual here; call this inside jax.shard_map over the axis of the stages"
-        )
+    manual_axis_size(axis, "the layers")
     tracked = axis in varying(lax.axis_index(axis))
     fix = "gradients need the types of what varies; leave it out of jax.shard_map, or give True"
     require(tracked, "check_vma", False, fix)
+    stages.check_arguments()
 
 
 def _with_first_input(
