@@ -102,8 +102,8 @@ def pipeline_loss(
       mesh: has `stage_axis`, of as many devices as the schedule has ranks.
       stage_axis: the axis over which layers are split.
       batch_axes: axes over which the rows of a micro-batch are split.
-      context: `(shared, batch) -> context` of every layer. Its floats are differentiated, and travel with x from stage
-        to stage; each stage makes the others itself.
+      context: `(shared, batch) -> context` of every layer. Its floats are differentiated, and are sent on with x;
+        each stage makes the others itself.
       reduction: `mean` or `sum` of the losses and metrics of all micro-batches and all devices of `batch_axes`.
       block_specs: specs of `blocks`, as `in_specs` of `jax.shard_map`; by default `P(stage_axis)`.
       shared_specs: specs of `shared`; by default `P()`.
@@ -122,19 +122,7 @@ def pipeline_loss(
         shared_specs=shared_specs, batch_specs=batch_specs, stash=stash,
     )  # fmt: skip
 
-    @jax.custom_vjp
-    def loss(blocks: Tree, shared: Tree, batches: Tree):
-        return program.value(blocks, shared, batches)
-
-    def forward(blocks, shared, batches):
-        return program.value_and_grads(blocks, shared, batches, of_batches=True)
-
-    def backward(grads, cotangent):
-        scale = cotangent[0] if isinstance(cotangent, tuple) else cotangent
-        return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-
-    loss.defvjp(forward, backward)
-    return loss
+    return program.differentiable()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +186,23 @@ class _Program:
     def value_and_grads(self, blocks, shared, batches, *, of_batches: bool) -> tuple[Any, tuple]:
         """Return `value` and the gradients of the three arguments; those of `batches` only if told to."""
         return _Call(self, blocks, shared, batches).run(self.schedule, of_batches=of_batches)
+
+    def differentiable(self) -> Callable[[Tree, Tree, Tree], Any]:
+        """Return `value` as a function whose forward pass under `jax.grad` computes the gradients."""
+
+        @jax.custom_vjp
+        def loss(blocks: Tree, shared: Tree, batches: Tree):
+            return self.value(blocks, shared, batches)
+
+        def forward(*arguments: Tree):
+            return self.value_and_grads(*arguments, of_batches=True)
+
+        def backward(grads, cotangent):
+            scale = cotangent[0] if isinstance(cotangent, tuple) else cotangent
+            return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+        loss.defvjp(forward, backward)
+        return loss
 
     def stages(self, shared: Tree, *, of_batches: bool) -> Stages:
         """Return the functions of the executor; its x is a pair of the user's x and the floats of the context."""
