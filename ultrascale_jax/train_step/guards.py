@@ -73,3 +73,13 @@ def after(
         new = scaling.after(verdict.finite)
         scaling = jax.tree.map(lambda new, old: jnp.where(terms > 0, new, old), new, scaling)
     return state.skipped + bad, (state.skipped_in_a_row + counted) * bad, scaling, spikes
+
+
+def metrics(state: TrainState, verdict: Verdict) -> dict[str, jax.Array]:
+    """Return `skipped`, `spike` where spikes are looked for, and in float16 `loss_scale`, which was the step's."""
+    values = {"skipped": ~verdict.ok}
+    if verdict.spike is not None:
+        values["spike"] = verdict.spike
+    if state.loss_scale is not None:
+        values["loss_scale"] = state.loss_scale.scale
+    return values

@@ -129,6 +129,21 @@ class Preference:
         return Sums(jnp.float32(0.0), pairs=jnp.zeros(len(preference.SUMS)))
 
 
+def of_run(
+    cfg: Config,
+    used: Transformer,
+    fp8: Fp8 | None,
+    frozen: Transformer | None,
+    weight: jax.Array,
+    router_weight: jax.Array,
+) -> Objective:
+    """Return what `cfg` minimises; `used`, `fp8` and `frozen` as given to `preference_objective`."""
+    if cfg.train.dpo.enabled:
+        return preference_objective(cfg, used, fp8, frozen, weight)
+    terms = (*used.loss_terms, *used.layer_terms)
+    return NextToken(cfg=cfg, fp8=fp8, weight=weight, router_weight=router_weight, terms=terms)
+
+
 def preference_objective(
     cfg: Config,
     used: Transformer,

@@ -21,13 +21,11 @@ from ultrascale_jax.train_step import balance, guards, objective, pipelined
 from ultrascale_jax.train_step.objective import (
     Batch,
     Metrics,
-    NextToken,
     Sums,
     check_batch,
     count,
     count_terms,
     of_known_ids,
-    preference_objective,
 )
 from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
 from ultrascale_jax.train_step.precision import fp8_of
@@ -99,16 +97,7 @@ def gradients(
     adapters = frozen is not None and cfg.train.lora.enabled
     model = combine(params, frozen) if adapters else params
     used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
-    if cfg.train.dpo.enabled:
-        minimised = preference_objective(cfg, used, fp8, frozen, weight)
-    else:
-        minimised = NextToken(
-            cfg=cfg,
-            fp8=fp8,
-            weight=weight,
-            router_weight=router_weight,
-            terms=(*params.loss_terms, *params.layer_terms),
-        )
+    minimised = objective.of_run(cfg, used, fp8, frozen, weight, router_weight)
     trained, fixed = split_adapters(used) if adapters else (used, None)
 
     def loss(trained, micro_batch):
@@ -199,15 +188,6 @@ def apply_gradients(
         params, opt_state, state.step + 1, skipped, in_a_row, loss_scale, spikes, state.frozen
     )
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
-    metrics = {
-        "loss": loss,
-        "grad_norm": norm,
-        "lr": lr,
-        "tokens": count(batch),
-        "skipped": ~verdict.ok,
-    }
-    if verdict.spike is not None:
-        metrics["spike"] = verdict.spike
-    if state.loss_scale is not None:
-        metrics["loss_scale"] = state.loss_scale.scale
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": count(batch)}
+    metrics |= guards.metrics(state, verdict)
     return new, objective.metrics(cfg, model, batch, sums, mean, metrics)
