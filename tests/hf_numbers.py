@@ -91,6 +91,15 @@ def norms_by_name(grads, model):
     return {name: square**0.5 for name, square in squares.items()}
 
 
+def check_logits(family: str, mesh: str) -> None:
+    """Compare logits alone."""
+    _, mesh, params, batch, expected = run(family, mesh)
+    with jax.set_mesh(mesh):
+        forward = jax.jit(lambda params, batch: params.logits(batch["tokens"], batch["positions"]))
+        logits = forward(params, batch)
+    np.testing.assert_allclose(np.asarray(logits), expected["logits"], rtol=0, atol=1e-4)
+
+
 def check_gradients(family: str, mesh: str) -> None:
     """Compare logits, loss and the norm of each gradient."""
     cfg, mesh, params, batch, expected = run(family, mesh)

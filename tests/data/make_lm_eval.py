@@ -2,7 +2,8 @@
 
     python tests/data/make_lm_eval.py WORK_DIR
 
-It needs lm-eval, transformers and torch, which the tests do not: tests/cli/test_lm_eval_model.py names the versions.
+It needs lm-eval, transformers and torch, which the tests do not:
+tests/e2e/cli/test_lm_eval_model.py names the versions.
 """
 
 import json

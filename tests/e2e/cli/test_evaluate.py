@@ -1,6 +1,5 @@
 """`ultrascale evaluate`: numbers against float64 on one device, on meshes of eight; and what it refuses."""
 
-import dataclasses
 import gzip
 import json
 import math
@@ -12,8 +11,9 @@ import pytest
 import tokenizers
 
 from tests import runs
-from tests.faults.tiny import config as tiny
-from tests.runs import change, run
+from tests.chats import write_lines
+from tests.commands import refused
+from tests.paths import HF
 from tests.tokenizers import write_tokenizer
 from ultrascale_jax.cli.evaluate import main, read_questions
 from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, TrainConfig, UserError
@@ -28,7 +28,7 @@ from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.training.scoring import Scorer, source_rows
 
-HF = Path(__file__).parents[1] / "data" / "hf" / "llama3"
+FOLDER = HF / "llama3"
 T = 64
 TEXTS = {"one": ["a short one", "caf\u00e9 " * 30], "two": ["x" * 300, "y = 2\n" * 41, "z"]}
 QUESTIONS = [
@@ -54,18 +54,18 @@ def folder(tmp_path_factory):
         train=TrainConfig(precision="fp32"),
         log=LogConfig(run_dir=str(folder / "run")),
     )
-    cfg = runs.with_model(cfg, HF).check(8)
-    runs.imported(cfg, HF, make_mesh(cfg.mesh))
+    cfg = runs.with_model(cfg, FOLDER).check(8)
+    runs.imported(cfg, FOLDER, make_mesh(cfg.mesh))
     return folder
 
 
 @pytest.fixture(scope="module")
 def log_probabilities():
     """A function of ids to the float64 log-probability of every id but the first, by the logits on one device."""
-    cfg = Config(model=read_config(HF), mesh=MeshConfig(fsdp=1))
+    cfg = Config(model=read_config(FOLDER), mesh=MeshConfig(fsdp=1))
     mesh = make_mesh(cfg.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        model = checkpoint.load(HF, abstract_state(cfg, mesh).params)
+        model = checkpoint.load(FOLDER, abstract_state(cfg, mesh).params)
     run = jax.jit(lambda model, *batch: model.logits(*batch))
 
     def found(ids):
@@ -117,12 +117,11 @@ def results(capsys, folder, *options):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", "cp=2,sp=2,tp=2", "pp=2,fsdp=4"])
 def test_loss_and_choices_are_those_of_the_logits_on_one_device(
     folder, log_probabilities, capsys, mesh
 ):
-    options = [str(HF), "--seq-len", str(T)]
+    options = [str(FOLDER), "--seq-len", str(T)]
     options += ["--mesh", mesh] if mesh else []
     options += [] if "pp" in mesh else ["--choices", f"q={folder}/q.jsonl"]
     found = results(capsys, folder, *options)
@@ -160,7 +159,7 @@ def test_a_question_begins_as_any_text_and_its_choices_follow_it(tmp_path):
 
 @pytest.mark.parametrize("pair", [([1], [256]), ([-1], [2]), ([10**6, 1], [2])])
 def test_token_ids_outside_the_vocabulary_are_not_scored(pair):
-    cfg = Config(model=read_config(HF), mesh=MeshConfig(fsdp=1))
+    cfg = Config(model=read_config(FOLDER), mesh=MeshConfig(fsdp=1))
     with jax.set_mesh(make_mesh(cfg.mesh, jax.devices()[:1])):
         model = jax.eval_shape(lambda key: Transformer(cfg.model, key), jax.random.key(0))
         scorer = Scorer(cfg, model, ByteTokenizer())
@@ -168,38 +167,9 @@ def test_token_ids_outside_the_vocabulary_are_not_scored(pair):
             scorer.continuations([([1], [2]), pair])
 
 
-# Implied by the loaders of test_loader.py and the eval step of any mesh, here and in tests/parity.
-@pytest.mark.wide
-@pytest.mark.parametrize("mesh", ["fsdp=8", "pp=2,cp=2,tp=2"])
-def test_a_run_evaluates_its_own_sources_to_the_numbers_of_this_command(tmp_path, capsys, mesh):
-    # Rows are one document each, all equal: whichever are taken, they have one mean.
-    for name in "ab":
-        for i in range(9):
-            (tmp_path / f"{name}{i}.txt").write_text((name * 9 + " ") * 3 + "z")
-    given = {name: f"text:{tmp_path}/{name}*.txt" for name in "ab"}
-    data = DataConfig(
-        seq_len=32,
-        source=f"text:{tmp_path}/*.txt",
-        eval_source=",".join("=".join(pair) for pair in given.items()),
-    )
-    cfg = change(tiny, model={"vocab_size": 256}, train={"steps": 2, "eval_batches": 9})
-    cfg = dataclasses.replace(cfg, data=data, mesh=MeshConfig.parse(mesh))
-    summary = run(cfg, tmp_path / "run")
-    assert "9 of the 9 documents of data.eval_source b are in data.source too" in (
-        printed := capsys.readouterr().out
-    )
-    main([str(tmp_path / "run"), *(f"--source={n}={s}" for n, s in given.items()), "--json"])
-    found = json.loads(capsys.readouterr().out)["sources"]
-    losses = {name: found[name]["loss"] for name in "ab"}
-    for name, loss in losses.items():
-        np.testing.assert_allclose(summary[f"eval_loss_{name}"], loss, rtol=1e-5)
-    np.testing.assert_allclose(summary["eval_loss"], sum(losses.values()) / 2, rtol=1e-5)
-    assert losses["a"] != losses["b"] and ": a {a:.4f}, b {b:.4f}\n".format(**losses) in printed
-
-
 def test_without_a_document_mask_only_the_first_token_of_a_source_is_no_target(folder):
     data = DataConfig(seq_len=T, document_mask=False)
-    cfg = Config(model=read_config(HF), data=data)
+    cfg = Config(model=read_config(FOLDER), data=data)
     rows = list(source_rows(cfg, f"text:{folder}/*/*.txt"))
     stream = np.concatenate([rows[0]["tokens"][:1], *(row["targets"] for row in rows)])
     texts = [text.encode() for texts in TEXTS.values() for text in texts]
@@ -207,7 +177,7 @@ def test_without_a_document_mask_only_the_first_token_of_a_source_is_no_target(f
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "said"),
     [
         ("", "source=(): name text by --source, or --choices FILE"),
         ("--source text:no/*", "source='text:no/*': no file with text matches"),
@@ -215,38 +185,28 @@ def test_without_a_document_mask_only_the_first_token_of_a_source_is_no_target(f
         ("--source text:one/* --source text:one/*", "name each: NAME=..."),
         ("--source text:one/* --seq-len 513", "seq_len=513: is longer than the 512 positions"),
         ("--source text:one/* --batch 12", "batch=12: must be divisible by "),
-        ("--source text:one/* --step 1", "step=1: a Hugging Face folder has no steps"),
         ("--source text:one/* --tokenizer words.json", "outside model.vocab_size=256; use a token"),
         ("--choices q.jsonl --tokenizer words.json", "vocabulary ends at 255; give the model's"),
         ("--choices none.jsonl", "choices='none.jsonl': there is no such file"),
         ("--choices packed.jsonl", "choices='packed.jsonl': is gzip; decompress it"),
         ("--choices empty.jsonl", "is empty; write a JSON object a line"),
         ("--choices bad.jsonl", "choices='bad.jsonl:2': answer must be the index of a choice"),
-        ("--choices none_given.jsonl", "choices='none_given.jsonl:1': answer must be the index"),
         ("--choices long.jsonl", "long.jsonl:1': has 513 tokens, more than the 512 positions"),
         ("--choices q.jsonl --mesh pp=2,fsdp=4", "mesh.pp=2: choices are scored without"),
+        ("--source text:* --tokenizer ", "brings no tokenizer.json; name the model's own by --tok"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(folder, monkeypatch, capsys, words, message):
+def test_what_cannot_be_is_told_in_one_line(folder, monkeypatch, capsys, words, said):
     monkeypatch.chdir(folder)
-    wrong = [QUESTIONS[0], QUESTIONS[0] | {"answer": 3}]
-    Path("bad.jsonl").write_text("\n".join(map(json.dumps, wrong)))
-    Path("none_given.jsonl").write_text(json.dumps({"question": "a", "choices": ["b", "c"]}))
-    Path("long.jsonl").write_text(json.dumps(QUESTIONS[2] | {"question": "a" * 509}))
+    write_lines(Path("bad.jsonl"), [QUESTIONS[0], QUESTIONS[0] | {"answer": 3}])
+    write_lines(Path("long.jsonl"), [QUESTIONS[2] | {"question": "a" * 509}])
     Path("empty.jsonl").write_text("\n")
     Path("packed.jsonl").write_bytes(gzip.compress(b"{}"))
     large = tokenizers.models.WordLevel({"a": 300, "</s>": 1}, unk_token="a")
     made = tokenizers.Tokenizer(large)
     made.add_special_tokens(["</s>"])
     made.save("words.json")
-    given = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
-    with pytest.raises(SystemExit, match="2"):
-        main([str(HF), *words.split(), *given])
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
-
-
-def test_a_checkpoint_without_a_tokenizer_wants_one_named(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([str(HF), "--source", "text:*"])
-    assert "brings no tokenizer.json; name the model's own by --tok" in capsys.readouterr().err
+    if "--tokenizer" not in words:
+        words += " --tokenizer bytes"
+    words = words.removesuffix(" --tokenizer ")  # of the model, which has none
+    assert said in refused(capsys, "evaluate", FOLDER, *words.split())

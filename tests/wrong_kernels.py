@@ -1,4 +1,4 @@
-"""The process of `test_kernel_check.py`: `cli/kernel_check.py` with checks of kernels that fail in one way each."""
+"""The process of the tests of `cli/kernel_check.py`, with checks of kernels that fail in one way each."""
 
 import os
 import sys

@@ -61,7 +61,6 @@ def largest(place):
     return max((path for path in place.rglob("d/*")), key=lambda path: path.stat().st_size)
 
 
-@pytest.mark.slow
 def test_every_checkpoint_has_a_row(run_dir, capsys):
     first, second = [line for line in printed(capsys, run_dir).splitlines() if "fsdp=2" in line]
     assert first.split("│")[1].strip() == "1" and second.split("│")[1].strip() == "2"
@@ -71,7 +70,6 @@ def test_every_checkpoint_has_a_row(run_dir, capsys):
     assert row["sound"] and row["size_bytes"] > 1000 and row["arrays"] is None
 
 
-@pytest.mark.slow
 def test_a_list_of_a_hundred_bytes_asks_for_no_device(run_dir):
     code = "import sys; from ultrascale_jax.cli.inspect import main; main(sys.argv[1:]); "
     code += "assert not {'jax', 'orbax'} & set(sys.modules)"
@@ -93,7 +91,6 @@ def test_verified_ones_are_called_so_and_a_damaged_one_too(run_dir, capsys):
     assert "DAMAGED: " in printed(capsys, run_dir, "--checkpoint", 2, code=1)
 
 
-@pytest.mark.slow
 def test_an_array_that_is_not_what_was_saved_is_named(run_dir, capsys):
     meta = run_dir / "checkpoints/2/_CHECKPOINT_METADATA"
     text = json.loads(meta.read_text())

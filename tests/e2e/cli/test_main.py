@@ -7,40 +7,25 @@ import sys
 import pytest
 
 import ultrascale_jax
-from ultrascale_jax.cli import main as command
-from ultrascale_jax.cli import plan
+from tests.commands import refused, ultrascale
+from ultrascale_jax.cli import main, plan
 
 
-def ended(monkeypatch, *words: str) -> object:
-    """The exit code of `ultrascale WORDS`, None where `main` returns."""
-    monkeypatch.setattr(sys, "argv", ["ultrascale", *words])
-    try:
-        command.main()
-    except SystemExit as stop:
-        return stop.code
-    return None
-
-
-def test_every_command_is_listed_and_has_its_own_help(monkeypatch, capsys):
-    assert ended(monkeypatch) is None
+def test_every_command_is_listed_and_has_its_own_help(capsys):
+    assert ultrascale() is None
     listed = capsys.readouterr().out
     names = [line.split()[0] for line in listed.splitlines()[3:] if line]
-    assert names == list(command.COMMANDS)
+    assert names == list(main.COMMANDS)
     for name in names:
-        assert ended(monkeypatch, name, "--help") in (None, 0), name
+        assert ultrascale(name, "--help") in (None, 0), name
         assert f"ultrascale {name}" in capsys.readouterr().out, name
 
 
-def test_the_version_is_that_of_the_package(monkeypatch, capsys):
-    assert ended(monkeypatch, "--version") is None
+def test_the_version_is_that_of_the_package_and_an_unknown_command_is_one_line(capsys):
+    assert ultrascale("--version") is None
     assert capsys.readouterr().out == f"{ultrascale_jax.__version__}\n"
-
-
-def test_an_unknown_command_is_one_line_that_names_the_others(monkeypatch, capsys):
-    assert ended(monkeypatch, "trian") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: command='trian': choose one of train, launch, ")
-    assert error.count("\n") == 1
+    said = refused(capsys, "trian")
+    assert said.startswith("command='trian': choose one of train, launch, ")
 
 
 @pytest.mark.parametrize(
@@ -52,34 +37,13 @@ def test_what_ends_a_command_is_an_exit_code(error, code, said, monkeypatch, cap
         raise error
 
     monkeypatch.setattr(plan, "main", fail)
-    assert ended(monkeypatch, "plan", "memory") == code
+    assert ultrascale("plan", "memory") == code
     assert capsys.readouterr().err.endswith(said)
-
-
-WAKES_JAX = """
-from ultrascale_jax.cli import main, plan
-
-def wake(arguments):
-    import jax
-    print(len(jax.devices()))
-
-plan.main = wake
-main.run("plan", [])
-"""
-
-
-@pytest.mark.slow
-def test_a_command_that_wakes_jax_starts_without_a_word():
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("JAX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", WAKES_JAX], env=environ, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "") and int(done.stdout) >= 1
 
 
 def test_a_host_without_a_gpu_starts_on_the_cpu_unless_somebody_says_otherwise(tmp_path):
     def chosen(environ, *devices):
-        command.choose_platform(environ, devices)
+        main.choose_platform(environ, devices)
         return environ.get("JAX_PLATFORMS")
 
     (tmp_path / "nvidiactl").touch()
@@ -92,37 +56,42 @@ def test_a_host_without_a_gpu_starts_on_the_cpu_unless_somebody_says_otherwise(t
     assert chosen({"SLURM_GPUS_ON_NODE": "8"}, absent) is None
 
 
-def test_a_closed_stdout_does_not_replace_the_exit_code():
-    code = (
-        "import sys\n"
-        "from ultrascale_jax.cli import main, plan\n"
-        "def end(arguments):\n"
-        "    print('words')\n"
-        "    raise SystemExit(2) if sys.argv[1] == 'exit' else ValueError('broken')\n"
-        "plan.main = end\n"
-        "main.run('plan', [])"
-    )
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
-    for how, expected, said in (("exit", 2, b""), ("raise", 70, b"ValueError: broken\n")):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, how],
-            env=buffered,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        error = process.stderr.read()
-        process.stderr.close()
-        assert process.wait() == expected
-        assert error.endswith(said)
-
-
 def command_of(body: str, call: str = "main.run('plan', [])") -> list[str]:
     """The command line of a process that calls `ultrascale plan`, or another, whose main function has this body."""
     code = "import os, sys; from ultrascale_jax.cli import main, plan, train\ndef end(arguments):\n"
     code += f"    {body}\nplan.main = train.main = end\n{call}"
     return [sys.executable, "-c", code]
+
+
+def test_a_command_that_wakes_jax_starts_without_a_word():
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("JAX_")}
+    words = command_of("import jax; print(len(jax.devices()))")
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and int(done.stdout) >= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "call", "code", "said"),
+    [
+        # A closed stdout does not replace the exit code, nor end a run.
+        ("print('words'); raise SystemExit(2)", "main.run('plan', [])", 2, b""),
+        ("print('words'); raise ValueError(3)", "main.run('plan', [])", 70, b"ValueError: 3\n"),
+        ("print('words')", "main.main()", 141, b""),
+        ("print('words')", "main.run('train', [])", 0, b""),
+    ],
+)
+def test_help_ends_with_its_reader_and_a_run_does_not(body, call, code, said):
+    process = subprocess.Popen(
+        command_of(body, call),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as errors:
+        assert errors.read().endswith(said) if said else errors.read() == b""
+    assert process.wait(timeout=60) == code
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -164,18 +133,3 @@ def test_a_full_disk_behind_stdout_is_one_line(unbuffered):
     assert done.returncode == 70
     assert done.stderr.startswith(b"error: No space left on device: stdout")
     assert done.stderr.count(b"\n") == 1
-
-
-@pytest.mark.parametrize(("call", "code"), [("main.main()", 141), ("main.run('train', [])", 0)])
-def test_help_ends_with_its_reader_and_a_run_does_not(call, code):
-    process = subprocess.Popen(
-        command_of("print('words')", call),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUNBUFFERED": ""},
-    )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    with process.stderr as errors:
-        assert errors.read() == b""
-    assert process.wait(timeout=60) == code

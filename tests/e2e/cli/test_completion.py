@@ -2,19 +2,15 @@
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-from ultrascale_jax.cli import main as command
+from tests.commands import refused, ultrascale
 
 
-def script(monkeypatch, capsys, *words: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["ultrascale", "--completion", *words])
-    with pytest.raises(SystemExit) as stop:
-        command.main()
-    captured = capsys.readouterr()
-    return captured.err if stop.value.code else captured.out
+def script(capsys, shell: str) -> str:
+    assert ultrascale("--completion", shell) in (None, 0)
+    return capsys.readouterr().out
 
 
 def completed(script: str, *words: str) -> list[str]:
@@ -26,10 +22,9 @@ def completed(script: str, *words: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_commands_verbs_options_and_values(monkeypatch, capsys):
-    made = script(monkeypatch, capsys, "bash")
+def test_bash_completes_commands_verbs_options_and_values(capsys):
+    made = script(capsys, "bash")
     assert completed(made, "ultrascale", "insp") == ["inspect"]
     assert completed(made, "ultrascale", "plan", "mem") == ["memory"]
     assert completed(made, "ultrascale", "train", "debug", "--train.st") == ["--train.steps"]
@@ -37,8 +32,7 @@ def test_bash_completes_commands_verbs_options_and_values(monkeypatch, capsys):
     assert "fp8" in completed(made, "ultrascale", "train", "--train.precision", "f")
 
 
-def test_zsh_gets_a_script_and_another_shell_an_error(monkeypatch, capsys):
-    made = script(monkeypatch, capsys, "zsh")
+def test_zsh_gets_a_script_and_another_shell_an_error(capsys):
+    made = script(capsys, "zsh")
     assert made.startswith("#compdef ultrascale") and "--train.steps" in made
-    error = script(monkeypatch, capsys, "fish")
-    assert error == "error: completion='fish': choose bash or zsh\n"
+    assert refused(capsys, "--completion", "fish") == "completion='fish': choose bash or zsh\n"

@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
+import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,16 +11,17 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from safetensors.numpy import load_file, save_file
 
 from tests import runs
+from tests.commands import refused, ultrascale
+from tests.hf_layout import assert_same_tensors, changed, stored
+from tests.paths import HF
 from tests.tokenizers import write_tokenizer
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import metadata
-from ultrascale_jax.cli import train
-from ultrascale_jax.cli.convert_hf import Options, export_checkpoint, main, tokenizer_files
+from ultrascale_jax.cli.convert_hf import Options, export_checkpoint, tokenizer_files
 from ultrascale_jax.cli.init_from import notes
 from ultrascale_jax.cli.models import load_huggingface
 from ultrascale_jax.config import (
@@ -39,8 +39,7 @@ from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_state
 
-ROOT = Path(__file__).parents[2]
-FIXTURES = ROOT / "tests" / "data" / "hf"
+FOLDER = HF / "llama3"
 
 
 def mesh_of(**sizes):
@@ -66,48 +65,28 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
     return cfg, mesh
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        ("llama3", {"pp": 2, "fsdp": 2}),
-        pytest.param("qwen2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
-        pytest.param("smollm2", {"fsdp": 2, "tp": 2}, marks=pytest.mark.wide),
-        pytest.param("mixtral", {"fsdp": 2, "ep": 2}, marks=pytest.mark.wide),
-        pytest.param("deepseek_v3", {"fsdp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.wide),
-    ],
-)
-def test_a_run_gives_the_checkpoint_back_that_it_began_with(tmp_path, family, sizes):
-    folder, run_dir, out = FIXTURES / family, tmp_path / "run", tmp_path / "out"
-    imported(folder, run_dir, **sizes)
-    export_checkpoint(
-        Options(run_dir=str(run_dir), hf_dir=str(out), dtype="float32"), mesh_of(fsdp=2)[0]
-    )
-    assert read_config(out) == read_config(folder)
-    original = {}
-    for path in folder.glob("*.safetensors"):
-        original |= load_file(path)
-    written = load_file(out / "model.safetensors")
-    assert written.keys() == original.keys()
-    for name, value in original.items():
-        np.testing.assert_array_equal(written[name], value.astype(np.float32), err_msg=name)
-    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+def test_a_run_gives_the_checkpoint_back_that_it_began_with(tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    imported(FOLDER, run_dir, pp=2, fsdp=2)
+    options = Options(run_dir=str(run_dir), hf_dir=str(out), dtype="float32")
+    export_checkpoint(options, mesh_of(fsdp=2)[0])
+    assert read_config(out) == read_config(FOLDER)
+    assert_same_tensors(stored(out), stored(FOLDER))
+    context = json.loads((FOLDER / "config.json").read_text())["max_position_embeddings"]
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == context
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.wide), "fp16"])
-def test_a_run_of_a_checkpoint_stands_at_step_0_with_fresh_moments(tmp_path, precision):
-    cfg, mesh = imported(FIXTURES / "llama3", tmp_path / "run", precision, fsdp=2)
+def test_a_run_of_a_checkpoint_stands_at_step_0_with_fresh_moments(tmp_path):
+    cfg, mesh = imported(FOLDER, tmp_path / "run", "fp16", fsdp=2)
     with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
         assert checkpoints.latest == 0
         state = checkpoints.restore(0, abstract_state(cfg, mesh))
     assert int(state.step) == int(state.skipped) == int(state.skipped_in_a_row) == 0
-    assert (state.loss_scale is None) == (precision == "fp32")
+    assert state.loss_scale is not None
     assert all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state))
     saved, params = load_params(cfg.log.run_dir, mesh)
     assert dataclasses.replace(saved, mesh=cfg.mesh) == cfg
-    embed = load_file(FIXTURES / "llama3" / "model.safetensors")["model.embed_tokens.weight"]
+    embed = stored(FOLDER)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(np.asarray(params.embed[...]), embed)
 
 
@@ -130,7 +109,7 @@ TOKEN_IDS = {"bos_token_id": 7, "eos_token_id": [1, 5], "pad_token_id": 3}
 
 def with_tokenizer(folder, files=FILES):
     """The folder of a checkpoint that brings a tokenizer, and code that nobody may run or copy."""
-    shutil.copytree(FIXTURES / "llama3", folder)
+    shutil.copytree(FOLDER, folder)
     for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "modeling_evil.py").write_text("raise SystemExit")
@@ -139,7 +118,6 @@ def with_tokenizer(folder, files=FILES):
     return folder
 
 
-@pytest.mark.slow
 def test_tokenizer_and_token_ids_are_those_of_the_checkpoint(tmp_path, monkeypatch):
     folder = with_tokenizer(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
@@ -224,61 +202,17 @@ def test_servers_are_told_every_token_that_ends_an_answer(tmp_path):
         assert generation() == own | {"eos_token_id": expected}
 
 
-@pytest.mark.wide
-def test_the_commands_begin_with_a_checkpoint_train_and_write_one(tmp_path):
-    run_dir, out = tmp_path / "run", tmp_path / "out"
-
-    def command(*words):
-        return subprocess.run(
-            [sys.executable, "-m", "ultrascale_jax", *words],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-    command(
-        *("train", "demo", "--train.init-from", f"hf:{FIXTURES / 'qwen3'}"),
-        *("--log.run-dir", str(run_dir), "--data.seq-len", "64", "--train.steps", "2"),
-        *("--fake-devices", "2", "--train.global-batch", "2", "--train.eval-batches", "1"),
-        *("--optim.warmup-steps", "0"),
-    )
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "lr" in row] == [1, 2]
-    command("convert-hf", str(run_dir), str(out), "--fake-devices", "2")
-    before = load_file(FIXTURES / "qwen3" / "model.safetensors")
-    after = load_file(out / "model.safetensors")
-    assert before.keys() == after.keys()
-    moved = [n for n in before if np.any(np.abs(before[n] - after[n].astype(np.float32)) > 1e-4)]
-    assert "model.embed_tokens.weight" in moved
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["only-one"], "HF_DIR"),
-        (["absent", "out"], "holds no config.json"),
-        ([str(FIXTURES / "llama3"), "out"], "ultrascale train finetune --train.init-from hf:"),
-    ],
-)
-def test_what_cannot_be_done_ends_with_one_line_and_code_2(
-    tmp_path, monkeypatch, capsys, arguments, said
-):
+def test_what_cannot_be_done_ends_with_one_line_and_code_2(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and said in errors and errors.count("\n") == 1
+    assert "HF_DIR" in refused(capsys, "convert-hf", "only-one")
+    assert "holds no config.json" in refused(capsys, "convert-hf", "absent", "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_oddities_of_a_folder_are_told_where_a_run_begins_and_where_a_model_is_read(
     tmp_path, capsys
 ):
-    folder = tmp_path / "hf"
-    shutil.copytree(FIXTURES / "llama3", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"ep_size": 1}))
+    folder = changed("llama3", tmp_path / "hf", {}, ep_size=1)
     note = "note: config.json has ['ep_size'], which mean nothing to llama"
     assert note in notes(runs.with_model(demo, folder), folder)
     mesh, num_devices = mesh_of(dp=1)
@@ -287,54 +221,31 @@ def test_oddities_of_a_folder_are_told_where_a_run_begins_and_where_a_model_is_r
     assert capsys.readouterr().err == f"{note}\n"
 
 
-def broken(folder, damage):
-    """A Hugging Face folder with which `demo`, whose text is bytes, cannot begin."""
-    shutil.copytree(FIXTURES / "llama3", folder)
-    config = json.loads((folder / "config.json").read_text())
-    if damage == "layers":
-        config |= {"num_hidden_layers": 10**9}
-    elif damage == "more layers":
-        config |= {"num_hidden_layers": config["num_hidden_layers"] + 1}
-    elif damage == "width":
-        config |= {"hidden_size": 10**30}
-    elif damage == "cut":
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-9])
-    elif damage == "tokenizer":
-        (folder / "tokenizer.json").write_text("{")
-    elif damage == "generation":
-        (folder / "generation_config.json").write_text("{")
-    elif damage == "nan":
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.norm.weight"][-1] = np.nan
-        save_file(tensors, folder / "model.safetensors")
-    elif damage == "tokenizer link":
-        (folder / "tokenizer.json").symlink_to("/etc/hostname")
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("tensors", "config", "file", "said"),
     [
-        ("layers", "must be from 1 to 10000"),
-        ("more layers", "missing from the checkpoint"),
-        ("width", "a positive integer, at most 2147483647"),
-        ("cut", "not a whole safetensors file"),
-        ("tokenizer", "data.tokenizer="),
-        ("generation", "generation_config.json': is not JSON"),
-        ("nan", "model.norm.weight=nan: a weight must be finite"),
-        ("tokenizer link", "link out of the checkpoint's folder"),
+        ({}, {"num_hidden_layers": 10**9}, None, "must be from 1 to 10000"),
+        ({}, {"num_hidden_layers": 3}, None, "missing from the checkpoint"),
+        (
+            {"model.norm.weight": np.full(64, np.nan, np.float32)},
+            {},
+            None,
+            "weight.*must be finite",
+        ),
+        ({}, {}, "model.safetensors", "not a whole safetensors file"),
+        ({}, {}, "tokenizer.json", "data.tokenizer="),
+        ({}, {}, "generation_config.json", "generation_config.json': is not JSON"),
     ],
 )
 def test_a_checkpoint_that_a_run_cannot_begin_with_is_refused_in_one_line(
-    tmp_path, capsys, damage, said
+    tmp_path, capsys, tensors, config, file, said
 ):
-    """Row 23."""
-    broken(tmp_path / "hf", damage)
-    words = ["--train.init-from", f"hf:{tmp_path / 'hf'}", "--log.run-dir", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match="2"):
-        train.main(["demo", *words, "--mesh", "fsdp=8"])
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[-1].startswith("error: ") and said in errors[-1], errors
-    assert not any("Traceback" in line for line in errors)
+    """Row 23 of the matrix of faults."""
+    folder = changed("llama3", tmp_path / "hf", tensors, **config)
+    if file is not None:
+        (folder / file).write_text("{")
+    words = ("--train.init-from", f"hf:{folder}", "--log.run-dir", tmp_path / "run")
+    assert ultrascale("train", "demo", *words, "--mesh", "fsdp=8") == 2
+    error = capsys.readouterr().err
+    assert re.search(f"^error: .*{said}", error, re.MULTILINE) and "Traceback" not in error
     assert not (tmp_path / "run/checkpoints/0").exists()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.cli import wrong_kernels
+from tests import wrong_kernels
 from ultrascale_jax.cli import command_line, kernel_check
 from ultrascale_jax.cli.kernel_check import Part, faults, parts
 from ultrascale_jax.launch.cluster import Launch
@@ -28,7 +28,6 @@ def check(folder, *kinds, limit_s=120.0):
     return found, lines, read_events(folder)
 
 
-@pytest.mark.slow
 def test_a_kernel_that_is_wrong_or_crashes_refuses_the_run(tmp_path):
     found, lines, events = check(
         tmp_path, "right", "wrong", "nan", "raises", "lacks_memory", "exits", "right"

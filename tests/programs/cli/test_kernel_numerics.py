@@ -26,7 +26,6 @@ PARTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_xlas_version_is_right(name):
     errors = measure(PARTS[name], "auto", jnp.bfloat16)
@@ -64,7 +63,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_implementation_of_attention_is_noticed(name):
     assert not measure(WRONG[name], "auto", jnp.bfloat16).right

@@ -8,10 +8,10 @@ import jax
 import pytest
 import tokenizers
 
+from tests.commands import refused
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.cli import evaluate
 from ultrascale_jax.cli.generate import Options, chat, main
 from ultrascale_jax.cli.output import printable
 from ultrascale_jax.config import (
@@ -54,7 +54,6 @@ def text(capsys, run_dir, *options):
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_the_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
     first = text(capsys, run_dir)
     assert first.startswith("def f") and len(first) > len("def f\n")
@@ -63,53 +62,44 @@ def test_the_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
     assert text(capsys, run_dir, "--seed", "1") != first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    # models/test_generate.py has a pipeline.
-    "mesh",
-    ["fsdp=4,tp=2", pytest.param("pp=2,fsdp=2,tp=2", marks=pytest.mark.wide)],
-)
-def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys, mesh):
+def test_greedy_text_is_the_same_on_a_mesh(run_dir, capsys):
     greedy = text(capsys, run_dir, "--temperature", "0")
-    assert text(capsys, run_dir, "--temperature", "0", "--mesh", mesh) == greedy
+    assert text(capsys, run_dir, "--temperature", "0", "--mesh", "fsdp=4,tp=2") == greedy
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "said"),
     [
         (["--step", "7"], "step=7: "),
         (["--top-k", "-1"], "top_k=-1: "),
         (["--mesh", "fsdp=3"], "mesh="),
         (["--prompt", ""], "prompt=''"),
         (["--prompt", "a\udcff"], r"prompt='a\udcff': has bytes that are not UTF-8"),
+        (["--chat"], "or --chat and no prompt"),
+        (["--system", "b"], "add --chat"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_one_line(run_dir, capsys, options, message):
-    with pytest.raises(SystemExit) as stopped:
-        text(capsys, run_dir, *options)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_done_is_told_in_one_line(run_dir, capsys, words, said):
+    assert said in refused(capsys, "generate", run_dir, "--prompt", "def f", *words)
 
 
-def test_a_folder_that_is_no_run_is_told_in_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path), "--prompt", "x"])
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: run_dir=")
+def test_a_chat_needs_a_template_and_text_a_prompt(run_dir, capsys):
+    assert "give --prompt TEXT" in refused(capsys, "generate", run_dir)
+    said = refused(capsys, "generate", run_dir, "--chat")
+    assert "tokenizer='bytes': has no chat template" in said
 
 
 def test_a_hugging_face_folder_may_be_named_as_init_from_names_it(tmp_path, capsys):
     (tmp_path / "hf").mkdir()
-    for name in (f"hf:{tmp_path}/hf", str(tmp_path / "hf")):
-        with pytest.raises(SystemExit, match="2"):
-            main([name, "--prompt", "x"])
-        assert f"run_dir='{tmp_path}/hf': holds no config.json" in capsys.readouterr().err
-    for command in (main, evaluate.main):
-        words = ["--prompt", "x"] if command is main else ["--choices", "x"]
-        with pytest.raises(SystemExit, match="2"):
-            command(["hf:org/name", *words])
+    for name in (f"hf:{tmp_path}/hf", tmp_path / "hf"):
+        said = refused(capsys, "generate", name, "--prompt", "x")
+        assert f"run_dir='{tmp_path}/hf': holds no config.json" in said
+    for words in (
+        ("generate", "hf:org/name", "--prompt"),
+        ("evaluate", "hf:org/name", "--choices"),
+    ):
         said = "model='hf:org/name': there is no such folder; fetch it: hf download org/name --loc"
-        assert said in capsys.readouterr().err
+        assert said in refused(capsys, *words, "x")
 
 
 def test_control_characters_do_not_reach_the_terminal():
@@ -120,16 +110,20 @@ CHATML = """{% for m in messages %}{{ "<|im_start|>" + m.role + " " + m.content 
 {% if add_generation_prompt %}{{ "<|im_start|>assistant " }}{% endif %}"""
 
 
-@pytest.mark.slow
-def test_a_chat_answers_each_line_after_all_turns_before(run_dir, tmp_path, capsys, monkeypatch):
-    words = {name: number for number, name in enumerate(["<unk>", "</s>", "user", "assistant"])}
-    words |= {f"w{number}": number for number in range(6, CFG.model.vocab_size)}
+def write_words(folder, names):
+    """Write a tokenizer of whole words with a chat template; return its path."""
+    words = {name: number for number, name in enumerate(["<unk>", "</s>", *names])}
+    words |= {f"w{number}": number for number in range(len(words) + 2, CFG.model.vocab_size)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    name = str(tmp_path / "tokenizer.json")
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder / "tokenizer.json"
+
+
+def test_a_chat_answers_each_line_after_all_turns_before(run_dir, tmp_path, capsys, monkeypatch):
+    name = str(write_words(tmp_path, ["user", "assistant"]))
     options = ["--tokenizer", name, "--num-tokens", "6", "--temperature", "0"]
     monkeypatch.setattr("sys.stdin", io.StringIO("w7 w8\n\n w9 \n"))
     main([str(run_dir), "--chat", "--system", "w6", *options])
@@ -142,30 +136,9 @@ def test_a_chat_answers_each_line_after_all_turns_before(run_dir, tmp_path, caps
     assert capsys.readouterr().out.endswith(f"assistant {second}\n") and second != first
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--chat", "--prompt", "a"], "or --chat and no prompt"),
-        ([], "give --prompt TEXT"),
-        (["--prompt", "a", "--system", "b"], "add --chat"),
-        (["--chat"], "tokenizer='bytes': has no chat template"),
-    ],
-)
-def test_what_no_chat_can_be_is_told_in_one_line(run_dir, capsys, options, message):
-    with pytest.raises(SystemExit, match="2"):
-        main([str(run_dir), *options])
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
-
-
 def test_a_line_of_a_chat_that_is_not_utf8_is_told(tmp_path):
-    words = {name: number for number, name in enumerate(["<unk>", "</s>"])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.add_special_tokens(["</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    path = write_words(tmp_path, [])
     options = Options(model=str(tmp_path), chat=True)
-    path = tmp_path / "tokenizer.json"
     answers = chat(CFG, None, JsonTokenizer(path), path, options, ["\n", "a\udcff\n"])
     with pytest.raises(UserError, match=r"^stdin='a\\udcff': has bytes that are not UTF-8"):
         next(answers)

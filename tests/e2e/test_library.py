@@ -9,13 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
 import ultrascale_jax
+from tests.paths import ROOT
 from tests.runs import step_rows
 from ultrascale_jax.huggingface.families import FAMILIES
 
-ROOT = Path(__file__).parent.parent
 DOCS, LAYERS, PRECISION = (ROOT / f"docs/{page}.md" for page in ("library", "layers", "precision"))
 
 
@@ -26,7 +25,6 @@ def examples(path: Path) -> list[str]:
 EXAMPLES = examples(DOCS)
 
 
-@pytest.mark.slow
 def test_the_first_example_runs_and_writes_a_checkpoint_back(tmp_path):
     names: dict = {}
     source = EXAMPLES[0].replace('"tests/', f'"{ROOT}/tests/').replace("out/", f"{tmp_path}/")
@@ -53,7 +51,6 @@ def test_every_public_name_leads_to_something_that_type_checkers_know():
     )
 
 
-@pytest.mark.slow
 def test_the_hook_adds_its_column(tmp_path):
     source = EXAMPLES[2].replace("out/", f"{tmp_path}/")
     exec(compile(source, str(DOCS), "exec"), {})
@@ -64,7 +61,6 @@ def test_the_hook_adds_its_column(tmp_path):
     assert len(rows) == 4
 
 
-@pytest.mark.wide  # `tests/models/test_own_layers.py` resumes and loads such a run
 def test_a_layer_of_ones_own_trains_as_the_page_shows(tmp_path):
     names: dict = {}
     source = examples(LAYERS)[0]

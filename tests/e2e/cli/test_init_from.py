@@ -5,23 +5,19 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
+from tests.commands import refused
+from tests.paths import HF
 from tests.tokenizers import write_tokenizer
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, check_run_dir, files
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.cli import command_line, main, train
+from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import Config, DataConfig, UserError
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import to_checkpoint_layout
-from ultrascale_jax.training.setup import make_loader, open_run
+from ultrascale_jax.training.setup import open_run
 
-HF = Path(__file__).parents[1] / "data" / "hf" / "llama3"
+FOLDER = HF / "llama3"
 TINY = "debug --data.seq-len 64 --data.source synthetic --train.global-batch 8"
 WORDS = {"version": "1.0", "added_tokens": []} | {
     "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}
@@ -52,21 +48,21 @@ def parsed(words):
 
 def test_model_and_tokenizer_are_those_of_the_folder_and_options_change_them(tmp_path):
     folder = tmp_path / "hf"
-    shutil.copytree(HF, folder)
+    shutil.copytree(FOLDER, folder)
     cfg, _ = parsed(f"finetune --train.init-from hf:{folder} --log.run-dir {tmp_path}/run")
-    assert (cfg.model, cfg.data.tokenizer) == (read_config(HF), "bytes")
+    assert (cfg.model, cfg.data.tokenizer) == (read_config(FOLDER), "bytes")
     assert cfg.train.init_from == f"hf:{folder}"
     (folder / "tokenizer.json").write_text(json.dumps(WORDS))
     cfg, _ = parsed(
         f"finetune --train.init-from hf:{folder} --log.run-dir {tmp_path}/run --model.rope-theta 7"
     )
     assert cfg.data.tokenizer == f"{tmp_path}/run/tokenizer.json"
-    assert cfg.model.rope_theta == 7 and cfg.model.d_ff == read_config(HF).d_ff
+    assert cfg.model.rope_theta == 7 and cfg.model.d_ff == read_config(FOLDER).d_ff
 
 
 def test_options_of_the_model_are_checked_with_the_folders_model_not_the_recipes(tmp_path, capsys):
     folder = tmp_path / "hf"
-    shutil.copytree(HF, folder)
+    shutil.copytree(FOLDER, folder)
     config = json.loads((folder / "config.json").read_text())
     wide = {"num_attention_heads": 24, "num_key_value_heads": 24, "head_dim": 4}
     (folder / "config.json").write_text(json.dumps(config | wide))
@@ -91,52 +87,8 @@ def test_a_source_names_one_checkpoint_also_where_a_folder_has_the_name_of_a_ste
         assert source.text == f"{tmp_path}/{text}" and Source.parse(source.text) == source
 
 
-def opened(words, save_step=None):
-    """Step and parameters, as in checkpoints, with which a run of this command begins, and its config."""
-    cfg, _ = parsed(words)
-    cfg = cfg.check(8)
-    with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None) as run:
-        params = to_checkpoint_layout(run.state.params)
-        if save_step is not None:
-            meta = describe(run.cfg, save_step, make_loader(run.cfg).fingerprint)
-            with Checkpoints(run.cfg) as checkpoints:
-                checkpoints.save(run.state, meta, wait=True)
-        return run.step, run.cfg, params
-
-
-# test_finetune.py begins a run with a folder, and resumes it.
-@pytest.mark.wide
-def test_a_run_begins_there_once_and_another_begins_with_its_checkpoint(tmp_path):
-    folder, first, second = (tmp_path / name for name in ("hf", "first", "second"))
-    shutil.copytree(HF, folder)
-    words = f"{TINY} --mesh fsdp=2,dp=4 --train.init-from hf:{folder} --log.run-dir {first}"
-    step, cfg, params = opened(words, save_step=2)
-    assert (step, cfg.train.init_from) == (0, f"hf:{folder}")
-    original = load_file(HF / "model.safetensors")["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(np.asarray(params.embed[...]), original)
-    shutil.rmtree(folder)  # a run that goes on needs it no more
-    assert opened(words)[0] == 2
-    with pytest.raises(UserError, match=r"train.init_from: saved 'hf:.*', now ''"):
-        opened(words.replace(f"--train.init-from hf:{folder}", ""))
-    words = "--mesh pp=2,fsdp=2,sp=2 --train.microbatches 2"
-    step, cfg, same = opened(f"{TINY} {words} --train.init-from {first} --log.run-dir {second}")
-    assert (step, cfg.train.init_from) == (0, f"{first}@2")
-    for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def refused(capsys, *words):
-    """The one line with which the command of these words is refused."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="2"):
-        patch.setattr("sys.argv", ["ultrascale", *words])
-        main.main()
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    return said
 
 
 @pytest.mark.parametrize("run_dir", ["hf", "sub/../hf", "link", "link/"])
@@ -144,7 +96,7 @@ def test_no_command_writes_over_the_hugging_face_folder_that_it_reads(
     tmp_path, monkeypatch, capsys, run_dir
 ):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(HF, "hf")
+    shutil.copytree(FOLDER, "hf")
     Path("sub").mkdir()
     Path("link").symlink_to("hf")
     before = contents(tmp_path)
@@ -162,7 +114,7 @@ def test_no_command_writes_into_a_folder_with_a_config_of_somebody_else(
     tmp_path, monkeypatch, capsys, config
 ):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(HF, "hf")
+    shutil.copytree(FOLDER, "hf")
     Path("theirs").mkdir()
     Path("theirs/config.json").write_text(config)
     Path("a.txt").write_text("text")

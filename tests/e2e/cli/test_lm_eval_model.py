@@ -6,21 +6,19 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import lm_eval
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
 
-from tests import runs
+from tests.commands import refused
+from tests.paths import DATA
 from ultrascale_jax import LMEvalModel
 from ultrascale_jax.cli import evaluate
 from ultrascale_jax.cli.lm_eval_model import Sampling
-from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, TrainConfig, UserError
-from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.config import UserError
 
-DATA = Path(__file__).parents[1] / "data"
 TASKS = ["ultrascale_choice", "ultrascale_text", "ultrascale_answer"]
 EXPECTED = json.loads((DATA / "lm_eval" / "expected.json").read_text())
 
@@ -66,7 +64,6 @@ def compare(found, expected):
     assert len(found) == len(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "chat"])
 def test_every_answer_is_that_of_the_harness_own_model(model, folder, name):
     """Choices, one of which greedy decoding would make; a text longer than the context; prompts of other lengths."""
@@ -77,26 +74,6 @@ def test_every_answer_is_that_of_the_harness_own_model(model, folder, name):
             np.testing.assert_allclose(results[task][metric], value, rtol=2e-6, err_msg=metric)
 
 
-# Implied by the model above and the row step of any mesh in test_evaluate.py.
-@pytest.mark.wide
-def test_a_run_over_split_sequences_gives_the_same_likelihoods(folder):
-    run = str(folder / "run")
-    cfg = Config(
-        mesh=MeshConfig(fsdp=8),
-        data=DataConfig(source="synthetic", seq_len=512),
-        train=TrainConfig(precision="fp32"),
-        log=LogConfig(run_dir=run),
-    )
-    cfg = runs.with_model(cfg, folder / "model").check(8)
-    runs.imported(cfg, folder / "model", make_mesh(cfg.mesh))
-    _, answers = harness(LMEvalModel(run, mesh="cp=2,sp=2,tp=2"), folder, TASKS[:2])
-    for task in TASKS[:2]:
-        compare(answers[task], EXPECTED["plain"]["samples"][task])
-    with pytest.raises(UserError, match=r"mesh\.cp=2: generation splits no sequence"):
-        harness(LMEvalModel(run, mesh="cp=2,sp=2,tp=2"), folder, TASKS[2:])
-
-
-@pytest.mark.slow
 def test_the_command_prints_the_numbers_of_each_task(folder, capsys):
     words = [str(folder / "model"), "--mesh", "fsdp=2,tp=4", "--precision", "fp32"]
     words += ["--tasks", "ultrascale_choice", "--include-path", str(folder / "tasks")]
@@ -112,24 +89,13 @@ def test_the_command_prints_the_numbers_of_each_task(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        # Reads the harness's own tasks, thousands of files.
-        pytest.param(
-            "--tasks ultrascale_text,x",
-            "tasks='ultrascale_text,x': lm-evaluation-harness has no x; give",
-            marks=pytest.mark.wide,
-        ),
         ("--tasks a --include-path none", "include_path='none': there is no such folder"),
         ("--source text:a --limit 2", "limit=2: is for tasks; add --tasks TASK"),
         ("--tasks ultrascale_text --mesh pp=2,fsdp=4", "mesh.pp=2: tasks are scored without"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(folder, capsys, words, said):
-    given = [] if "none" in words else ["--include-path", str(folder / "tasks")]
-    given = given if "--tasks" in words else []
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main([str(folder / "model"), *words.split(), *given])
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
+    assert said in refused(capsys, "evaluate", folder / "model", *words.split())
 
 
 def test_settings_of_generation_are_obeyed_or_refused():

@@ -1,0 +1,126 @@
+"""Fine-tuning by commands: adapters begin on a checkpoint, resume exactly, and leave merged or in PEFT's format."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.commands import refused, ultrascale
+from tests.pairs import write_pairs
+from tests.paths import HF
+from ultrascale_jax.checkpoint.load_params import load_params
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.cli import command_line, train
+from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.training.setup import make_loader, open_run
+
+FOLDER = HF / "llama3"
+LORA = "4 --train.lora.alpha 8 --train.lora.rslora --train.lora.targets q_proj o_proj down_proj"
+TINY = "debug --data.source synthetic --data.seq-len 64 --train.global-batch 8 --mesh fsdp=2,dp=4"
+
+
+def opened(words):
+    cfg, _ = command_line.parse(words.split(), prog="test", options=train.Options)
+    cfg = cfg.check(8)
+    return open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None)
+
+
+def random(tree):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding), tree
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of adapters that stands at step 3, and the words that began it."""
+    folder = tmp_path_factory.mktemp("lora")
+    shutil.copytree(FOLDER, folder / "hf")
+    words = f"{TINY} --train.init-from hf:{folder}/hf --train.lora.rank {LORA} --log.run-dir {folder}/run"
+    with opened(words) as run:
+        assert run.step == 0 and not np.any(np.asarray(run.state.params.stacks[0].attn.lora.w_q.b))
+        state = dataclasses.replace(run.state, params=random(run.state.params))
+        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
+        with Checkpoints(run.cfg) as checkpoints:
+            checkpoints.save(state, meta, wait=True)
+    return folder / "run", words, [np.asarray(x) for x in jax.tree.leaves(state.params)]
+
+
+def test_adapters_resume_exactly_on_the_base_where_they_began(run_dir):
+    _, words, expected = run_dir
+    with opened(words) as run:
+        assert run.step == 3
+        found = [np.asarray(x) for x in jax.tree.leaves(run.state.params)]
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        embed = np.asarray(run.state.frozen.embed[...].astype("float32"))
+    np.testing.assert_array_equal(
+        embed,
+        load_file(FOLDER / "model.safetensors")["model.embed_tokens.weight"].astype("float32"),
+    )
+    with pytest.raises(UserError, match=r"train.lora.rank: saved 4, now 8"):
+        with opened(words.replace(LORA, "8")):
+            pass
+
+
+def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path, capsys):
+    run, *_ = run_dir
+    full, peft = tmp_path / "full", tmp_path / "peft"
+    ultrascale("convert-hf", run, full, "--dtype", "float32")
+    ultrascale("convert-hf", run, peft, "--dtype", "float32", "--adapters")
+    config = json.loads((peft / "adapter_config.json").read_text())
+    expected = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "use_rslora": True}
+    assert expected.items() <= config.items()
+    assert config["target_modules"] == ["q_proj", "o_proj", "down_proj"]
+    assert config["base_model_name_or_path"] == str(run.parent / "hf")
+    base, merged = (load_file(place / "model.safetensors") for place in (FOLDER, full))
+    adapters = load_file(peft / "adapter_model.safetensors")
+    for name, weight in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        value = weight.astype(np.float32)
+        if (a := adapters.pop(f"{stem}.lora_A.weight", None)) is not None:
+            value += 8 / 4**0.5 * adapters.pop(f"{stem}.lora_B.weight") @ a
+        np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert not adapters
+    assert "already holds something" in refused(capsys, "convert-hf", run, peft, "--adapters")
+
+
+def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "hf")
+    source = write_pairs(tmp_path / "pairs", vocab_size=256)
+    words = f"{TINY} --train.init-from hf:{tmp_path}/hf --train.dpo.beta 0.1 --log.run-dir {tmp_path}/run"
+    words = words.replace("synthetic", source)
+    with opened(words) as run:
+        for mine, theirs in zip(
+            *map(jax.tree.leaves, (run.state.params, run.state.frozen)), strict=True
+        ):
+            assert mine is not theirs  # a step reuses the memory of both
+            np.testing.assert_array_equal(mine.astype(theirs.dtype), theirs)
+        state = dataclasses.replace(run.state, params=random(run.state.params))
+        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
+        with Checkpoints(run.cfg) as checkpoints:
+            checkpoints.save(state, meta, wait=True)
+        expected, frozen = (np.asarray(x.embed[...]) for x in (state.params, state.frozen))
+    with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
+        assert run.step == 3
+        np.testing.assert_array_equal(run.state.model.embed[...], expected)
+        np.testing.assert_array_equal(run.state.frozen.embed[...], frozen)
+    cfg, params = load_params(tmp_path / "run", make_mesh(MeshConfig.of(pp=2), jax.devices()[:2]))
+    assert not cfg.train.dpo.enabled  # any mesh reads it
+    np.testing.assert_array_equal(params.embed[...], expected)
+    with pytest.raises(UserError, match=r"train.dpo.beta: saved 0.1, now 0.2"):
+        with opened(words.replace("beta 0.1", "beta 0.2")):
+            pass
+
+
+def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"train\.lora\.rank=2: .*give --train.init-from hf:DIR"):
+        with opened(f"{TINY} --train.lora.rank 2 --log.run-dir {tmp_path}/run"):
+            pass

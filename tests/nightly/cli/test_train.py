@@ -1,0 +1,85 @@
+"""Runs as processes: they continue on other devices, and end with the promised code."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+from tests.runs import step_rows
+
+TINY = (
+    "--model.num-layers 2 --model.d-model 32 --model.d-ff 64 --model.head-dim 4 "
+    "--data.seq-len 64 --train.global-batch 8"
+)
+
+
+def start(run_dir, options, recipe="debug", **environ):
+    words = f"-m ultrascale_jax train {recipe} {options}".split()
+    return subprocess.Popen(
+        [sys.executable, *words, "--log.run-dir", str(run_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
+    )
+
+
+def train(run_dir, options, **start_options):
+    """Exit code, stdout and stderr of a run that ends by itself."""
+    process = start(run_dir, options, **start_options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def test_the_same_command_chooses_again_and_continues_on_other_devices(tmp_path):
+    options = f"{TINY} --mesh auto --train.remat auto --train.microbatches auto --train.steps"
+    for devices, steps in (8, 2), (2, 4):
+        code, out, err = train(tmp_path, f"{options} {steps} --fake-devices {devices}")
+        assert code == 0, err
+        assert f"the fastest that fits {devices} x cpu (planned as h100)" in out
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert math.prod(saved["mesh"].values()) == devices
+        assert saved["train"]["remat"] != "auto" and saved["train"]["microbatches"] >= 1
+    assert f"resumed from {tmp_path}/checkpoints/2" in out
+    # And in a pipeline.
+    options = f"{TINY} --fake-devices 2 --mesh pp=2 --train.microbatches 2 --train.steps 5"
+    code, out, err = train(tmp_path, options)
+    assert code == 0, err
+    assert "pipeline 1f1b: 2 ranks with 1 stage each, 2 micro-batches; bubble 50.0% by" in out
+    assert "changed since: train.steps: saved 4, now 5" in out
+    assert "learning rate of update 5: 3.00e-04, by the saved settings " in out
+    assert [row["step"] for row in step_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    code, _, err = train(tmp_path, f"{TINY} --fake-devices 2 --mesh fsdp=2 --model.d-ff 128")
+    assert code == 2
+    assert "model.d_ff: saved 64, now 128" in err and "Traceback" not in err
+
+
+def test_a_run_that_diverges_ends_with_exit_code_3(tmp_path):
+    # The first update is so large that no later loss is finite.
+    code, _, err = train(tmp_path, f"{TINY} --fake-devices 1 --optim.lr 1e38 --train.steps 20")
+    assert code == 3, err
+    assert err.startswith("error: ") and "Traceback" not in err
+    assert " in 10 steps in a row up to step " in err
+    assert [row["skipped"] for row in step_rows(tmp_path)][-10:] == [True] * 10
+
+
+def test_an_exception_ends_a_process_on_its_own_with_the_code_of_a_crash(tmp_path):
+    faults = {"FAULTS": "exception@1@0", "FAULTY_RECIPE": "debug"}
+    code, _, err = train(tmp_path, "", recipe="tests.faults.faulty", **faults)
+    assert code == 70, err
+    assert "Traceback" in err and "fault on purpose before step 1" in err
+
+
+def test_sigterm_ends_the_command_with_exit_code_0(tmp_path):
+    process = start(tmp_path, f"{TINY} --fake-devices 1 --train.steps 1000000")
+    try:
+        assert any(line.startswith("step 1/") for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "stopped by SIGTERM" in out and "a sample" not in out
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
