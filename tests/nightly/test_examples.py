@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import ultrascale_jax as us
-from tests.examples import FOLDER, load, same
+from tests.examples import FOLDER, load, on_page, run, same
+from tests.runs import step_rows
 from ultrascale_jax.config import SCHEDULES
 
 
@@ -43,11 +44,19 @@ def test_own_layers_train_on_a_pipeline_and_over_cp_as_on_one_device():
     assert one[-1] < one[0] - 0.5
 
 
-def test_the_training_loop_trains_alike_in_a_pipeline_and_over_cp():
+def test_the_training_loop_trains_alike_on_any_mesh():
     example = load("own_training_loop")
     expected = example.losses(us.MeshConfig(fsdp=8))
+    assert len(expected) == 10 and expected[-1] < expected[0] - 1
     for sizes in (us.MeshConfig(fsdp=2, cp=4), us.MeshConfig(cp=2, tp=2, pp=2)):
         np.testing.assert_allclose(example.losses(sizes), expected, rtol=1e-5)
+    np.testing.assert_allclose(example.main(), expected, rtol=1e-5)
+
+
+def test_a_layer_of_ones_own_trains_as_its_page_shows(tmp_path):
+    trained = run(on_page("docs/layers.md")[0], tmp_path)["trained"]
+    assert len(step_rows(tmp_path / "squared_relu")) == 2
+    assert trained.stacks[0].mlp.w_up[...].shape == (2, 32, 64)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
