@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -14,10 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FIND_PYTHON = ROOT / ".ci" / "find_python.sh"
 GOOD = f'exec {sys.executable} "$@"\n'
-# Runs as a Python of another version would: `sys.version_info` is all that is asked of it.
-OLDER = f"""\
-exec {sys.executable} -c 'import sys; sys.version_info = (3, 11, 7); exec(sys.argv.pop(1))' "$2"
-"""
+
+
+def version(*number: int) -> str:
+    """Return a script that runs as a Python of another version would: the script asks for `sys.version_info` alone."""
+    setting = f"import sys; sys.version_info = {number}; exec(sys.argv.pop(1))"
+    return f"exec {sys.executable} -c '{setting}' \"$2\"\n"
+
+
+OLDER = version(3, 11, 7)
 SHIM = 'echo "pyenv: command not found" >&2; exit 127\n'
 
 
@@ -41,71 +45,52 @@ def write(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def find(tmp_path: Path, **environ: str) -> subprocess.CompletedProcess:
+def found(tmp_path: Path, **environ: str) -> tuple[int, str]:
+    """Return the exit code of the script, and the path or the one line of error that it prints."""
     path = f"{tmp_path / 'bin'}:{tmp_path / 'tools'}"
-    return subprocess.run(
-        [FIND_PYTHON],
-        env={"PATH": path, "HOME": str(tmp_path / "home"), **environ},
-        capture_output=True,
-        text=True,
-    )
+    environ = {"PATH": path, "HOME": str(tmp_path / "home"), **environ}
+    done = subprocess.run([FIND_PYTHON], env=environ, capture_output=True, text=True)
+    assert (done.stdout + done.stderr).count("\n") == 1
+    return done.returncode, (done.stdout or done.stderr).strip()
 
 
-def chosen(tmp_path: Path, **environ: str) -> str:
-    done = find(tmp_path, **environ)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.strip()
-
-
-def test_the_newest_name_on_the_path_is_taken(machine, tmp_path):
-    machine(python3=GOOD, python3_12=GOOD, python3_13=GOOD)
-    assert chosen(tmp_path) == f"{tmp_path}/bin/python3.13"
+def test_the_newest_name_on_the_path_is_taken_but_a_given_one_comes_first(machine, tmp_path):
+    machine(python3=GOOD, python3_12=GOOD, python3_13=GOOD, mine=GOOD)
+    assert found(tmp_path) == (0, f"{tmp_path}/bin/python3.13")
+    for name in ("mine", f"{tmp_path}/bin/mine"):
+        assert found(tmp_path, PYTHON=name) == (0, f"{tmp_path}/bin/mine")
 
 
 def test_an_old_python3_and_failing_shims_are_passed_over_for_pyenvs_newest(machine, tmp_path):
     machine(python3=OLDER, python3_12=SHIM, python3_13=SHIM)
     versions = tmp_path / "home/.pyenv/versions"
-    write(versions / "3.9.18/bin/python3", OLDER)
-    write(versions / "3.14.1/bin/python3", SHIM)
-    write(versions / "3.13.0/bin/python3", GOOD)
-    assert chosen(tmp_path) == f"{versions}/3.13.0/bin/python3"
-
-
-def test_the_newest_of_pyenv_is_by_number_not_by_letter(machine, tmp_path):
-    machine()
-    versions = tmp_path / "home/.pyenv/versions"
-    for name, number in (("3.13.9", "(3, 13, 9)"), ("3.13.10", "(3, 13, 10)")):
-        setting = f"import sys; sys.version_info = {number}; exec(sys.argv.pop(1))"
-        write(versions / name / "bin/python3", f"exec {sys.executable} -c '{setting}' \"$2\"\n")
-    assert chosen(tmp_path) == f"{versions}/3.13.10/bin/python3"
+    for name, script in (
+        ("3.9.18", OLDER),
+        ("3.14.1", SHIM),
+        # The newest by number, not by letter.
+        ("3.13.9", version(3, 13, 9)),
+        ("3.13.10", version(3, 13, 10)),
+    ):
+        write(versions / name / "bin/python3", script)
+    assert found(tmp_path) == (0, f"{versions}/3.13.10/bin/python3")
 
 
 def test_uv_is_asked_last(machine, tmp_path):
     write(tmp_path / "uv/python", GOOD)
     machine(python3=OLDER, uv=f'[ "$*" = "python find >=3.12" ] && echo {tmp_path}/uv/python\n')
-    assert chosen(tmp_path) == f"{tmp_path}/uv/python"
-
-
-def test_a_given_python_comes_first(machine, tmp_path):
-    machine(python3_13=GOOD, mine=GOOD)
-    assert chosen(tmp_path, PYTHON=f"{tmp_path}/bin/mine") == f"{tmp_path}/bin/mine"
-    assert chosen(tmp_path, PYTHON="mine") == f"{tmp_path}/bin/mine"
+    assert found(tmp_path) == (0, f"{tmp_path}/uv/python")
 
 
 @pytest.mark.parametrize("script", [OLDER, SHIM])
-def test_a_given_python_that_will_not_do_is_refused_not_replaced(machine, tmp_path, script):
+def test_a_given_python_that_will_not_do_is_refused_and_so_is_a_machine_without_one(
+    machine, tmp_path, script
+):
     machine(python3_13=GOOD, mine=script)
-    done = find(tmp_path, PYTHON="mine")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: PYTHON=mine ")
-
-
-def test_without_any_python_one_line_says_how_to_get_one(machine, tmp_path):
-    machine(python3=OLDER)
-    done = find(tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert "install one" in done.stderr
+    code, error = found(tmp_path, PYTHON="mine")
+    assert code == 2 and error.startswith("error: PYTHON=mine ")
+    (tmp_path / "bin/python3.13").unlink()
+    code, error = found(tmp_path)
+    assert code == 2 and "install one" in error
 
 
 @pytest.fixture
@@ -152,17 +137,6 @@ def test_every_target_runs_what_there_is_in_the_environment_and_passes_args_on(c
         places = [word for word in words if word.split("/")[0] == "tests"]
         assert bool(places) == target.startswith("test")
         assert all((ROOT / place).exists() for place in places), target
-
-
-def test_test_faults_runs_every_file_with_a_test_so_marked(checkout):
-    places = [ROOT / word for word in make(checkout, "test-faults").split() if "tests/" in word]
-    marked = [
-        path
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"^@pytest.mark.faults$", path.read_text(), re.MULTILINE)
-    ]
-    missing = [p for p in marked if not any(p.is_relative_to(place) for place in places)]
-    assert len(marked) > 3 and missing == []
 
 
 def test_on_a_host_with_gpus_the_run_sees_them_and_cuda_is_installed(checkout):

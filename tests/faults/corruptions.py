@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from tests.faults.tiny import config as TINY
+from tests.processes import python
 from tests.runs import bits, change, run, saved_state, step_rows
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import CheckpointConfig, Config, UserError
@@ -116,6 +117,28 @@ def attempt(whole: Path, expected: list[bytes], seed: int) -> dict:
     elif len(skipped) != len(newer) or missing:
         outcome["outcome"] = "in silence"
     return outcome
+
+
+def check_outcomes(folder: Path, seeds: range) -> None:
+    """Check the outcome of each of `seeds`, in a process of its own: TensorStore goes on reading after a failure."""
+    words = ("-m", "tests.faults.corruptions", folder, seeds.start, seeds.stop)
+    # All of these runs have the same programs.
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    with python(*words, devices=2, env=cache) as run:
+        out, error = run.communicate(timeout=1800)
+    assert run.returncode == 0, out[-2000:] + error[-4000:]
+    outcomes = [json.loads(line) for line in out.splitlines() if line.startswith('{"seed"')]
+    assert [one["seed"] for one in outcomes] == list(seeds)
+    wrong = [one for one in outcomes if one["outcome"] not in ("restored", "refused")]
+    assert not wrong, wrong
+    for one in outcomes:
+        if one["outcome"] == "refused":
+            assert "Traceback" not in one["why"] and 10 < len(one["why"]) < 1000, one
+    assert any(one["outcome"] == "restored" and one["step"] < SAVED for one in outcomes)
 
 
 def main(folder: Path, first: int, last: int) -> None:

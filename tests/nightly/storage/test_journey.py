@@ -1,22 +1,18 @@
 """A run whose tokens and checkpoints are in a bucket, on a real S3 server, outlives its machine."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import s3
-from tests.faults.conftest import job as job  # a fixture
+from tests.processes import python
 from tests.runs import step_rows
 from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.storage.remote import Remote
 
-ROOT = Path(__file__).parents[2]
 WORDS = ["the", "loss", "of", "a", "run", "is", "what", "it", "learns", "from"]
 
 
@@ -29,37 +25,32 @@ def losses(folder):
     return {row["step"]: row["loss"] for row in step_rows(folder)}
 
 
-def command(name, *arguments):
-    return [sys.executable, "-m", "ultrascale_jax", name, *map(str, arguments)]
+def finished(name, *words, code=0, **variables):
+    """Run a command of the package, which ends with `code`, and return its output."""
+    with python(
+        "-m", "ultrascale_jax", name, *words, stderr=subprocess.STDOUT, env=variables
+    ) as run:
+        output = run.communicate(timeout=300)[0]
+    assert run.returncode == code, output
+    return output
 
 
-def finished(words, environment, code=0):
-    """The output of a command, which ends with `code`."""
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tmp_path):
+def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, tmp_path):
     """Prepare, train, kill -9, lose the disk, go on: bit for bit on the same mesh, to 1e-6 on another."""
-    environment = os.environ | s3_server
     rng = np.random.default_rng(0)
     lines = [json.dumps({"text": " ".join(rng.choice(WORDS, 60))}) for _ in range(200)]
     Remote(url).write("text/a.jsonl", "\n".join(lines).encode())
     words = ["--input", f"{url}/text/*.jsonl", "--out", f"{url}/tokens", "--workers", 1]
-    finished(command("prepare-data", *words, "--shard-tokens", 20000), environment)
+    finished("prepare-data", *words, "--shard-tokens", 20000)
     options = [
         *("--fake-devices", 8, "--model.vocab-size", 256),
         *("--data.source", f"tokens:{url}/tokens", "--train.steps", 10, "--checkpoint.every", 2),
     ]
 
-    def train(name, mesh, store, code=0, **more):
-        folder, store = tmp_path / name, f"{url}/{store}"
-        own = ["--mesh", mesh, "--log.run-dir", folder, "--checkpoint.store", store]
-        recipe = "tests.faults.faulty" if more else "tests.faults.tiny"
-        return finished(command("train", recipe, *options, *own), environment | more, code)
+    def train(name, mesh, store, code=0, **faults):
+        places = ["--log.run-dir", tmp_path / name, "--checkpoint.store", f"{url}/{store}"]
+        recipe = "tests.faults.faulty" if faults else "tests.faults.tiny"
+        return finished("train", recipe, *options, "--mesh", mesh, *places, code=code, **faults)
 
     train("whole", "fsdp=8", "whole")
     train("run", "fsdp=8", "run", -9, FAULTS="kill@8@0", FAULTY_RECIPE="tests.faults.tiny")
@@ -88,31 +79,27 @@ def test_tokens_and_checkpoints_in_a_bucket_outlive_a_machine(url, s3_server, tm
 def test_several_processes_share_one_place_and_fetch_together(job, url, tmp_path):
     options = ("--checkpoint.store", f"{url}/run")
     first = job(tmp_path / "run", *options)
-    assert first.wait() == [0, 0], first.outputs
+    first.check_ends(0, 0)
     losses, copies = first.losses(), Copies(f"{url}/run")
     # Uploads may be slower than these steps; the last one is always waited for.
     assert copies.steps()[-1] == 12
     shutil.rmtree(tmp_path / "run")
     copies.fetch_beside(tmp_path / "run")
     again = job(tmp_path / "run", *options)
-    assert again.wait() == [0, 0], again.outputs
-    assert "fetching the checkpoint of step 12" in again.outputs[0] and again.losses() == losses
-    assert "fetching the checkpoint" not in again.outputs[1]
+    assert "fetching the checkpoint of step 12" in again.check_ends(0, 0)
+    assert again.losses() == losses and "fetching the checkpoint" not in again.outputs[1]
 
 
-def test_a_run_that_began_with_another_needs_it_no_more(url, s3_server, tmp_path):
-    environment = os.environ | s3_server
-    options = ["tests.faults.tiny", "--fake-devices", 2, "--checkpoint.every", 0]
-
-    def train(name, *more):
-        words = command("train", *options, "--log.run-dir", tmp_path / name, *more)
-        return finished(words, environment)
+def test_a_run_that_began_with_another_needs_it_no_more(url, tmp_path):
+    def train(name, *words):
+        options = ("tests.faults.tiny", "--fake-devices", 2, "--checkpoint.every", 0)
+        return finished("train", *options, "--log.run-dir", tmp_path / name, *words)
 
     train("first", "--train.steps", 2)
-    own = ["--train.init-from", tmp_path / "first", "--checkpoint.store", f"{url}/run"]
-    train("second", *own, "--train.steps", 2)
+    places = ["--train.init-from", tmp_path / "first", "--checkpoint.store", f"{url}/run"]
+    train("second", *places, "--train.steps", 2)
     shutil.rmtree(tmp_path / "first")
     shutil.rmtree(tmp_path / "second")
-    out = train("second", *own, "--train.steps", 4)
+    out = train("second", *places, "--train.steps", 4)
     assert "fetching the checkpoint of step 2" in out
     assert [row["step"] for row in step_rows(tmp_path / "second")] == [1, 2, 3, 4]

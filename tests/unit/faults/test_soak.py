@@ -39,13 +39,6 @@ def test_a_flipped_checkpoint_is_put_aside_unless_a_newer_one_was_used(events, m
     assert soak.unfound([FLIP], events) == (missed, sound)
 
 
-def test_a_save_is_due_where_its_step_was_done_while_the_disk_was_full():
-    full = soak.Strike(20.0, soak.FULL, 100, "")
-    rows = [{"step": step, "time": step / 5.0} for step in range(80, 110)]
-    assert soak.saves_due([full, FLIP], rows, 20) == 1
-    assert soak.saves_due([full], rows, 50) == 0
-
-
 def test_the_trainer_takes_the_words_of_a_soak(tmp_path):
     words = soak.arguments(soak.Options(), tmp_path, "demo")
     cfg, _ = command_line.parse(words, prog="", options=train.Options)

@@ -1,4 +1,4 @@
-"""Two real processes are compared in tests/faults/test_supervisor.py."""
+"""Which process is slow. tests/nightly/faults/test_supervisor.py compares two real ones."""
 
 import time
 

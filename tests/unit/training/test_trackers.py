@@ -1,29 +1,20 @@
 """Trackers: each gets the run's numbers, a resumed run goes on in it, and none that fails ends a run."""
 
-import ast
 import json
-import re
 import struct
 import time
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from tests.faults.tiny import config as tiny
-from tests.runs import change, eval_rows, in_folder, mesh_of, step_rows
+from tests.runs import change
 from ultrascale_jax.config import LogConfig, UserError
-from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.training import trackers
-from ultrascale_jax.training.loop import train
-from ultrascale_jax.training.metrics import COLUMNS
 from ultrascale_jax.training.trackers import Kind, TensorBoard, Trackers, chosen
 
 mlflow = pytest.importorskip("mlflow")
 wandb = pytest.importorskip("wandb")
-
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/metrics.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +79,12 @@ def test_mlflow_has_parameters_and_every_step_and_a_resumed_run_continues_it(tmp
     assert len(client.search_runs([experiment.experiment_id])) == 2
 
 
-@pytest.mark.slow
 def test_wandb_offline_has_configuration_and_every_step_and_a_resumed_run_its_id(tmp_path):
-    cfg, begun = config(tmp_path / "run", "wandb"), time.time()
+    cfg = config(tmp_path / "run", "wandb")
     log(cfg, 0, [1, 2])
     # W&B names the file of a start by its second: a restart in the same one would write over it.
-    time.sleep(max(0.0, int(begun) + 2 - time.time()))
+    ended = time.time()
+    time.sleep(int(ended) + 1 - ended)
     log(cfg, 2, [3])
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     records = [list(wandb_records(file)) for file in files]
@@ -161,15 +152,7 @@ def test_a_tracker_that_fails_ends_with_one_warning_and_the_others_go_on(
     assert next((tmp_path / "run" / "tensorboard").iterdir()).stat().st_size > 1000
 
 
-def test_a_disk_that_is_full_under_tensorboard_is_told_once(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(
-        "tensorboardX.record_writer.open_file", lambda path: open("/dev/full", "wb")
-    )
-    log(config(tmp_path / "run", "tensorboard"), 0, range(1, 30))
-    assert capfd.readouterr().err.count("No space left on device") == 1
-
-
-def test_what_cannot_be_is_refused_with_the_fix(monkeypatch):
+def test_trackers_that_cannot_be_are_refused_with_the_fix(monkeypatch):
     with pytest.raises(
         UserError, match=r"log.to=\('tensorbord',\): must be .*one of auto, none, tens"
     ):
@@ -188,73 +171,3 @@ def test_what_cannot_be_is_refused_with_the_fix(monkeypatch):
     with pytest.raises(UserError, match=r"needs a package: pip install 'ultrascale_jax\[tb\]'"):
         chosen(("tensorboard",))
     assert chosen(("auto",)) == chosen(("none",)) == ()
-
-
-def table(heading: str) -> dict[str, list[str]]:
-    """Return the rows of the page's table under a header `heading`, by their first word."""
-    lines = PAGE.partition(f"| {heading} |\n")[2].splitlines()[1:]
-    rows = [line.strip("| ").split(" | ") for line in takewhile(lambda x: x.startswith("|"), lines)]
-    return {row[0].strip("`"): row[1:] for row in rows}
-
-
-STEP = table("field | unit | meaning | written")
-EVALUATION = table("field | unit | meaning")
-EVENTS = {
-    kind: set(re.findall(r"`(\w+)`", row[0]))
-    for kind, row in table("kind | its fields | when").items()
-}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The directory of a run of two steps with MLflow, whose store is beside it."""
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        patch.setenv("MLFLOW_TRACKING_URI", f"file://{folder}/mlruns")
-        (folder / "digits.txt").write_text("0123456789 " * 50)
-        data = {"eval_source": f"NAME=text:{folder}/*.txt, other=synthetic"}
-        cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, log={"to": ("mlflow",)}, data=data)
-        train(in_folder(cfg, folder / "run"), mesh_of(cfg))
-    return folder / "run"
-
-
-@pytest.mark.slow
-def test_a_run_of_the_trainer_sends_the_rows_of_its_metrics(trained):
-    client = mlflow.MlflowClient(f"file://{trained.parent}/mlruns")
-    (experiment,) = client.search_experiments(filter_string="name = 'ultrascale_jax'")
-    (found,) = client.search_runs([experiment.experiment_id])
-    losses = client.get_metric_history(found.info.run_id, "loss")
-    assert [one.value for one in losses] == [one["loss"] for one in step_rows(trained)]
-    assert {"eval_loss", "eval_loss_NAME", "eval_loss_other"} <= set(found.data.metrics)
-    assert found.info.status == "FINISHED"
-
-
-@pytest.mark.slow
-def test_a_run_writes_the_fields_that_the_page_describes(trained):
-    always = {name for name, row in STEP.items() if row[-1].strip() == "always"}
-    assert [set(one) for one in step_rows(trained)] == [always, always]
-    assert [set(one) for one in eval_rows(trained)] == [{*EVALUATION, "eval_loss_other"}]
-    common = {"time", "monotonic", "boot", "kind", "host", "pid", "attempt", "rank"}
-    events = read_events(trained)
-    assert {"start", "section", "saved", "end"} <= {event["kind"] for event in events}
-    for event in events:
-        # Fields without a value are left out.
-        assert common <= set(event) <= common | EVENTS[event["kind"]]
-
-
-def test_the_page_describes_every_column_and_event_of_the_code():
-    assert set(STEP) == {*COLUMNS, "time"}
-    found: dict[str, set[str]] = {}
-    sources = [path.read_text() for path in (ROOT / "ultrascale_jax").rglob("*.py")]
-    for source in sources:
-        for node in ast.walk(ast.parse(source)) if "record(" in source else ():
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in ("record", "_record", "_note") and node.args:
-                    first = [x.value for x in ast.walk(node.args[0]) if isinstance(x, ast.Constant)]
-                    for kind in (kind for kind in first if isinstance(kind, str)):
-                        found[kind] = {x.arg for x in node.keywords if x.arg} | found.get(
-                            kind, set()
-                        )
-    assert set(found) == set(EVENTS)
-    assert all(names <= EVENTS[kind] for kind, names in found.items())

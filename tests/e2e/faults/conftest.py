@@ -1,0 +1,1 @@
+from tests.faults.jobs import killed  # noqa: F401  (a fixture)

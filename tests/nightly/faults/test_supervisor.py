@@ -1,0 +1,120 @@
+"""Runs under the supervisor: whatever strikes them, they reach the losses of a run that nothing struck."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import RECIPE
+from tests.processes import python, wait_for
+from ultrascale_jax.launch.goodput import read_ledger
+from ultrascale_jax.launch.procfs import read_stat
+from ultrascale_jax.launch.watchdog import read_beat
+
+
+def test_a_killed_worker_costs_steps_and_no_bit_of_the_losses(launch, undisturbed):
+    """Row 1. The ledger knows the restart, and no more steps are done again than lie between two checkpoints."""
+    run = launch(fault="kill@10@1")
+    output = run.check_ends(0)
+    assert run.losses() == undisturbed
+    assert [event["of"] for event in run.events("died")] == [1]
+    assert "rank 1 was killed by SIGKILL; restart 1 in 1 s" in output
+    ledger = read_ledger(run.run_dir)
+    assert (ledger.restarts, ledger.steps) == (1, 12)
+    # Step 9 was under way when the worker died; the checkpoint of step 8 may not have been complete.
+    assert ledger.steps_again <= 9
+    spawned, gone = run.events("spawn")[0]["time"], run.events("exit")[-1]["time"]
+    assert ledger.total_s == pytest.approx(gone - spawned, abs=0.01)
+    spent = {name for name, seconds in ledger.seconds.items() if seconds > 0}
+    assert spent >= {"productive", "start-up", "compile", "checkpoint", "down"}
+
+
+def test_a_killed_coordinator_costs_no_bit_of_the_losses(launch, undisturbed):
+    """Row 2."""
+    run = launch(fault="kill@10@0")
+    run.check_ends(0)
+    assert run.losses() == undisturbed
+    assert [event["of"] for event in run.events("died")] == [0]
+
+
+def test_a_stopped_worker_is_killed_and_its_stacks_are_kept(launch, undisturbed):
+    """Row 4. The others' own watchdogs and the supervisor find out; the stopped one is named as the cause."""
+    run = launch("--watch.hang-s", "10", fault="stop@10@1")
+    output = run.check_ends(0)
+    assert run.losses() == undisturbed
+    [stuck] = run.events("stuck")
+    assert stuck["of"] == 1 and "training/loop.py" in Path(stuck["stacks"]).read_text()
+    assert "rank 1 is stopped by a signal in section step" in output
+    # The stopped one's watchdog wakes with it, to write the stacks, and may be quick enough to end it.
+    hang = run.events("hang")[0]
+    assert hang["of"] == 0 and Path(hang["stacks"]).stat().st_size > 0
+    assert read_ledger(run.run_dir).seconds["hang"] >= 10.0
+
+
+def test_a_stalled_loader_is_a_wait_for_data_that_the_watchdog_ends(launch, undisturbed):
+    """Row 20."""
+    run = launch("--watch.hang-s", "10", fault="stall@10@1")
+    output = run.check_ends(0)
+    assert run.losses() == undisturbed
+    hung = {event["of"]: event["section"] for event in run.events("hang")}
+    assert hung.get(1) == "data" or "data" in output
+
+
+def test_a_straggler_is_named_within_twenty_steps(launch):
+    """Row 19."""
+    fault = ",".join(f"sleep@{step}@1" for step in range(4, 40, 5))
+    run = launch("--train.steps", "40", fault=fault)
+    output = run.check_ends(0)
+    named = run.events("straggler")
+    assert {event["of"] for event in named} == {1} and named[0]["step"] <= 20
+    assert "straggler: rank 1 on " in output
+    assert named[0]["own_p99_s"] > 1.0 > named[0]["own_p50_s"]
+    (times, _) = run.events("step_times")
+    assert [row["of"] for row in times["slowest"]] == [1, 0]
+
+
+def test_an_error_that_a_restart_cannot_mend_is_not_restarted(launch):
+    """Row 28, whose other half is in tests/e2e/launch/test_supervisor.py."""
+    run = launch("--mesh.tp", "3")
+    assert run.check_ends(2).splitlines()[-1].startswith("rank ")
+    assert len(run.events("spawn")) == 1
+
+
+def test_sigterm_to_the_supervisor_saves_once_and_ends_all(launch):
+    run = launch("--train.steps", "100000")
+    (supervisor,) = run.processes
+    wait_for(lambda: len(run.steps()) > 3, supervisor, seconds=150)
+    supervisor.send_signal(signal.SIGTERM)
+    assert "stopped by SIGTERM after step" in run.check_ends(0)
+    assert len(run.events("spawn")) == 1 and len(run.events("told")) == 1
+    assert run.checkpoints()[-1] == max(run.steps())
+
+
+def test_a_killed_supervisor_leaves_no_orphans(launch):
+    run = launch("--train.steps", "100000")
+    (supervisor,) = run.processes
+    beats = wait_for(lambda: all_beats(run), supervisor, seconds=150)
+    supervisor.kill()
+    supervisor.wait(timeout=30)
+    wait_for(lambda: not any(is_alive(beat.pid) for beat in beats), seconds=30)
+
+
+def test_a_soak_of_three_minutes_loses_no_bit_and_no_second(tmp_path):
+    words = ["--minutes", "3", "--every", "15", "--recipe", RECIPE, "--inside-every", "40"]
+    words += ["--save-every", "5", "--run-dir", tmp_path / "soak", "--out", tmp_path / "soak.md"]
+    with python("-m", "tests.faults.soak", *words, devices=2) as soak:
+        output, error = soak.communicate(timeout=900)
+    assert soak.returncode == 0, output[-5000:] + error[-5000:]
+    report = (tmp_path / "soak.md").read_text()
+    lines = report.partition("## Verdict\n\n")[2].partition("\n\n")[0].splitlines()
+    assert lines and all(line.startswith("- Yes: ") for line in lines), report
+
+
+def all_beats(run):
+    beats = [read_beat(run.run_dir, rank) for rank in range(2)]
+    return beats if all(beat is not None and beat.step > 0 for beat in beats) else None
+
+
+def is_alive(pid):
+    stat = read_stat(pid)
+    return stat is not None and stat.is_alive
