@@ -27,14 +27,8 @@ ROWS = [
 
 
 def config_of(folder, steps):
-    return change(
-        TINY,
-        train={"steps": steps},
-        mesh={"fsdp": 1},
-        # As test_loop.py has it: one program for both files.
-        optim={"schedule": "constant"},
-        log={"run_dir": str(folder)},
-    )
+    parts = {"train": {"steps": steps}, "optim": {"schedule": "constant"}, "mesh": {"fsdp": 1}}
+    return change(TINY, log={"run_dir": str(folder)}, **parts)
 
 
 def run(folder, steps, **options):

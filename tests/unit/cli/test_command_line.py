@@ -65,14 +65,12 @@ EXPERTS = Experts(top_k=3, normalize=False)
         ("--log.run-dir out/x", change(debug, log={"run_dir": "out/x"})),
         # A part that the recipe lacks is added by one of its fields.
         ("--model.rope-scaling.kind yarn", model(rope_scaling=ROPE)),
-        ("--model.rope_scaling.kind=yarn", model(rope_scaling=ROPE)),
         ("--model.experts.top-k 3 --model.experts.no-normalize", model(experts=EXPERTS)),
         # Numbers and switches as other programs write them.
         ("--train.steps 1k", change(debug, train={"steps": 1000})),
         ("--train.steps=1e3", change(debug, train={"steps": 1000})),
         ("--data.seq-len 4Ki", change(debug, data={"seq_len": 4096})),
         ("--data.document-mask False", change(debug, data={"document_mask": False})),
-        ("--data.document-mask=0", change(debug, data={"document_mask": False})),
         ("--no-data.document-mask", change(debug, data={"document_mask": False})),
         ("--no-data.document-mask false", debug),
         ("--data.no-document-mask=true", change(debug, data={"document_mask": False})),
@@ -81,7 +79,6 @@ EXPERTS = Experts(top_k=3, normalize=False)
         # Values that are chosen later.
         ("--train.remat auto", change(debug, train={"remat": "auto"})),
         ("--train.microbatches auto", change(debug, train={"microbatches": AUTO})),
-        ("--train.microbatches=auto", change(debug, train={"microbatches": AUTO})),
     ],
 )
 def test_any_dotted_field_is_replaced_and_the_others_stay(line, expected):
@@ -104,7 +101,6 @@ def test_changes_of_a_section_are_written_as_words_that_make_them():
     ("line", "mesh"),
     [
         ("--mesh fsdp=4,tp=2", MeshConfig(fsdp=4, tp=2)),
-        ("--mesh=tp=2", MeshConfig(fsdp=1, tp=2)),
         ("--mesh dp=-1,sp=2", MeshConfig(dp=-1, fsdp=1, sp=2)),
         ("--mesh tp=2 --mesh.fsdp -1", MeshConfig(fsdp=-1, tp=2)),
         ("--mesh.tp 2", MeshConfig(fsdp=-1, sp=2, tp=2)),
@@ -126,7 +122,6 @@ def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
     [
         ("--mesh fsdp=64,tp=8", 1),
         ("--mesh pp=4,fsdp=8,ep=16", 2),
-        ("--mesh fsdp=4,ep=4", 1),
         ("--mesh pp=8,fsdp=-1,ep=64", 8),
         ("--mesh.ep 32", 4),
         ("--mesh pp=4,fsdp=8,ep=16 --moe.a2a-groups 4", 4),
@@ -198,22 +193,16 @@ def refused(capsys, line: str) -> str:
         # A value that its field cannot have.
         ("--train.steps 0", "train.steps=0: must be at least 1\n"),
         ("--fake-devices 0", "fake_devices=0: must be from 1 to 4096\n"),
-        ("--optim.lr 1e400", "optim.lr=inf: must be 0, or of a size from 1.2e-38 to 3"),
         (f"--train.seed {2**64 + 1}", "train.seed=18446744073709551617: must be at m"),
-        ("--model.rope-scaling.factor nan", "model.rope_scaling.factor=nan: must be "),
         ("--model.experts.num 0", "model.experts.num=0: must be from 1 to 10000\n"),
         ("--profile 13:10", "profile='13:10': write the first step"),
-        ("--profile 10", "profile='10': write the first step"),
         ("--train.steps many", "Error parsing --train.steps: must be an integer, not 'many'\n"),
         (
             f"--train.steps {'9' * 5000}",
             f"Error parsing --train.steps: must be an integer, not '{'9' * 40}'",
         ),
-        ("--optim.lr fast", "Error parsing --optim.lr: must be a number, not 'fast'\n"),
         ("--optim.betas 0.9 x", "Error parsing --optim.betas: must be (float, float), not ['0.9'"),
-        ("--fake-devices x", "Error parsing --fake-devices: must be an integer, not 'x'"),
         # Values that do not fit together.
-        ("--pp.virtual 2", "pp.virtual=2: 1f1b has one stage a rank; leave it out, or take"),
         ("--print-config --fake-devices 8 --mesh tp=3", "mesh='tp=3': the sizes"),
         (
             "moe_debug --print-config --fake-devices 6 --mesh ep=3,dp=2",
@@ -222,7 +211,6 @@ def refused(capsys, line: str) -> str:
         # A mesh, or a recipe.
         ("--mesh fsdp:4", "mesh='fsdp:4': write axes as fsdp=4,tp=2\n"),
         ("--mesh xp=4", "mesh='xp=4': 'xp' is no axis; the axes are pp, dp"),
-        ("--mesh dp=-1,fsdp=-1", "mesh.fsdp=-1: only one axis may be -1"),
         ("--mesh auto --mesh.sp 2", "mesh='auto': chooses every axis; leave out"),
         ("lama3_8b", "recipe='lama3_8b': did you mean llama3_8b?"),
         ("configs.nothing", "recipe='configs.nothing': there is no module"),
@@ -240,12 +228,9 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, line, said):
         ("--optim.min_lr=0", "--optim.min_lr=0; did you mean --optim.min-lr-ratio?"),
         ("--no-document-mask", "did you mean --data.no-document-mask?"),
         ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
-        ("--moe.nooverlap", "did you mean --moe.no-overlap?"),
-        ("--model.normeps 1", "did you mean --model.norm-eps?"),
         ("--train.learning-rate 1e-3", "did you mean --optim.lr?"),
         ("--train.seqlen 32", "did you mean --data.seq-len?"),
         ("--batch_size=8", "did you mean --train.global-batch?"),
-        ("--output-dir x", "did you mean --log.run-dir?"),
         ("--tp 2", "did you mean --mesh.tp?"),
         ("--moe.bound=2", "--moe.bound=2; see ultrascale train --help"),
         ("--no-train.zero", "options: --no-train.zero; see ultrascale train --help"),
@@ -312,8 +297,6 @@ def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
     ("name", "said"),
     [
         ("a.yaml", "give a file that ends in .py and sets `config`, .* --print-config"),
-        ("A.YML", "give a file that ends in .py and sets `config`"),
-        ("x/y.toml", "give a file that ends in .py and sets `config`"),
         ("my.txt", "give a file that ends in .py and sets `config`"),
         ("./my", r"did you mean \./my\.py\?"),
         ("run", r"did you mean run/config\.json\?"),

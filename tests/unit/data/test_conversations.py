@@ -97,14 +97,12 @@ REFUSED = [
             (None, "None, which is no text; give text, or"),
             (42, "42"),
             ([], r"\[\]"),
-            ({}, "{}"),
             (["a", 1], r"\['a', 1\]"),
             ([{"type": "text", "text": None}], ""),
             ([{"type": "image"}], ""),
         )
     ),
     (PLAIN, {"messages": answered()}, "has message 2 with content=None"),
-    (PLAIN, {"messages": answered(content=None, tool_calls=[])}, "has message 2 with content=None"),
     (PLAIN, {"messages": answered(content="a", role=3)}, "has message 2 with role=3; give it a"),
     (PLAIN, {"messages": answered(content="a", reasoning=3)}, "has message 2 with reasoning 3"),
     # Parts that a template takes for text; Qwen3's writes nothing of them.
@@ -116,22 +114,18 @@ REFUSED = [
     (PARTS, {"messages": asked(PICTURE, PARTED[0])}, "has message 1 with content=.* not write"),
     # Calls.
     (PLAIN, {"messages": call(OBJECT)}, "has message 2 with a call of 'find' .* does not write"),
-    (PLAIN, {"messages": call(OBJECT, content="a")}, "has message 2 with a call of 'find'"),
     (HERMES, {"messages": call("{oops")}, "and arguments='{oops', which is no JSON object"),
-    (HERMES, {"messages": call("[1]")}, r"and arguments='\[1\]', which is no JSON object"),
     (HERMES, {"messages": call(None)}, "has message 2 with the call .*; give a `name`, and `argum"),
     (HERMES, {"messages": call(OBJECT, tool_calls="x")}, "has `tool_calls` as text, which is not"),
     (HERMES, {"messages": call(OBJECT, tool_calls=["x"])}, "with the call 'x'; give a `name`"),
     # Tools.
     (HERMES, {"messages": TALK, "tools": "[{"}, "has `tools` as text, which is not JSON"),
-    (HERMES, {"messages": TALK, "tools": {"name": "f"}}, "has `tools` that are no list of objects"),
     (HERMES, {"messages": TALK, "tools": [3]}, r"has `tools` that are no list of objects: \[3\]"),
     # Rows of other forms.
     (HERMES, {"messages": "a"}, "has no `messages`, a list of"),
     (HERMES, {"conversations": "a"}, "has no `messages`, a list of .*, nor `conversations` of"),
     (HERMES, {"chosen": turns("a"), "rejected": turns("b")}, "pairs need --preferences$"),
     (HERMES, {"conversations": [{"from": "narrator", "value": "a"}]}, "from='narrator', which is"),
-    (HERMES, {"conversations": [{"from": ["human"], "value": "a"}]}, r"from=\['human'\], which is"),
     (HERMES, {"conversations": [{"from": "human", "value": None}]}, "message 1 with content=None"),
     (HERMES, {"conversations": [{"from": "function_call", "value": "f"}]}, "has `value` as text"),
     (
@@ -144,7 +138,6 @@ REFUSED = [
     ("{{ raise_exception('Only users') }}", {"messages": TALK}, "Only users; change the roles"),
     ("{{ messages[0].name + ':' }}", {"messages": TALK}, "no attribute 'name'; add it to the row"),
     ("{{ ''.__class__.__mro__ }}", {"messages": TALK}, "a template may only read the conv"),
-    ("{{ messages.append(1) }}", {"messages": TALK}, "a template may only read the conversation"),
     ("{{ messages[0].content + 1 }}", {"messages": TALK}, "concatenate .*; give what it takes"),
     ("{{ strftime_now('%d') }}" + PLAIN, {"messages": TALK}, "give --date YYYY-MM-DD"),
     (

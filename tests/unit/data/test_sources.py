@@ -75,10 +75,8 @@ def test_a_name_with_an_at_sign_that_exists_is_that_name(tmp_path, monkeypatch):
     [
         ("wikipedia", "'wikipedia' is no source; write python-stdlib, text:GLOB"),
         ("text:", "'text:' is no source"),
-        ("tokens", "'tokens' is no source"),
         ("hf:org/name", "prepare-data --input 'hf://datasets/OWNER/NAME/*.parquet' --out"),
         ("synthetic@0", "weight of 'synthetic' must be a positive number"),
-        ("synthetic@nan", "weight of 'synthetic' must be a positive number"),
         ("text:/nowhere/*.txt", "no file with text matches; give another pattern"),
         ("tokens:/nowhere", "make it: ultrascale prepare-data --input 'FILES' --out /nowhere"),
         (f"text:{'x' * 5000}", ""),

@@ -69,6 +69,7 @@ LLAMA = ModelConfig(
 )
 QWEN2 = replace(LLAMA, qkv_bias=True)
 QWEN3 = replace(LLAMA, qk_norm="head", head_dim=128)
+QWEN3_DENSE = replace(LLAMA, qk_norm="head")
 OLMO2 = replace(LLAMA, qk_norm="full", norm_placement="post")
 MIXTRAL = replace(LLAMA, rope_theta=1e6, experts=Experts(num=8, top_k=2))
 QWEN3_MOE = replace(
@@ -121,11 +122,8 @@ READ = [
     ("llama", {"tie_word_embeddings": True}, change(LLAMA, tied_embeddings=True)),
     ("llama", {"num_key_value_heads": "absent"}, change(LLAMA, num_kv_heads=4)),
     ("llama", {"head_dim": 32}, change(LLAMA, head_dim=32)),
-    ("llama", {"head_dim": None}, LLAMA),
     ("llama", {"rms_norm_eps": "absent"}, change(LLAMA, norm_eps=1e-6)),
-    ("llama", {"layer_types": [FULL] * 4}, LLAMA),
     ("mistral", {}, change(LLAMA, sliding_window=4096)),
-    ("mistral", {"sliding_window": 7}, change(LLAMA, sliding_window=7)),
     ("mistral", {"sliding_window": None}, LLAMA),
     ("qwen2", {}, QWEN2),
     ("qwen2", {"sliding_window": 9, "max_window_layers": 1}, QWEN2),
@@ -144,7 +142,6 @@ READ = [
     ("olmo2", {}, OLMO2),
     ("gpt_oss", {}, GPT_OSS),
     ("gpt_oss", {"head_dim": "absent"}, change(GPT_OSS, head_dim=64)),
-    ("gpt_oss", {"rope_scaling": YARN_ROPE}, change(GPT_OSS, rope_scaling=YARN)),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, GPT_OSS),
     (
         "gpt_oss",
@@ -154,7 +151,6 @@ READ = [
     ("gemma3_text", {}, GEMMA3),
     ("gemma3_text", {"head_dim": "absent"}, change(GEMMA3, head_dim=256, query_scale=0.0)),
     ("gemma3_text", {"query_pre_attn_scalar": 16}, change(GEMMA3, query_scale=0.0)),
-    ("gemma3_text", {"tie_word_embeddings": False}, change(GEMMA3, tied_embeddings=False)),
     ("gemma3_text", {"sliding_window_pattern": 2}, change(GEMMA3, full_attention_every=2)),
     ("gemma3_text", {"layer_types": [WINDOWED, FULL] * 2}, change(GEMMA3, full_attention_every=2)),
     ("gemma3_text", {"layer_types": [WINDOWED] * 4}, GEMMA3),
@@ -166,17 +162,14 @@ READ = [
         {"rope_parameters": {WINDOWED: {"rope_theta": 7}}},
         change(GEMMA3, rope_theta_local=7.0),
     ),
-    ("gemma3_text", {"use_bidirectional_attention": False}, GEMMA3),
     ("mixtral", {}, MIXTRAL),
     ("mixtral", {"sliding_window": 7}, change(MIXTRAL, sliding_window=7)),
-    ("mixtral", {"num_local_experts": 4}, change(MIXTRAL, experts={"num": 4})),
     (
         "mixtral",
         {"num_experts": 4, "num_experts_per_tok": 1},
         change(MIXTRAL, experts={"num": 4, "top_k": 1}),
     ),
     ("qwen3_moe", {}, QWEN3_MOE),
-    ("qwen3_moe", {"num_local_experts": 16}, change(QWEN3_MOE, experts={"num": 16})),
     (
         "qwen3_moe",
         {"num_experts": 16, "num_local_experts": 16},
@@ -184,8 +177,7 @@ READ = [
     ),
     ("qwen3_moe", {"norm_topk_prob": True}, change(QWEN3_MOE, experts={"normalize": True})),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}, change(QWEN3_MOE, experts={"dense_layers": 2})),
-    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, change(LLAMA, qk_norm="head")),
-    ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 1}, QWEN3_MOE),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, QWEN3_DENSE),
     ("qwen3_moe", {"sliding_window": 9}, QWEN3_MOE),
     ("qwen3_moe", SWITCHED_ON | {"max_window_layers": 2}, change(QWEN3_MOE, sliding_window=9)),
     ("deepseek_v3", {}, DEEPSEEK),
@@ -207,13 +199,11 @@ READ = [
     ),
     ("deepseek_v3", {"q_lora_rank": None}, change(DEEPSEEK, latent={"q_rank": 0})),
     ("deepseek_v3", {"num_mtp_layers": 2}, change(DEEPSEEK, mtp_layers=2)),
-    ("deepseek_v3", {"num_nextn_predict_layers": 2}, change(DEEPSEEK, mtp_layers=2)),
     (
         "deepseek_v3",
         {"rope_scaling": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.5}},
         change(DEEPSEEK, rope_scaling=STRETCHED_LATENT),
     ),
-    ("deepseek_v3", {"rope_scaling": LINEAR_ROPE}, change(DEEPSEEK, rope_scaling=LINEAR)),
 ]
 
 
@@ -248,7 +238,6 @@ def test_absent_keys_of_deepseek_v3_are_those_of_its_671b():
 
 ROPES = [
     ({"rope_type": "llama3", **LLAMA3_ROPE}, LLAMA3),
-    ({"type": "llama3", **LLAMA3_ROPE}, LLAMA3),
     (LINEAR_ROPE, LINEAR),
     (YARN_ROPE, YARN),
     ({"type": "yarn", "factor": 4.0}, change(YARN, original_seq_len=512)),
@@ -261,7 +250,6 @@ ROPES = [
         YARN_ROPE | {"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0},
         change(YARN, attention_factor=1.5),
     ),
-    (YARN_ROPE | {"mscale": 2.0}, YARN),
     (YARN_ROPE | {"truncate": False}, change(YARN, truncate=False)),
     # The scaling that transformers 5.23 computes from these.
     (
@@ -289,11 +277,6 @@ REFUSED = {
         ("architectures", ["LlamaForSequenceClassification"]),
         ("attention_bias", True),
         ("hidden_act", "gelu"),
-        ("attention_dropout", 0.1),
-        ("partial_rotary_factor", 0.5),
-        ("final_logit_softcapping", 30.0),
-        ("num_local_experts", 8),
-        ("num_experts", 8),
         ("quantization_config", {"quant_method": "fp8"}),
         ("auto_map", {"AutoModelForCausalLM": "evil.Model"}),
         ("sliding_window", 7),
@@ -309,22 +292,16 @@ REFUSED = {
         ("rms_norm_eps", "small"),
         ("rope_theta", -1.0),
         ("tie_word_embeddings", "yes"),
-        ("num_nextn_predict_layers", 1),
-        ("per_layer_config", {"1": {"rms_norm_eps": 0.5}}),
-        ("transformers_weights", "other.safetensors"),
     ],
     "qwen2": [("use_sliding_window", "false")],
     "gpt_oss": [
         ("attention_bias", False),
         ("swiglu_limit", 5.0),
-        ("swiglu_alpha", 1.0),
         ("quantization_config", {"quant_method": "fp8"}),
         ("layer_types", [FULL, FULL, WINDOWED, FULL]),
     ],
     "gemma3_text": [
         ("hidden_activation", "silu"),
-        ("attn_logit_softcapping", 50.0),
-        ("use_bidirectional_attention", True),
         ("sliding_window", None),
         ("sliding_window_pattern", 0),
         ("layer_types", [FULL, WINDOWED, FULL, WINDOWED]),
@@ -333,18 +310,14 @@ REFUSED = {
         ("rope_parameters", {FULL: 3}),
         ("query_pre_attn_scalar", -1),
     ],
-    "mixtral": [("num_local_experts", 0), ("n_routed_experts", 8), ("router_jitter_noise", 0.1)],
+    "mixtral": [("num_local_experts", 0)],
     "qwen3_moe": [
-        ("decoder_sparse_step", 2),
         ("mlp_only_layers", [1]),
         ("mlp_only_layers", 2),
         ("norm_topk_prob", "yes"),
     ],
     "deepseek_v3": [
         ("scoring_func", "softmax"),
-        ("topk_method", "greedy"),
-        ("moe_layer_freq", 2),
-        ("n_shared_experts", 0),
         ("first_k_dense_replace", -1),
         ("q_lora_rank", 0),
         ("head_dim", 24),
@@ -369,10 +342,6 @@ def test_what_is_not_exactly_our_model_is_refused_by_key_and_value(model_type, k
 WITH_OTHER_KEYS = [
     # By our name where the value is one of ours.
     ("llama", {"num_key_value_heads": 3}, "model.num_kv_heads=3"),
-    ("llama", {"head_dim": 15}, "model.head_dim=15"),
-    ("mixtral", {"num_experts_per_tok": 9}, "model.experts.top_k=9"),
-    ("deepseek_v3", {"n_group": 7}, "model.experts.groups=7"),
-    ("deepseek_v3", {"v_head_dim": 25}, "model.latent.v_dim=25"),
     # Two keys that contradict each other.
     ("mixtral", {"num_local_experts": 8, "num_experts": 4}, "num_experts=4"),
     ("llama", {"rope_scaling": YARN_ROPE, "rope_parameters": LINEAR_ROPE}, "rope_scaling="),
@@ -408,7 +377,6 @@ WITH_OTHER_KEYS = [
     ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type='dynamic'"),
     ("llama", {"rope_scaling": YARN_ROPE | {"truncate": None}}, "truncate=None"),
     ("llama", {"rope_scaling": YARN_ROPE | {"attention_factor": 0.0}}, "attention_factor=0.0"),
-    ("llama", {"rope_scaling": YARN_ROPE | {"factor": None}}, "factor=None"),
     ("llama", {"rope_scaling": LINEAR_ROPE | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
     *(
         (
@@ -431,9 +399,7 @@ WITH_OTHER_KEYS = [
         SWITCHED_ON | {"layer_types": [FULL, FULL, FULL, WINDOWED], "max_window_layers": 1},
         "max_window_layers=1",
     ),
-    ("mistral", {"layer_types": [FULL, FULL, WINDOWED, WINDOWED]}, "layer_types="),
     ("mistral", {"layer_types": [FULL] * 4}, "layer_types="),
-    ("qwen3", SWITCHED_ON | {"layer_types": WINDOWED}, "layer_types="),
 ]
 
 
@@ -451,39 +417,20 @@ def test_a_config_that_is_no_json_object_is_refused_by_its_path(tmp_path, text):
         read_config(tmp_path)
 
 
-EXPRESSIBLE = [
-    ("llama", LLAMA),
-    ("llama", change(LLAMA, rope_scaling=LLAMA3, rope_theta=5e5, tied_embeddings=True)),
+WRITTEN = [
+    ("llama", change(LLAMA, rope_scaling=LLAMA3, tied_embeddings=True)),
     ("llama", change(LLAMA, rope_scaling=change(YARN, attention_factor=1.5))),
-    ("llama", change(LLAMA, rope_scaling=LINEAR, head_dim=32)),
-    ("mistral", change(LLAMA, sliding_window=7)),
     ("mistral", change(LLAMA, d_model=72, num_heads=5, num_kv_heads=1)),
-    ("qwen2", QWEN2),
-    ("qwen2", change(QWEN2, sliding_window=9, first_window_layer=2)),
-    ("qwen3", QWEN3),
     ("qwen3", change(QWEN3, sliding_window=9)),
-    ("olmo2", change(OLMO2, norm_eps=1e-6)),
-    ("gemma3_text", change(GEMMA3, query_scale=0.0)),
-    ("gemma3_text", change(GEMMA3, query_scale=168.0, sliding_window=9, full_attention_every=2)),
-    ("gemma3_text", change(GEMMA3, rope_scaling=LINEAR, tied_embeddings=False)),
-    ("gpt_oss", GPT_OSS),
-    ("gpt_oss", change(GPT_OSS, rope_scaling=YARN, sliding_window=9)),
-    ("mixtral", MIXTRAL),
-    ("mixtral", change(MIXTRAL, experts={"num": 4, "top_k": 1}, sliding_window=7)),
-    ("qwen3_moe", QWEN3_MOE),
-    ("qwen3_moe", change(QWEN3_MOE, experts={"dense_layers": 2, "normalize": True})),
+    ("gemma3_text", change(GEMMA3, query_scale=168.0, sliding_window=9)),
     ("qwen3_moe", change(QWEN3_MOE, sliding_window=9, rope_scaling=YARN)),
-    ("deepseek_v3", DEEPSEEK),
-    ("deepseek_v3", change(DEEPSEEK, experts=None)),
     ("deepseek_v3", change(DEEPSEEK, experts={"shared": 3, "groups": 1, "groups_per_token": 1})),
-    (
-        "deepseek_v3",
-        change(DEEPSEEK, latent={"q_rank": 0}, rope_scaling=change(YARN, mscale_all_dim=1.0)),
-    ),
+    ("deepseek_v3", change(DEEPSEEK, latent={"q_rank": 0}, rope_scaling=STRETCHED_LATENT)),
 ]
+WRITTEN += [(model_type, cfg) for model_type, _, cfg in READ if cfg not in (LLAMA, QWEN3_DENSE)]
 
 
-@pytest.mark.parametrize(("model_type", "cfg"), EXPRESSIBLE)
+@pytest.mark.parametrize(("model_type", "cfg"), WRITTEN)
 def test_a_written_config_reads_back_as_the_same_model(model_type, cfg):
     written = config_dict(cfg, max_position_embeddings=512, dtype="bfloat16")
     assert written["model_type"] == model_type
@@ -502,17 +449,12 @@ def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
     "cfg",
     [
         change(LLAMA, norm_placement="post"),
-        change(LLAMA, norm_placement="post", qk_norm="head"),
         change(LLAMA, qk_norm="full"),
         change(QWEN3, qkv_bias=True),
-        change(OLMO2, sliding_window=8),
         change(LLAMA, sliding_window=8, first_window_layer=1),
         change(MIXTRAL, experts={"normalize": False}),
-        change(MIXTRAL, experts={"shared": 1}),
-        change(MIXTRAL, experts={"dense_layers": 1}),
         change(MIXTRAL, experts={"bias": True}),
         change(QWEN3_MOE, experts={"scores": "sigmoid"}),
-        change(QWEN3_MOE, experts={"scale": 2.0}),
         change(DEEPSEEK, experts={"scores": "softmax"}),
         change(DEEPSEEK, experts={"bias": False}),
         change(DEEPSEEK, experts={"shared": 0}),
@@ -520,12 +462,8 @@ def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
         change(LLAMA, qk_norm="full", experts=Experts()),
         change(GPT_OSS, experts={"biases": False}),
         change(GPT_OSS, attention_sinks=False),
-        change(GPT_OSS, rope_theta_local=1e4),
-        change(LLAMA, norm_placement="both"),
-        change(LLAMA, query_scale=8.0),
         change(LLAMA, sliding_window=8, full_attention_every=2),
         change(GEMMA3, activation="silu"),
-        change(GEMMA3, query_scale=0.5),
         change(GEMMA3, rope_theta_local=0.0),
         change(GEMMA3, full_attention_every=0, rope_theta_local=0.0),
     ],
