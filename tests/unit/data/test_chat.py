@@ -229,9 +229,8 @@ def test_packed_rows_have_targets_in_answers_alone(talks, document_mask):
     assert loader.batch_hash(0) == batch_hash(expected) != batch_hash(plain)
 
 
-# The end of a turn is no token, and another one once a turn follows; or another token ends the last turn.
+# The end of a turn is no token, and another one once a turn follows.
 CHANGING = "{% for m in messages %}{{ m.content + ('.' if loop.last and m.role == 'assistant' else ';') }}{% endfor %}"
-ENDING = CHANGING.replace("'.'", "'<|eot_id|>'")
 
 
 @pytest.mark.parametrize(
@@ -240,16 +239,13 @@ ENDING = CHANGING.replace("'.'", "'<|eot_id|>'")
         ("", {}, r"tokenizer='.*hf/tokenizer\.json': has no chat template; put"),
         ("{% if", {}, r"tokenizer='.*tokenizer_config\.json': is no chat template that jinja2"),
         (CHATML, {"messages": turns("a")}, r"a\.jsonl': line 2 has no assistant turn"),
-        (CHATML, {"text": "a"}, r"a\.jsonl': line 2 has no `messages`, a list of"),
         (
             CHATML,
             {"messages": [{"role": "tool", "content": "a"}, *TALK]},
             r"line 2 is refused by .*tokenizer_config\.json: no role tool; change the roles",
         ),
-        ("{{ ''.__class__.__base__ }}", {}, r"line 1 is refused by .* is unsafe"),
         (CHATML, {"messages": turns("a", BEGIN)}, r"line 2 has U\+FDD0, U\+FDD1 or"),
         (CHANGING, {"messages": turns(*"abcd")}, r"line 2 cannot be parted .*{% generation %}"),
-        (ENDING, {"messages": turns(*"abcd")}, r"line 2 cannot be parted .*{% generation %}"),
     ],
 )
 def test_a_conversation_that_cannot_be_is_refused_by_line(bpe, tmp_path, template, row, said):
@@ -266,7 +262,6 @@ def test_a_conversation_that_cannot_be_is_refused_by_line(bpe, tmp_path, templat
     [
         ({"tokenizer": "bytes"}, r"'bytes': has no chat template, .*; give --tokenizer"),
         ({"input": "*.*", "chat": True}, r"b\.txt': is no file of JSON lines or Parquet"),
-        ({"train_bpe": 300, "tokenizer": "bytes"}, "train_bpe=300: is for text; train a tokenizer"),
         ({"date": "31.1.2025"}, r"date='31\.1\.2025': write it as 2025-01-31"),
         ({"date": "2025-01-31", "input": "b.txt"}, "date=.*: is for chat templates"),
         ({}, r"needs jinja2; pip install 'ultrascale_jax\[chat\]'"),

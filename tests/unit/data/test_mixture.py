@@ -68,7 +68,6 @@ def test_every_source_goes_on_in_its_order_from_stage_to_stage(stages):
             ("synthetic", "text:a/*"),
             ((1, 0), (0, 1), (0.75, 0.25)),
         ),
-        ("tokens:a@3,tokens:a@1", ("tokens:a", "tokens:a"), ((0.75, 0.25),)),
     ],
 )
 def test_stages_are_read_as_sources_and_shares(source, names, weights):
@@ -80,9 +79,6 @@ def test_stages_are_read_as_sources_and_shares(source, names, weights):
     [
         ("synthetic; 0.8 tokens:a", "write stages as FIRST; AT: NEXT, where AT is a step"),
         ("synthetic; 1.5: tokens:a", "write stages as"),
-        ("synthetic; 0: tokens:a", "write stages as"),
-        ("synthetic; 5:", "write stages as"),
-        ("synthetic; 5: wikipedia", "'wikipedia' is no source; write python-stdlib"),
         ("synthetic; 9: synthetic; 5: synthetic", "at 5 would begin after 5 steps, the one before"),
         ("synthetic; 0.001: synthetic", "at 0.001 would begin after 0 steps"),
         ("synthetic; 9: synthetic; 0.5: synthetic", None),

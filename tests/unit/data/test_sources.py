@@ -42,7 +42,6 @@ def test_text_files_are_documents_in_the_order_of_their_names(tmp_path):
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("python-stdlib", [("python-stdlib", 1.0)]),
         ("tokens:a@0.7,tokens:b@0.3", [("tokens:a", 0.7), ("tokens:b", 0.3)]),
         ("text:a,b/*.txt@2, synthetic", [("text:a,b/*.txt", 2.0), ("synthetic", 1.0)]),
         ("text:me@home/*.txt", [("text:me@home/*.txt", 1.0)]),
@@ -102,7 +101,6 @@ def test_a_source_that_cannot_be_is_refused_by_name(tmp_path, monkeypatch, sourc
     [
         ("text:a=b,c/*.txt", {"": "text:a=b,c/*.txt"}),
         ("a=text:x,y@2,tokens:z, b.c=synthetic", {"a": "text:x,y@2,tokens:z", "b.c": "synthetic"}),
-        ("only=python-stdlib", {"only": "python-stdlib"}),
     ],
 )
 def test_sources_of_an_evaluation_have_names_or_are_one(source, expected):
