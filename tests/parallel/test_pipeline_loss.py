@@ -123,6 +123,27 @@ def test_64_bit_types_sums_and_inputs_of_stages_and_the_loss_alone():
         assert_equal(alone, expected[0])
 
 
+def test_a_weighted_mean_over_all_rows_divides_by_the_mean_of_the_devices_sums():
+    _, shared, batches = arrays(2)
+    gains = np.float32([0.5, 2.0])
+
+    def error(shared, x, batch, mean=lambda total: total):
+        weights = batch["time"][:, :1] ** 2
+        return jnp.sum(weights * (x["h"] @ shared["out"] - batch["y"]) ** 2) / mean(
+            jnp.sum(weights)
+        )
+
+    def one_device(batch):
+        return error(shared, {"h": embed(shared, batch)["h"] * gains.prod()}, batch)
+
+    loss = us.pipeline_loss(
+        lambda gain, x: x | {"h": x["h"] * gain}, embed,
+        functools.partial(error, mean=lambda total: lax.pmean(total, "data")),
+        schedule=us.build_schedule("1f1b", 2, M), mesh=make_mesh(), stage_axis="stage", batch_axes="data",
+    )  # fmt: skip
+    assert_equal(loss(gains, shared, batches), jnp.mean(jax.vmap(one_device)(batches)))
+
+
 def wrapped(change):
     """Trace the loss, and its gradients, of `arrays` with some arguments changed."""
     settings = {

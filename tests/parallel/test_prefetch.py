@@ -212,6 +212,7 @@ def test_a_gradient_that_would_be_zero_in_silence_is_refused(name):
         ({"gather": None}, r"^gather=None: must be a function"),
         ({"lowering": "plain"}, r"^lowering: must be of type Lowering, not str"),
         ({"offload": "gate"}, r"^offload='gate': must be a collection"),
+        ({"layer": lambda w, x: jnp.bfloat16(x)}, r"^layer='bfloat16\[2, 4\]': must return y of x's"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

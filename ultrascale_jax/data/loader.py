@@ -117,7 +117,8 @@ class Loader:
             cp >= 1, "cp", cp, "is not chosen yet; cfg.check(num_devices) gives mesh.cp its size"
         )
         fix = (
-            f"the strategy orders the tokens of cp={cp} ranks; give cfg.cp, or use make_loader(cfg)"
+            f"the order of tokens over cp={cp} ranks is that of your attention's strategy; "
+            'give ContextConfig(strategy="ring"), or another'
         )
         require(cp == 1 or context is not None, "context", context, fix)
         if context is not None:
@@ -304,9 +305,15 @@ class Loader:
         ranks = math.prod(mesh.shape[name] for name in names if name)
         fix = (
             f"attention over {ranks} ranks wants another order of tokens; "
-            f"use make_loader(cfg), or Loader(..., cp={ranks}, context=cfg.cp)"
+            f'use make_loader(cfg), or Loader(..., cp={ranks}, context=ContextConfig(strategy="ring"))'
         )
         require(self._cp == ranks, "cp", self._cp, fix)
+        first = spec[0] if len(spec) else None
+        names = first if isinstance(first, tuple) else (first,)
+        parts = math.prod(mesh.shape[name] for name in names if name)
+        fix = f"rows are split over {parts} devices; use a multiple of that"
+        for size in self.batches.sizes:
+            require(size % parts == 0, "global_batch", size, fix)
         return self._device_batches(NamedSharding(mesh, spec), start_step)
 
     def _device_batches(

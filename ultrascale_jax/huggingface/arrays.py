@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from ultrascale_jax.config import require
+from ultrascale_jax.config import require, require_type
 from ultrascale_jax.huggingface.files import open_tensors, require_none
 from ultrascale_jax.huggingface.mxfp4 import dequantized
 
@@ -47,6 +47,9 @@ def read_hf(
             view = files[name].get_slice(name)
             shape = tuple(view.get_shape())
             sharding = first_device if place is None else place(name, shape)
+            require_type(
+                f"place({name!r}, {shape})", sharding, Sharding, "as NamedSharding(mesh, P())"
+            )
 
             @functools.cache  # devices that hold the same part share one read
             def part(index: tuple[slice, ...]) -> np.ndarray:

@@ -54,7 +54,8 @@ def param(
       shape: sizes of the whole.
       std: standard deviation.
 
-    Raises `UserError` for unknown letters, and sizes that the mesh does not divide.
+    Raises `UserError` for unknown letters, and sizes that the mesh does not divide. K and V are not checked:
+    `Attention` repeats few key heads. In an attention of your own K must be a multiple of the tensor group, too.
     """
     check_letters("dims", dims)
     check_letters("act_dims", act_dims)

@@ -169,7 +169,10 @@ def _as_layer(layer: Callable, gather: Callable, leave_sums: Callable | None) ->
     def run(row, x, context, constant):
         extra = [a for a in (context, constant) if a is not None]
         result = layer(row, x, *extra)
-        return result if isinstance(result, tuple) else (result, jnp.float32(0))
+        y, *out = result if isinstance(result, tuple) else (result, jnp.float32(0))
+        of_x, of_y = (jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree) for tree in (x, y))
+        require(of_x == of_y, "layer", of_y, f"must return y of x's shape and type, {of_x}")
+        return y, *out
 
     return _Layer(gathered, run, leave_sums)
 

@@ -342,6 +342,7 @@ def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...
     """Broadcast a vector parameter (`dims`) over an activation with dims `to`; sum its gradient locally only."""
     require(set(dims) <= set(to), "dims", dims, f"must be some of to={to!r}")
     check_letters("to", to)
+    weight = jnp.asarray(weight)  # also of a flax parameter
     if manual():
         return jax.lax.broadcast_in_dim(weight, shape, tuple(to.index(dim) for dim in dims))
     return _broadcast(weight, dims, to, shape)

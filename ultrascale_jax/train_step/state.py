@@ -105,7 +105,11 @@ def fresh_state(cfg: Config, model: Transformer) -> TrainState:
 def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
     """Return the optimizer's state of the trained parameters."""
     model = type(params)
-    trained, _ = partition(params, model.is_trained)
+    trained, frozen = partition(params, model.is_trained)
+    chooses = model.is_trained is not Transformer.is_trained and not cfg.train.lora.enabled
+    fix = "freezes no parameter of this run; it gets paths as `embed` and `stacks.0.attn.w_q`"
+    freezes = bool(jax.tree.leaves(frozen))
+    require(freezes or not chooses, "model.is_trained", model.__name__, fix)
     shapes = [x.shape for x in jax.tree.leaves(trained)]
     require(bool(shapes), "model.is_trained", model.__name__, "trains no parameter of this run")
     chosen = model.make_optimizer(cfg)

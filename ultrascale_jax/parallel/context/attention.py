@@ -17,6 +17,7 @@ sends keys, values and the float32 sums of their gradients round once. Attention
 for every block: it takes any order, and a ring of whole blocks under every name.
 """
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -125,11 +126,6 @@ def _strategy(strategy: Strategy) -> Callable[..., jax.Array]:
         sinks: jax.Array | None = None,
         implementation: AttentionImplementation = "auto",
     ) -> jax.Array:
-        """Compute attention by one strategy; arguments and errors are those of `context_attention`.
-
-        `q` is `[B, T, N, H]`, `k` `[B, S, K, H]` and `v` `[B, S, K, W]`: this rank's shards. `ulysses` ranks share a
-        position of the ring, and exchange heads for sequence. Return `[B, T, N, W]` in q's type.
-        """
         return context_attention(
             ContextConfig(strategy=strategy, ulysses=ulysses), q, k, v, axis=axis, causal=causal, scale=scale,
             softcap=softcap, window=window, segment_ids=segment_ids, positions=positions, full=full,
@@ -137,6 +133,12 @@ def _strategy(strategy: Strategy) -> Callable[..., jax.Array]:
         )[0]  # fmt: skip
 
     attend.__name__ = attend.__qualname__ = f"{strategy}_attention"
+    attend.__doc__ = f"""Compute attention by the strategy {strategy}, and return `[B, T, N, W]` in q's type.
+
+`ulysses` ranks share a position of the ring, and exchange heads for sequence. Otherwise the arguments are those of
+`context_attention`:
+
+{inspect.getdoc(context_attention)}"""
     return attend
 
 
@@ -252,7 +254,7 @@ def _check_shapes(q, k, v, ulysses: int) -> None:
         raise ValueError(f"{shapes}: want {want}, K a divisor of N")
     fix = (
         f"{N} query heads must be a multiple of it, and {K} key heads a multiple or a divisor; "
-        "use fewer ranks for ulysses and a ring for the rest"
+        "repeat key heads until they divide, or take ring_attention with fewer ulysses"
     )
     divides = N % ulysses == 0 and (K % ulysses == 0 or ulysses % K == 0)
     require(divides, "ulysses", ulysses, fix)

@@ -91,13 +91,15 @@ def pipeline_loss(
     in natural order, `shared` the parameters of embedding and head, `batches` a pytree of `[M, rows, ...]`, for M
     micro-batches. All three have gradients, those of `batches` for its leaves of floats. The forward pass under
     `jax.grad` computes them, and the backward pass scales them. Without differentiation only forward passes run.
-    The functions see this device's rows of one micro-batch, and may use collectives over any axis but the stages'.
+    The functions see this device's rows of one micro-batch, and may use collectives over any axis but the stages'. They
+    read no array from outside that is differentiated.
 
     Args:
       layer: `(params of one layer, x[, context]) -> x | (x, auxiliary loss)`: x is any pytree of floats, the loss a
         scalar that is added to the head's. `jax.checkpoint` around it decides which residuals a stage keeps.
       embed: `(shared, batch) -> x`, the input of the first layer.
-      head: `(shared, x, batch) -> loss | (loss, metrics)`: scalars; metrics are not differentiated.
+      head: `(shared, x, batch) -> loss | (loss, metrics)`: scalars; metrics are not differentiated. A mean over the
+        rows of all devices is this device's sum, divided by `jax.lax.pmean` of the number of rows over `batch_axes`.
       schedule: `build_schedule(name, stages, M)`.
       mesh: has `stage_axis`, of as many devices as the schedule has ranks.
       stage_axis: the axis over which layers are split.
