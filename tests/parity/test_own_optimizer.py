@@ -140,6 +140,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     ("methods", "message"),
     [
         ({"is_trained": lambda path: False}, "model.is_trained='Own': trains no parameter"),
+        ({"is_trained": lambda path: path != "w"}, "model.is_trained='Own': freezes no parameter"),
         (
             {"make_optimizer": lambda cfg: optax.adafactor(1e-3, min_dim_size_to_factor=2)},
             "model.make_optimizer='Own': an optimizer's state has arrays in the shapes of",

@@ -296,10 +296,17 @@ def test_a_mesh_whose_attention_wants_another_order_is_refused(sizes, cp):
             loader.device_batches(make_mesh(MeshConfig.of(**sizes), devices), 0)
 
 
+def test_rows_that_the_devices_do_not_divide_are_refused():
+    loader = Loader(DataConfig(source="synthetic"), vocab_size=64, global_batch=12, seed=0)
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    with pytest.raises(UserError, match=r"^global_batch=12: .* over 8 devices; use"):
+        loader.device_batches(mesh, 0)
+
+
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ({"cp": 4}, r"^context=None: .*use make_loader"),
+        ({"cp": 4}, r"^context=None: .*give ContextConfig"),
         ({"cp": -1, "context": ContextConfig()}, r"^cp=-1: .*cfg\.check"),
         ({"cp": 4, "context": "zigzag"}, r"^context: .*ContextConfig, not str"),
     ],

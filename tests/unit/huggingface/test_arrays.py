@@ -31,6 +31,8 @@ def test_tensors_have_the_values_and_types_of_the_file_and_are_placed_as_one_say
     np.testing.assert_array_equal(array, expected[QUERY])
     with pytest.raises(UserError, match=r"names=\['model.w'\]: no such tensors"):
         read_hf(FOLDER, [QUERY, "model.w"])
+    with pytest.raises(UserError, match=r"^place\('.*', \(64, 64\)\): must be of type Sharding"):
+        read_hf(FOLDER, [QUERY], place=lambda name, shape: P("rows"))
 
 
 @pytest.mark.parametrize("folder", sorted(HF.iterdir()), ids=lambda folder: folder.name)
