@@ -121,7 +121,7 @@ class Allocator:
 
 
 FITTED = Allocator(fixed=0.135, activations=1.161, logit=9.10, hidden=6.52, queue=94.9)
-"""`fit` of the calibration rows, in `tests/scripts/test_nanotron.py`, which repeats it."""
+"""`fit` of the calibration rows, in `tests/unit/scripts/test_nanotron.py`, which repeats it."""
 
 
 def nanotron_breakdown(
@@ -233,7 +233,7 @@ NANOTRON = Constants(
 and 0.7 of Mosaic's backward. Eager PyTorch makes 50 passes of d_model and 14 of d_ff (norms 14, residual sums 12,
 rotary embeddings 8, splitting and joining queries, keys and values 12, of gathered inputs 4; silu and product apart)
 and gathers the inputs of products again for the backward pass. The other constants are the fit of the benchmark's
-calibration half, rounded; `tests/scripts/test_playbook_runs.py` repeats it."""
+calibration half, rounded; `tests/nightly/scripts/test_playbook_runs.py` repeats it."""
 
 
 class NanotronLayer(LayerTime):

@@ -53,7 +53,7 @@ NETWORK_SHARE = 0.98
 
 HOP_S = {"all-reduce": 33e-6, "all-gather": 43e-6, "reduce-scatter": 43e-6}
 """On EFA a collective over nodes takes this for each rank, beside its bytes. Fitted with `NETWORK_SHARE` to the
-playbook's bandwidth figure (256 MB, 2 to 64 nodes of 8); `tests/plan/test_costs.py` has both side by side."""
+playbook's bandwidth figure (256 MB, 2 to 64 nodes of 8); `tests/unit/plan/test_costs.py` has both side by side."""
 
 SMALL_HOP_S = 7e-6
 """The same for few bytes, by NCCL's low-latency protocol; a small all-reduce goes up and down a tree of ranks."""

@@ -1,0 +1,149 @@
+"""`ultrascale plan compile`: what a step needs on GPUs that are not there."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.gpu_programs import FAST, NO_MACHINE_CODE
+from ultrascale_jax import hlo
+from ultrascale_jax.cli import plan
+from ultrascale_jax.cli.plan_commands import compile as verb
+from ultrascale_jax.config import UserError
+from ultrascale_jax.configs import debug
+from ultrascale_jax.plan.compiled import compile as compiled
+from ultrascale_jax.plan.report.compiled import CompiledReport
+from ultrascale_jax.units import rounded
+
+RUN = "compile debug --gpus 8 --mesh fsdp=8 --train.zero 3 --train.remat none --model.num-layers 2".split()
+RUN += "--data.seq-len 32 --train.global-batch 8".split()
+
+COMPILED = functools.cache(functools.partial(compiled.compile_step, options=FAST | NO_MACHINE_CODE))
+
+
+@pytest.fixture(autouse=True)
+def one_compilation(monkeypatch):
+    monkeypatch.setattr(compiled, "compile_step", COMPILED)
+
+
+def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
+    folder = tmp_path / "kept"
+    plan.main([*RUN, "--json", "--dump", str(folder)])
+    summary = json.loads(capsys.readouterr().out)
+    assert 0 < summary["argument_bytes"] < summary["peak_bytes"]
+    by_kind = {(row["kind"], row["axes"]): row for row in summary["collectives"]}
+    assert by_kind["all-gather", "fsdp"]["sent_bytes"] > 0
+    assert by_kind["reduce-scatter", "fsdp"]["sent_bytes"] > 0
+    assert summary["synchronous"] + summary["asynchronous"] > 0
+
+    exposed = sum(row["exposed_s"] for row in summary["collectives"])
+    assert 0 < exposed <= sum(row["seconds"] for row in summary["collectives"])
+    assert exposed == pytest.approx(sum(summary["exposed_s"].values()))
+    assert summary["idle_s"] + sum(summary["busy_s"].values()) == pytest.approx(summary["step_s"])
+    assert sum(summary["time_s"].values()) == pytest.approx(summary["step_s"])
+    assert (summary["schema"], summary["source"], summary["verdict"]) == (1, "compiled", "fits")
+    tokens = 8 * 32 / 8
+    assert summary["tokens_per_s_gpu"] == pytest.approx(tokens / summary["step_s"])
+
+    held, unshown = summary["memory_over_step"], 4096  # of constants
+    peak = max(map(sum, zip(*held["bytes"].values(), strict=True)))
+    assert 0 <= summary["peak_bytes"] - peak < unshown
+    assert held["start_s"] == sorted(held["start_s"]) and held["start_s"][-1] < summary["step_s"]
+
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    program = hlo.parse((folder / "step.hlo").read_text())
+    assert program.entry and "exec_time_us" in (folder / "step.hlo").read_text()
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    shown = [event for event in events if event["ph"] == "X"]
+    assert len(shown) == sum(map(len, summary["timeline"]["streams"].values()))
+    assert {"loop_add_fusion", "all-gather-start"} <= {
+        event["name"].split(".")[0] for event in shown
+    }
+
+    assert summary["bill"] is None
+
+
+def test_compile_prints_the_speed_the_bill_and_a_picture(tmp_path, capsys):
+    plan.main([*RUN, "--json"])
+    summary = json.loads(capsys.readouterr().out)
+    priced = ["--price", "2", "--tokens", "1T", "--failure-hours", "900", "--restart-s", "60"]
+    plan.main([*RUN, *priced, "--figure", str(tmp_path / "step.png")])
+    text = capsys.readouterr().out
+    days = 1e12 / 8 / summary["tokens_per_s_gpu"] / 86400
+    goodput = float(re.findall(r"goodput (\d+\.\d+)%", text)[0]) / 100
+    told = float(re.findall(r"the whole training: ([\d.]+) days", text)[0])
+    assert told == pytest.approx(days / goodput, rel=2e-3)
+    assert (
+        f"│ TFLOP/s/GPU                                  │ {rounded(summary['tflops_per_s_gpu'])}"
+        in text
+    )
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"{summary['step_s'] * 1e3:.1f}" in text and "reduce-scatter" in text and "fits" in text
+
+
+def test_a_program_larger_than_this_machine_is_not_executed():
+    step = SimpleNamespace(axes={"dp": 2, "fsdp": 8}, peak_bytes=2**30 + 1)
+    with pytest.raises(UserError, match=r"^execute=True: 16 GPUs take 16.0 GiB; give a recipe of"):
+        verb.executed(debug.config, step)
+
+
+def test_no_wait_for_copies_is_zero_and_not_less(capsys):
+    times = dict.fromkeys(("step_s", "one_stream_s", "side_by_side_s", "contended_s"), 0.3)
+    step = SimpleNamespace(**times, tokens_per_s_gpu=1.0, tflops_per_s_gpu=1.0, mfu=0.4)
+    busy = SimpleNamespace(exposed_s={"fsdp": 0.1, "sp": 0.2}, idle_s=0.3, busy_s={})
+    report: Any = SimpleNamespace(prediction=step, timeline=busy, comm_streams=1)
+    Console().print(CompiledReport._time(report))
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "waiting for copies" in x]
+    assert line.split()[-2] == "0.0"  # 0.3 - (0.1 + 0.2) is below 0
+
+
+def test_a_dump_that_cannot_be_written_is_refused_before_the_compilation(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder in (str(tmp_path / "file" / "folder"), "/proc", ""):
+        with pytest.raises(SystemExit) as stop:
+            plan.main([*RUN, "--dump", folder])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert error.startswith(f"error: dump={folder!r}: ") and error.count("\n") == 1
+
+
+def test_a_reader_that_has_enough_ends_it_quietly():
+    command = [sys.executable, "-m", "scripts.plan", "memory", "demo"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # before anything is written, as `| true` may
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "verb=''"),
+        (["guess", "debug"], "verb='guess'"),
+        (["compile", "debug", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
+        (["compile", "debug", "--gpus", "9"], "num_devices=9"),
+        (["compile", "debug", "--gpu", "tpu"], "gpu='tpu'"),
+        (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be from 1 to 1048576"),
+        (["compile", "debug", "--fake-devices", "2"], "Unrecognized options: --fake-devices"),
+        (["memory", "debug", "--data.seq-len", "1000000007"], "train.global_batch=16"),
+        (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
+        (
+            ["memory", "mixtral_8x7b", "--moe.a2a_groups", "3"],
+            "moe.a2a_groups=3: must divide mesh.ep=8",
+        ),
+    ],
+)
+def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1

@@ -1,0 +1,107 @@
+"""`ultrascale plan guide`: the playbook's three steps, told with a model's own numbers."""
+
+import json
+
+import pytest
+
+from ultrascale_jax.cli import plan
+
+RUN = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--data.seq-len", "4096"]
+ASKED = [*RUN, "--tokens", "15T", "--price", "2.5"]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", lambda text, **_: printed.append(text))
+        plan.main(["guide", *ASKED, "--json"])
+    return json.loads(printed[-1])
+
+
+def answer(capsys, *arguments: str) -> dict:
+    plan.main([*arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_memory_of_each_way_is_that_of_plan_memory(found, capsys):
+    rows = {(row["mesh"], row["zero"], row["remat"]): row for row in found["fit"]}
+    assert [row["verdict"] for row in found["fit"]] == ["does not fit"] * 2 + ["fits"] * 5
+    for (mesh, zero, remat), row in list(rows.items())[1:4:2]:
+        work = ["--mesh", mesh, "--train.zero", str(zero), "--train.remat", remat]
+        own = answer(capsys, "memory", *RUN, *work, "--train.microbatches", "1")
+        assert row["peak_bytes"] == own["peak_bytes"]
+        assert row["verdict"] == own["verdict"]
+
+
+def test_the_best_is_that_of_plan_search(found, capsys):
+    own = answer(capsys, "search", *RUN, "--compile", "0", "--top", "1", "--fixed", "zero=0,1,2,3")
+    assert found["command"] == own["command"]
+    best, *slower = found["throughput"]
+    assert (best["step_s"], best["why"]) == (own["rows"][0]["step_s"], "best")
+    assert {row["way"] for row in slower} >= {"with matrices split", "with a pipeline"}
+    assert all(row["step_s"] > best["step_s"] and "slower" in row["why"] for row in slower)
+
+
+def test_the_bill_follows_from_the_step(found):
+    step, bill = found["step"], found["bill"]
+    seconds = 15e12 / (8 * 4096) * step["step_s"]
+    assert bill["days"] == pytest.approx(seconds / 86400)
+    assert bill["gpu_hours"] == pytest.approx(8 * seconds / 3600)
+    assert bill["usd"] == pytest.approx(2.5 * bill["gpu_hours"])
+    assert bill["mwh"] == pytest.approx(bill["gpu_hours"] * 1275 / 1e6)
+    assert bill["usd_per_million_tokens"] == pytest.approx(bill["usd"] / 15e6)
+    assert found["checkpoint"]["total_bytes"] == 12 * 8_030_261_248
+
+
+def test_failures_take_days_and_are_told(capsys):
+    run = ["guide", "debug", "--gpus", "2", "--mesh", "fsdp=2", "--price", "2"]
+    plan.main([*run, "--failure-hours", "500", "--restart-s", "600", "--storage-gbs", "1"])
+    shown = capsys.readouterr().out
+    assert "with a failure every 250 h" in shown and "goodput 99.9" in shown
+    plan.main(run)
+    assert "Times are by formula, without failures." in capsys.readouterr().out
+
+
+def test_another_cluster_is_worth_what_makes_the_training_cost_the_same(found):
+    rows = {row["what"]: row for row in found["other_clusters"]}
+    assert "0.5 x the network" not in rows  # all in one node
+    other, own = rows["h200 instead"], found["bill"]
+    assert other["usd"] is None  # 2.5 USD is the price of an H100
+    assert other["even_price"] * other["gpu_hours"] == pytest.approx(own["usd"])
+    assert rows["b200 instead"]["days"] < other["days"] < own["days"]
+
+
+def test_the_text_tells_the_three_steps(capsys):
+    plan.main(["guide", "debug", "--gpus", "2", "--tokens", "1.5M"])
+    text = capsys.readouterr().out
+    for words in ("Step 1: fit", "Step 2: reach", "Step 3: maximise", "1.5 M tokens"):
+        assert words in text
+    assert "ultrascale plan compile debug --mesh" in text
+
+
+def test_a_model_that_fits_nowhere_says_so(capsys):
+    with pytest.raises(SystemExit, match="1"):
+        plan.main(["guide", "llama3_405b", "--gpus", "8", "--train.global-batch", "8"])
+    text = capsys.readouterr().out
+    assert "nothing fits: the closest" in text
+    assert "ruled out" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "many"], "tokens='many': write a number of tokens, as 300B, 4M (4,000,000)"),
+        (["--price", "0"], "price=0.0: must be above 0"),
+        (["--watts", "-1"], "watts=-1.0: must be above 0"),
+        (["--storage-gbs", "0"], "storage_gbs=0.0: must be above 0"),
+        (["--save-s", "3"], "save_s=3.0: counts only with --failure-hours"),
+        (["--restart-s", "-3"], "restart_s=-3.0: must not be negative"),
+        (["--failure-hours", "9"], "failure_hours=9.0: give --restart-s too"),
+        (["--gpus", "7", "--train.global-batch", "8"], "gpus=7: nothing is legal on 7 GPUs"),
+    ],
+)
+def test_bad_input(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["guide", "debug", *arguments])
+    assert message in capsys.readouterr().err

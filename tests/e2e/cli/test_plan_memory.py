@@ -1,0 +1,303 @@
+"""`ultrascale plan memory`: what one GPU holds, from formulas."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from ultrascale_jax.cli import plan
+from ultrascale_jax.config import GPU_MEMORY_SHARE
+from ultrascale_jax.plan.report.memory import NOTHING
+
+LINKS = ["--cluster", "1x8,64,12"]
+PINNED = ["--train.remat", "full", "--train.microbatches", "1"]
+FITS = ["llama3_8b", "--gpus", "8", "--train.global-batch", "8", "--train.zero", "3", *PINNED]
+
+
+def answer(capsys, *arguments: str) -> dict:
+    plan.main(["memory", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys, *arguments: str) -> str:
+    plan.main(["memory", *arguments])
+    return capsys.readouterr().out
+
+
+def test_it_imports_neither_jax_nor_numpy():
+    program = (
+        "import sys; from ultrascale_jax.cli import plan; plan.main(sys.argv[1:]); "
+        "sys.exit(any(name in sys.modules for name in ('jax', 'numpy', 'matplotlib')))"
+    )
+    command = [sys.executable, "-c", program, "memory", *FITS]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_parts_add_up_to_the_peak_and_the_timeline_reaches_it(capsys):
+    found = answer(capsys, *FITS)
+    assert (found["verb"], found["gpu"]) == ("memory", "h100")
+    assert (found["gpus"], found["schema"]) == (8, 1)
+    assert sum(found["parts"].values()) == pytest.approx(found["peak_bytes"], abs=1)
+    assert max(size for _, size in found["timeline"]) == found["peak_bytes"]
+    assert found["verdict"] == "fits"
+    assert all(size >= 0 for size in found["parts"].values())
+
+
+def test_a_run_that_fits_says_how_much_is_left(capsys):
+    found = answer(capsys, *FITS)
+    left = (found["usable_bytes"] - found["peak_bytes"]) / 2**30
+    assert f"fits, {left:.1f} GiB left" in text(capsys, *FITS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["llama3_8b", "--gpus", "8", *PINNED], "--train.microbatches"),
+        (["llama3_70b", "--gpus", "32", "--train.zero", "1", *PINNED], "--train.zero 3"),
+        ([*FITS, "--train.remat", "none", "--train.zero", "2"], "--train.remat"),
+        (["llama32_1b", "--gpus", "8", "--mesh", "dp=8", "--gpu", "18,900,120", *LINKS], "--mesh"),
+    ],
+)
+def test_the_hint_of_a_run_that_does_not_fit_is_options_with_which_it_does(
+    arguments, expected, capsys
+):
+    found = answer(capsys, *arguments)
+    assert found["verdict"] == "does not fit"
+    lacking = (found["peak_bytes"] - found["usable_bytes"]) / 2**30
+    hint = found["hints"][0]
+    needed = f"{hint['peak_bytes'] / 2**30:.1f} GiB, {hint['step_s']:.3g} s a step"
+    end = f"does not fit, {lacking:.1f} GiB short; try {hint['options']} ({needed})"
+    assert end in text(capsys, *arguments)
+    assert expected in hint["options"]
+    changed = answer(capsys, *arguments, *shlex.split(hint["options"]))
+    assert changed["verdict"] == hint["verdict"] == "fits"
+    assert changed["peak_bytes"] == hint["peak_bytes"]
+    assert changed["step_s"] == hint["step_s"]
+
+
+def test_a_run_close_to_the_limit_is_unsure_and_the_hint_fits_for_certain(capsys):
+    run = ["smollm2_135m", "--gpus", "1", "--train.global-batch", "8", "--train.microbatches", "2"]
+    run += ["--train.remat", "none"]
+    memory = answer(capsys, *run)["peak_bytes"] / GPU_MEMORY_SHARE / 2**30
+    close = [*run, "--gpu", f"{0.98 * memory:.3f},900,120"]
+    shown = text(capsys, *close)
+    assert re.search(
+        r"unsure, \d+\.\d MiB short by formula: `plan compile` settles it; fits for certain: ",
+        shown,
+    )
+    assert answer(capsys, *close)["hints"][0]["verdict"] == "fits"
+
+
+def test_where_nothing_fits_for_certain_a_hint_is_unsure_and_says_so(capsys):
+    """Of every schedule and stash an interleaved pipeline is close; with smaller moments the own mesh fits."""
+    question = ["qwen3_32b", "--gpus", "8", "--train.global-batch", "64"]
+    found = answer(capsys, *question)
+    assert found["verdict"] == "does not fit"
+    same, smaller = found["hints"]
+    assert "--mesh pp=2,sp=4" in same["options"] and same["verdict"] == "unsure"
+    assert smaller["options"] == "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
+    assert smaller["verdict"] == "fits"
+    shown = text(capsys, *question)
+    assert f"try {same['options']} (unsure, " in shown and f"or {smaller['options']} (" in shown
+
+
+def test_a_million_tokens_exchange_heads_where_a_ring_is_too_large(capsys):
+    question = [*("qwen3_8b", "--data.seq-len", "1048576", "--train.global-batch", "1")]
+    question += ["--data.no-document-mask", "--mesh", "cp=8", "--train.remat", "full"]
+    found = answer(capsys, *question)
+    assert found["hints"][0]["options"] == "--cp.ulysses 8"
+    assert found["hints"][0]["verdict"] == "unsure"
+    assert "fits for certain" not in text(capsys, *question)
+
+
+def test_the_speed_of_exactly_this_configuration(capsys):
+    """Also of one that does not fit; the rates follow from the step."""
+    question = [
+        "llama3_8b",
+        "--mesh",
+        "pp=8",
+        "--train.remat",
+        "none",
+        "--train.microbatches",
+        "32",
+    ]
+    found = answer(capsys, *question)
+    assert found["verdict"] == "does not fit"
+    assert sum(found["time_s"].values()) == pytest.approx(found["step_s"])
+    assert found["tokens_per_s_gpu"] == pytest.approx(512 * 8192 / 8 / found["step_s"])
+    assert found["mfu"] == pytest.approx(found["tflops_per_s_gpu"] / 989.4)
+    rates = f"{found['tokens_per_s_gpu']:,.0f} tokens/s and {found['tflops_per_s_gpu']:,.0f} TFLOP/s a GPU"
+    assert f"by formula {found['step_s']:.3g} s a step, {rates}" in text(capsys, *question)
+
+
+def test_a_checkpoint_its_host_and_the_bill_of_exactly_this_configuration(capsys):
+    run = [*FITS, "--storage-gbs", "4"]
+    found, shown = answer(capsys, *run), text(capsys, *run)
+    assert found["checkpoint"]["total_bytes"] == 12 * 8_030_261_248
+    assert found["checkpoint"]["write_s"] == pytest.approx(12 * 8.030261248 / 4)
+    assert found["host"]["total_bytes"] == found["checkpoint"]["total_bytes"]
+    assert "a checkpoint has 89.7 GiB; training waits 0.225 s until a GPU has copied" in shown
+    assert "a host of 8 GPUs holds 89.7 GiB of a checkpoint that is being written, of 2" in shown
+    assert found["bill"] is None and "the whole training" not in shown
+    asked = [*run, "--tokens", "1T", "--price", "2", "--checkpoint.every", "50"]
+    asked += ["--failure-hours", "51000", "--restart-s", "600"]
+    bill = answer(capsys, *asked)["bill"]
+    interruptions = bill["interruptions"]
+    assert interruptions["interval_steps"] == 50
+    days = 1e12 / 8 / found["tokens_per_s_gpu"] / 86400
+    assert bill["days"] == pytest.approx(days / interruptions["goodput"])
+    best = interruptions["best_interval_steps"]
+    shown = text(capsys, *asked)
+    assert "a save every 50 steps (" in shown and f"; {best:,} cost least): goodput" in shown
+
+
+def test_adapters_say_what_a_base_in_four_bits_would_take(capsys):
+    run = ["llama3_8b", "--gpus", "1", "--train.global-batch", "1", *PINNED]
+    adapters = [*run, "--train.lora.rank", "16"]
+    found = answer(capsys, *adapters)
+    matrices = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096
+    saved = found["peak_bytes"] - found["quantized_peak_bytes"]
+    assert saved == pytest.approx((2 - 4.127 / 8) * matrices, abs=2)
+    size = f"{found['quantized_peak_bytes'] / 2**30:.1f} GiB"
+    assert f"with QLoRA's base in 4.127 bits it would be {size}" in text(capsys, *adapters)
+    assert answer(capsys, *run)["quantized_peak_bytes"] is None
+
+
+def test_limits_are_told_with_commands_that_reach_them(capsys, tmp_path):
+    run = ["smollm2_135m", "--gpu", "2,300,60", "--cluster", "1x4,64,12", "--gpus", "4"]
+    run += ["--train.global-batch", "4", "--train.remat", "full", "--train.zero", "3"]
+    run += ["--mesh", "fsdp=4", "--train.microbatches", "auto", "--explain", "limits"]
+    found, shown = answer(capsys, *run), text(capsys, *run)
+    rows = {row["question"]: row for row in found["limits"]["limits"]}
+    sure, here, anywhere = (
+        rows[f"{question} mesh"]
+        for question in (
+            "fewest GPUs on any",
+            "longest sequence on this",
+            "longest sequence on any",
+        )
+    )
+    assert sure["gpus"] < 4 and here["gpus"] == anywhere["gpus"] == 4
+    assert 2048 < here["seq_len"] <= 9 / 8 * anywhere["seq_len"]
+    for row in (sure, here, anywhere):
+        assert row["step"]["verdict"] == "fits" and row["command"] in shown
+        words = shlex.split(row["command"])[2:]
+        machine = ["--gpu", "2,300,60", "--cluster", f"1x{row['gpus']},64,12"]
+        again = answer(capsys, *words, *machine, "--gpus", str(row["gpus"]))
+        assert again["peak_bytes"] == row["step"]["peak_bytes"]
+    held = ["--mesh", "sp=1,fsdp=-1", "--figure", str(tmp_path / "limits.png")]
+    assert "fewest GPUs on this mesh" in text(capsys, *run, *held)
+    assert (tmp_path / "limits.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_limits_of_a_gpu_without_links_say_what_is_missing(capsys):
+    run = ["llama3_8b", "--gpus", "1", "--gpu", "24,1000,165", "--explain", "limits"]
+    fewest, *longest = answer(capsys, *run)["limits"]["limits"]
+    assert fewest["step"] is None and "nothing tells the links of" in fewest["tried"]
+    assert [row["tried"] for row in longest] == ["no length fits"] * 2
+
+
+def test_the_ranks_of_a_pipeline_use_what_they_keep_in_flight(capsys):
+    """1F1B in lock step keeps 2 (p - r) micro-batches on rank r; all ranks have the buffers of the first."""
+    run = ["llama3_8b", "--gpus", "8", "--train.global-batch", "32", "--train.microbatches", "16"]
+    run += ["--mesh", "pp=4,fsdp=2", "--train.remat", "full", "--model.num-layers", "30"]
+    found = answer(capsys, *run)
+    ranks = found["ranks"]
+    assert found["in_flight"] == 8 and "the activations of 8 micro-batches" in text(capsys, *run)
+    assert [row["in_flight"] for row in ranks] == [8, 6, 4, 2]
+    assert [row["layers"] for row in ranks] == [8, 8, 7, 7]
+    kept = found["parts"]["activations: layer inputs"]
+    for row, unused in zip(ranks, (0, 1 / 4, 1 / 2, 3 / 4), strict=True):
+        assert row["used_bytes"] == pytest.approx(found["peak_bytes"] - unused * kept, abs=2)
+    assert re.search(r"pipeline rank .* layers .* micro-batches at once", text(capsys, *run))
+    many = [*run, "--train.global-batch", "256", "--train.microbatches", "128"]
+    for schedule, chunks in (("afab", [128] * 4), ("1f1b", [8, 6, 4, 2])):
+        every = answer(capsys, *many, "--pp.schedule", schedule)["ranks"]
+        assert [row["in_flight"] for row in every] == chunks
+    assert answer(capsys, *FITS)["ranks"] == []
+
+
+def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
+    arguments = [*FITS, "--train.remat", "full", "--gpu", "h200"]
+    hint = answer(capsys, *arguments)["hints"][0]["options"]
+    assert hint.startswith("--train.remat ")
+    assert f"there is room for {hint}" in text(capsys, *arguments)
+    assert answer(capsys, *arguments, *shlex.split(hint))["verdict"] == "fits"
+
+
+def test_what_is_open_is_chosen_and_told_on_stderr(capsys):
+    plan.main(["memory", "llama3_8b", "--json"])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["verdict"] == "fits"
+    assert captured.err.startswith("--train.remat selective --train.microbatches 64 ")
+    assert captured.err.count("\n") == 1
+    plan.main(["memory", "llama3_405b", "--gpus", "8", "--mesh", "auto", "--json"])
+    captured = capsys.readouterr()
+    assert (
+        json.loads(captured.out)["verdict"] == "does not fit"
+        and "nothing fits 8 x h100" in captured.err
+    )
+
+
+def test_a_host_without_the_memory_for_what_is_offloaded_does_not_fit(capsys):
+    arguments = [
+        "llama3_70b",
+        "--gpus",
+        "512",
+        "--mesh",
+        "dp=4,fsdp=128",
+        "--train.microbatches",
+        "1",
+    ]
+    arguments += ["--train.remat", "save:q,k,v,attn_core,attn_out+offload:gate,up"]
+    found, shown = answer(capsys, *arguments), text(capsys, *arguments)
+    assert found["verdict"] == "fits" and found["host_bytes"] / 2**30 == 70
+    assert "activations in the host's memory" in shown and "70.00" in shown and "192.00" in shown
+    small = [*arguments, "--cluster", "64x8,450,50,512,63"]
+    assert answer(capsys, *small)["verdict"] == "does not fit"
+    assert "does not fit, 22.0 GiB of the host's memory short; try --train.remat" in text(
+        capsys, *small
+    )
+
+
+def test_a_run_that_nothing_helps_says_so(capsys):
+    arguments = ["llama3_405b", "--gpus", "8", "--mesh", "fsdp=8"]
+    assert answer(capsys, *arguments)["hints"] == []
+    assert f"GiB short; {NOTHING}" in text(capsys, *arguments)
+
+
+def test_the_figure_is_a_picture_and_nothing_else_can_be_asked_for(capsys, tmp_path):
+    path = tmp_path / "memory.png"
+    assert text(capsys, *FITS, "--figure", str(path)).endswith(f"wrote {path}\n")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit):
+        plan.main(["memory", "--figure", "memory.svg"])
+    assert "figure='memory.svg': must end in .png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "tpu"], "gpu='tpu': choose one of"),
+        (
+            ["--global-batch-tokens", "4Mi", "--train.batch-ramp", "10", "4"],
+            "train.batch_ramp=((10, 4),): --global-batch-tokens gives the batch too",
+        ),
+        (
+            ["--global-batch-tokens", "4Mi", "--train.global-batch", "8"],
+            "train.global_batch=8: --global-batch-tokens gives the batch too",
+        ),
+        (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),
+        (["llama3_8b", "--data.seq-len", "many"], "Error parsing --data.seq-len"),
+    ],
+)
+def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["memory", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith(f"error: {message}"), error
+    assert error.count("\n") == 1

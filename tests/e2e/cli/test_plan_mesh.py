@@ -1,0 +1,145 @@
+"""`ultrascale plan memory --explain mesh`: what each axis splits, between which GPUs, over which link."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from ultrascale_jax.cli import plan
+from ultrascale_jax.config import AXES, MeshConfig
+from ultrascale_jax.configs import debug, llama3_70b
+from ultrascale_jax.configs.shapes import MIXTRAL_8X7B
+from ultrascale_jax.plan.hardware import find_gpu
+from ultrascale_jax.plan.model_shape import ModelShape
+from ultrascale_jax.sharding.mesh import make_mesh
+
+BIG = ["llama3_70b", "--gpus", "64", "--mesh", "pp=2,fsdp=2,cp=2,sp=8", "--train.microbatches", "8"]
+BIG += ["--train.remat", "full"]
+
+
+def answer(capsys, *arguments: str) -> dict:
+    plan.main(["memory", *arguments, "--explain", "mesh", "--json"])
+    return json.loads(capsys.readouterr().out)["mesh"]
+
+
+def test_an_axis_joins_the_devices_that_the_trainer_puts_along_it(capsys):
+    mesh = "pp=2,fsdp=2,sp=2"
+    found = answer(capsys, "debug", "--gpus", "8", "--mesh", mesh, "--train.microbatches", "2")
+    devices = make_mesh(MeshConfig.parse(mesh), jax.devices()).devices
+    ids = np.vectorize(lambda device: device.id)(devices)
+    first = ids.min()
+    for row in found["axes"]:
+        place = [slice(None) if axis == row["axis"] else 0 for axis in AXES]
+        assert row["group"] == (ids[tuple(place)] - first).tolist()
+    assert [row["axis"] for row in found["axes"]] == ["pp", "fsdp", "sp"]
+
+
+def test_links_are_those_of_the_groups(capsys):
+    found = answer(capsys, *BIG)
+    rows = {row["axis"]: row for row in found["axes"]}
+    assert (found["nodes"], found["gpus_per_node"]) == (8, 8)
+    assert {axis: (row["nodes"], row["gb_per_second"]) for axis, row in rows.items()} == {
+        **{"pp": (2, 50.0), "fsdp": (4, 50.0), "cp": (2, 50.0)},
+        "sp": (1, 450.0),
+    }
+    assert rows["sp"]["group"] == list(range(8)) and rows["pp"]["group"] == [0, 32]
+    # ZeRO's shards are those of fsdp and cp together.
+    assert rows["fsdp"]["group"] == [0, 8, 16, 24]
+    assert rows["fsdp"]["splits"] == "batch, state by ZeRO-3 over fsdp*cp"
+    # Hidden states of a layer, of the half of the sequence that cp leaves: four collectives in each pass, and three
+    # again where `full` repeats the forward pass.
+    tokens, layers, microbatches = 32 * 8192 // 2, 80 // 2, 8
+    assert rows["sp"]["sent_bytes"] == (8 + 3) * 2 * tokens * 8192 * 7 / 8 * layers * microbatches
+
+
+@pytest.mark.parametrize(
+    ("remat", "repeated"),
+    [("none", 0), ("selective", 2), ("save:gate,up", 3)],
+)
+def test_sp_gathers_a_layers_inputs_again_where_its_backward_pass_needs_them(
+    capsys, remat, repeated
+):
+    run = ["llama3_8b", "--gpus", "8", "--mesh", "sp=8", "--train.global-batch", "1"]
+    run += ["--train.microbatches", "1", "--train.remat", remat]
+    (sp,) = answer(capsys, *run)["axes"]
+    # 4 layers of it, compiled: gathers and scatters of 1.06 + 1.06, 1.56 + 1.06, 1.56 + 1.31 GiB with none, selective
+    # and full, among them 0.25 of the embedding and the head.
+    assert sp["sent_bytes"] == (8 + repeated) * 2 * 8192 * 4096 * 7 / 8 * 32
+
+
+def test_zero_leaves_dp_its_shards_and_gathers_experts_over_fsdp_and_cp_alone(capsys):
+    mesh = ["--mesh", "dp=2,fsdp=2,ep=4,cp=2", "--model.num-layers", "2", "--train.remat", "full"]
+    run = ["--gpus", "32", "--train.global-batch", "32", "--train.microbatches", "1", *mesh]
+    rows = {row["axis"]: row for row in answer(capsys, "mixtral_8x7b", *run)["axes"]}
+    shape = ModelShape.of(dataclasses.replace(MIXTRAL_8X7B, num_layers=2))
+    routed, dense = shape.routed_params, shape.num_params - shape.routed_params
+    # A ring of two sends each float32 of a shard once to sum and once to gather: half of it each time.
+    assert rows["dp"]["sent_bytes"] == pytest.approx(4 * (routed + dense) / 16)
+    # Two gathers and a scatter of bfloat16; ep splits the experts already, which leaves 4 GPUs of 16.
+    assert rows["fsdp"]["sent_bytes"] == pytest.approx(6 * (routed / 4 * 3 / 4 + dense * 15 / 16))
+    assert rows["fsdp"]["splits"] == "batch, state by ZeRO-3 over fsdp*ep*cp"
+    assert len(rows["fsdp"]["group"]) == 16 and len(rows["dp"]["group"]) == 2
+
+
+def test_a_sum_over_replicas_of_many_shards_hides(capsys):
+    run = ["--gpus", "512", "--mesh", "dp=4,fsdp=64,sp=2", "--train.microbatches", "2"]
+    rows = {row["axis"]: row for row in answer(capsys, "llama3_70b", *run)["axes"]}
+    shape = ModelShape.of(llama3_70b.config.model)
+    seconds = 2 * 4 * shape.num_params / (2 * 64) * 3 / 4 / 50e9
+    backward = 4 * 8192 * shape.active_params / 2 / find_gpu("h100").peak_flops("bf16")
+    assert rows["dp"]["ratio"] == pytest.approx(seconds / backward) and 0.05 < seconds < 0.07
+
+
+def test_without_zero_the_gradients_are_summed_over_all_axes_that_split_tokens(capsys):
+    run = ["--gpus", "8", "--mesh", "dp=2,fsdp=2,cp=2", "--train.zero", "0"]
+    rows = {row["axis"]: row for row in answer(capsys, "debug", *run)["axes"]}
+    assert len(rows["dp"]["group"]) == 8 and rows["fsdp"]["sent_bytes"] is None
+    assert rows["dp"]["sent_bytes"] == pytest.approx(
+        8 * ModelShape.of(debug.config.model).num_params * 7 / 8
+    )
+
+
+def test_zero_over_cp_or_ep_alone_is_a_row_of_fsdp(capsys):
+    rows = answer(capsys, "debug", "--gpus", "2", "--mesh", "cp=2", "--train.zero", "3")["axes"]
+    assert [(row["axis"], row["splits"]) for row in rows] == [
+        ("fsdp", "state by ZeRO-3 over cp"),
+        ("cp", "sequence"),
+    ]
+    assert rows[0]["group"] == [0, 1] and rows[0]["sent_bytes"] > 0
+
+
+def test_experts_over_nodes_have_one_network_card_a_gpu_and_a_dense_ep_splits_as_fsdp(capsys):
+    run = ["--train.remat", "full", "--train.microbatches", "1", "--train.global-batch", "64"]
+    found = answer(capsys, "deepseek_v3", "--gpus", "64", "--mesh", "ep=64", *run)
+    # ZeRO gathers what all tokens meet on a ring with eight cards a node.
+    rows = {row["axis"]: (row["nodes"], row["gb_per_second"]) for row in found["axes"]}
+    assert rows == {"fsdp": (8, 400.0), "ep": (8, 50.0)}
+    state, dense = answer(capsys, "llama3_8b", "--mesh", "ep=8", *run)["axes"]
+    assert (state["axis"], state["splits"]) == ("fsdp", "state by ZeRO-3 over ep")
+    assert (dense["axis"], dense["splits"], dense["gb_per_second"]) == ("ep", "batch", 450)
+    assert state["sent_bytes"] > 0 and dense["sent_bytes"] is None
+
+
+def test_the_table_and_the_picture(capsys, tmp_path):
+    path = tmp_path / "mesh.png"
+    plan.main(["memory", *BIG, "--explain", "mesh", "--figure", str(path)])
+    shown = capsys.readouterr().out
+    assert "0, 1, ..., 7" in shown and "0, 32" in shown and "over 2 nodes" in shown
+    assert shown.endswith(f"wrote {path}\n") and path.read_bytes()[:4] == b"\x89PNG"
+    plan.main(["memory", "debug", "--gpus", "1", "--mesh", "fsdp=1", "--explain", "mesh"])
+    assert capsys.readouterr().out.endswith("mesh dp=1 on 1 node of 8\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["debug", "--gpus", "1", "--figure", "a.png"], "gpus=1: the picture shows from 2 to"),
+        (["debug", "--gpus", "8", "--figure", "a.svg"], "figure='a.svg': must end in .png"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_says_why(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        plan.main(["memory", *arguments, "--explain", "mesh"])
+    assert message in capsys.readouterr().err

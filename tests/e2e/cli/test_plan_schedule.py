@@ -1,0 +1,119 @@
+"""`ultrascale plan schedule`: tables of schedules, their numbers, figures and files."""
+
+import json
+
+import pytest
+
+from ultrascale_jax.cli import plan
+from ultrascale_jax.config import SCHEDULES
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.plan.schedules.text import as_text, write_csv
+
+
+def answer(capsys, *arguments):
+    plan.main(["schedule", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys, *arguments):
+    plan.main(["schedule", *arguments])
+    return capsys.readouterr().out
+
+
+def test_all_schedules_side_by_side(capsys):
+    rows = {row["name"]: row for row in answer(capsys)["schedules"]}
+    assert tuple(rows) == SCHEDULES
+    # p=4, m=8, two stages a rank: the figures of the issue.
+    lock_step = {name: round(row["bubble"]["lockstep"], 4) for name, row in rows.items()}
+    assert (lock_step["afab"], lock_step["1f1b"]) == (0.375, 0.375)
+    assert (lock_step["interleaved"], lock_step["zb_uniform"]) == (0.1875, 0.125)
+    assert all(lock_step[name] > 0.375 for name in ("zb_h1", "zb_v", "dualpipe_v"))
+    assert rows["zb_v"]["bubble"]["dependencies"] == pytest.approx(0.0625)
+    assert rows["1f1b"]["in_flight"] == [8, 6, 4, 2]
+    shown = text(capsys)
+    assert all(name in shown for name in SCHEDULES) and "18.8%" in shown
+
+
+def test_a_schedule_that_does_not_exist_for_the_numbers_says_why(capsys):
+    rows = {row["name"]: row for row in answer(capsys, "--microbatches", "3")["schedules"]}
+    assert rows["dualpipe_v"]["refused"].startswith("train.microbatches=3: ")
+    assert "refused" not in rows["1f1b"]
+    assert "must be at least 4" in text(capsys, "--microbatches", "3")
+
+
+def test_one_schedule_is_shown_with_its_table(capsys):
+    shown = text(capsys, "interleaved", "--ranks", "2", "--microbatches", "4", "--virtual", "2")
+    table = schedules.build("interleaved", 2, 4, 2)
+    assert shown.startswith(as_text(table))
+    assert "formula 12.5%, lock step 12.5%" in shown
+    found = answer(capsys, "interleaved", "--ranks", "2", "--microbatches", "4")
+    assert found["ticks"] == len(found["table"]) == len(table.ticks)
+    assert found["table"][0] == [{"F": [0, 0]}, {}]
+
+
+def test_costs_change_the_bubble_and_not_the_table(capsys):
+    equal, slow = (answer(capsys, "zb_uniform", "--costs", c) for c in ("1,1,1", "1,2,1"))
+    assert equal["table"] == slow["table"]
+    assert equal["bubble"]["lockstep"] == pytest.approx(2 * 3 / (3 * 8))
+    assert slow["bubble"]["lockstep"] == pytest.approx(3 * 3 / (4 * 8))
+
+
+def test_auto_is_made_for_costs_and_memory(capsys):
+    found = answer(capsys, "auto", "--costs", "1,1,1", "--memory-cap", "4")
+    assert max(found["in_flight"]) <= 4
+    free = answer(capsys, "auto", "--costs", "1,1,1")
+    assert free["bubble"]["lockstep"] <= found["bubble"]["lockstep"]
+
+
+def test_a_table_is_written_and_read_again(tmp_path, capsys):
+    path = tmp_path / "own.csv"
+    said = text(capsys, "zb_uniform", "--virtual", "2", "--csv", str(path))
+    assert f"--pp.schedule {path}" in said
+    own = answer(capsys, str(path))
+    assert own["table"] == answer(capsys, "zb_uniform", "--virtual", "2")["table"]
+    assert own["virtual"] == 2
+
+
+def test_a_figure_is_drawn_of_one_schedule_and_of_all(tmp_path, capsys):
+    few = "--ranks", "2", "--microbatches", "4"
+    for name in (["zb_v"], []):
+        path = tmp_path / f"{len(name)}.png"
+        said = text(capsys, *name, *few, "--figure", str(path), "--runtime", "dependencies")
+        assert said.endswith(f"wrote {path}\n")
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpipe"], "schedule='gpipe': choose one of afab"),
+        (["1f1b", "--ranks", "0"], "ranks=0: must be at least 1"),
+        (["1f1b", "--costs", "1,1"], "costs='1,1': write the times"),
+        (["1f1b", "--virtual", "2"], "pp.virtual=2: "),
+        (["1f1b", "--group", "4"], "group=4: "),
+        (["1f1b", "--memory-cap", "2"], "memory_cap=2: means nothing"),
+        (["--csv", "own.csv"], "csv='own.csv': name one schedule"),
+        (["--figure", "own.gif"], "figure='own.gif': must end in .png"),
+        (["1f1b", "--figure", "/proc/own.png"], "'/proc/own.png': cannot be written"),
+        (["missing.csv"], "pp.schedule='missing.csv': there is no such file"),
+        (["own.csv", "--ranks", "2"], "ranks=2: the table has its own"),
+        (["auto", "--memory-cap", "1", "--virtual", "2"], "memory_cap=1: "),
+        (["interleaved", "--microbatches", "3"], "train.microbatches=3: "),
+    ],
+)
+def test_nonsense_is_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["schedule", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_an_illegal_entry_is_named(tmp_path, capsys):
+    path = tmp_path / "own.csv"
+    write_csv(schedules.build("1f1b", 2, 2), path)
+    path.write_text(path.read_text().replace("1F0", "1F1", 1))
+    with pytest.raises(SystemExit):
+        plan.main(["schedule", str(path)])
+    error = capsys.readouterr().err
+    assert "row 2" in error and "1F1" in error and error.count("\n") == 1

@@ -1,0 +1,179 @@
+"""`ultrascale plan search`: the ranking, its JSON, and a command that trains the winner."""
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+from rich.console import Console
+
+from ultrascale_jax.cli import command_line, plan
+from ultrascale_jax.cli.plan_commands import search
+from ultrascale_jax.cli.plan_commands.words import parse_choices, recipe_of, words
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.report.search import SearchReport
+from ultrascale_jax.plan.search.ranking import Search
+
+ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
+FLAT = ["--fixed", "pp=1,cp=1,dp=1"]
+ROW = {
+    *("label", "mesh", "sequences", "microbatches", "zero", "remat", "schedule", "peak_bytes"),
+    *("step_s", "tokens_per_s_gpu", "mfu", "source", "verdict", "why", "command"),
+}
+
+
+def answer(capsys, *arguments):
+    plan.main([*arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def trained(command):
+    """The configuration that a printed command trains."""
+    program, *arguments = shlex.split(command)
+    assert (program, arguments[0]) == ("ultrascale", "train")
+    return command_line.parse(arguments[1:], prog="train")[0]
+
+
+def test_json_says_what_was_searched_and_how_the_best_is_trained(capsys):
+    batch = ["--global-batch-tokens", "1Mi", "--data.seq-len", "4096"]
+    result = answer(capsys, *ARGUMENTS, *batch, *FLAT)
+    assert (result["verb"], result["gpus"], result["gpu"]) == ("search", 8, "h100")
+    assert result["label"] == "llama3_8b on 8 h100" and result["complete"]
+    assert result["counts"]["candidates"] > 100
+    assert all(set(row) >= ROW and row["source"] == "formula" for row in result["rows"])
+    best = result["rows"][0]
+    assert best["why"] == "best" and best["command"] == result["command"]
+    cfg = trained(result["command"]).check(8)
+    sizes = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
+    assert sizes == best["mesh"]
+    assert cfg.train.global_batch == 256 and cfg.data.seq_len == 4096
+    work = (cfg.train.microbatches, cfg.train.zero, str(cfg.train.remat))
+    assert work == (best["microbatches"], best["zero"], best["remat"])
+    batch = best["sequences"] * best["microbatches"] * cfg.mesh.batch
+    assert batch == cfg.train.global_batch
+
+
+def test_several_global_batches_are_told_in_the_table_and_in_the_command(capsys):
+    fixed = "fsdp=8,zero=3,microbatches=1,remat=full,global_batch=8 16"
+    plan.main([*ARGUMENTS, "--fixed", fixed])
+    printed = capsys.readouterr().out
+    assert "batch 8" in printed and "batch 16" in printed
+    assert printed.strip().endswith(
+        "--train.global-batch 16 --train.microbatches 1 --train.zero 3 --train.remat full"
+    )
+
+
+def test_fixed_fields_stay(capsys):
+    result = answer(capsys, *ARGUMENTS, "--fixed", "tp=2,zero=3,remat=full")
+    ranked = [row for row in result["rows"] if row["section"] == "the best of each mesh"]
+    assert len(ranked) > 1
+    assert all(row["mesh"].get("tp") == 2 for row in result["rows"])
+    assert result["schema"] == 1
+    for row in result["rows"]:
+        assert sum(row["time_s"].values()) == pytest.approx(row["step_s"])
+        assert row["verdict"] in ("fits", "unsure", "does not fit") and row["gpus"] == 8
+    assert {(row["zero"], row["remat"]) for row in result["rows"]} == {(3, "full")}
+
+
+def test_what_the_command_line_sets_stays(capsys):
+    words = ["--mesh", "fsdp=4,sp=2", "--train.zero", "2", "--train.remat", "full"]
+    rows = answer(capsys, *ARGUMENTS, *words)["rows"]
+    assert rows and {row["remat"] for row in rows} == {"full"}
+    assert all(row["mesh"] == {"fsdp": 4, "sp": 2} and row["zero"] == 2 for row in rows)
+    one_axis = answer(capsys, *ARGUMENTS, "--mesh.tp", "8", "--train.zero", "0")["rows"]
+    assert {row["mesh"]["tp"] for row in one_axis} == {8}
+
+
+def test_the_table_names_the_reasons(capsys):
+    plan.main([*ARGUMENTS, "--top", "4", *FLAT])
+    text = capsys.readouterr().out
+    assert " slower: " in text and "does not fit: it needs" in text
+    assert "ultrascale train llama3_8b --mesh" in text.splitlines()[-1]
+
+
+def test_if_nothing_fits_one_line_says_what_lacks(capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["search", "llama3_405b", "--gpus", "8", *FLAT])
+    assert stop.value.code == 1
+    text = capsys.readouterr().out
+    assert "nothing fits: the closest" in text and " GiB of the " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fixed", "tensor=2"], "fixed='tensor=2'"),
+        (["--fixed", "tp=3"], "fixed='tp=3': nothing is legal on 8 GPUs"),
+        (["--mesh", "tp=8", "--fixed", "tp=4"], "fixed='tp=4': another option says tp=8"),
+        (
+            ["--train.remat", "full", "--fixed", "remat=none"],
+            "fixed='remat=none': another option says remat=full; leave out one of them",
+        ),
+        (["--top", "0"], "top=0"),
+    ],
+)
+def test_nonsense_is_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["search", "llama3_8b", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.count("\n") == 1 and error.startswith(f"error: {message}")
+
+
+def test_a_narrow_terminal_gets_whole_words(capsys):
+    cfg, options, cluster = search.common.parse(ARGUMENTS[1:], "search", search.Options, "")
+    found = Search(cfg, cluster, parse_choices("fixed", "fsdp=8"))
+    found.predict()
+    for width in (80, 200):
+        report = SearchReport.of(found, "llama3_8b", str, top=options.top)
+        Console(width=width).print(report, crop=False)
+        lines = capsys.readouterr().out.splitlines()
+        row = next(line for line in lines if " best " in line)
+        best = found.rows(1)["the best of each mesh"][0][0]
+        speed = best.formula.tokens_per_s_gpu
+        assert f"{speed:,.0f}" in row and f"{best.best.peak_bytes / 2**30:.1f}" in row
+        assert len(row) <= width and "…" not in "".join(lines)
+
+
+def test_an_interrupt_shows_the_ranking_so_far():
+    cfg = command_line.load_recipe("llama3_8b")
+    found = Search(cfg, find_cluster(None, "h100", 8), parse_choices("fixed", FLAT[1]))
+    seen = []
+
+    def evaluate(cfg):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(cfg)
+        formula = found.winner.formula
+        return dataclasses.replace(formula, source="compiled", peak_bytes=2**30, step_s=3.0)
+
+    assert search.run(found, evaluate, 3)
+    assert found.step_s(found.winner) == 3.0
+
+
+def test_an_interrupted_search_ends_with_130(capsys, monkeypatch):
+    def interrupted(cfg):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "compiler", lambda recipe, options: interrupted)
+    with pytest.raises(SystemExit) as stop:
+        plan.main(["search", "llama3_8b", "--gpus", "8", *FLAT, "--compile", "5", "--json"])
+    assert stop.value.code == 130
+    result = json.loads(capsys.readouterr().out)
+    assert not result["complete"] and result["rows"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "llama3_70b --mesh fsdp=64,sp=8 --train.zero 2",
+        "demo --model.tied-embeddings --data.no-document-mask --optim.betas 0.8 0.9",
+        "llama32_1b --model.rope-scaling.factor 16.0 --model.sliding-window 64 --train.remat save:q,k",
+        "qwen3_8b --mesh dp=1 --train.global-batch 7 --data.source text:/tmp/*.txt --log.run-dir out/x",
+    ],
+)
+def test_the_words_of_a_configuration_make_it_again(arguments):
+    cfg, _ = command_line.parse(arguments.split(), prog="train")
+    recipe = recipe_of(arguments.split())
+    assert command_line.parse(words(recipe, cfg), prog="train")[0] == cfg
+    assert recipe_of(["--gpus", "8"]) == recipe_of([]) == "demo"

@@ -1,0 +1,97 @@
+"""The course: its blocks print what the pages say, and commands of the pages draw the figures."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import course
+from scripts.page_blocks import Command, matches, read_page
+
+PAGES = course.find_pages()
+COMMANDS = [
+    (page, block) for page in PAGES for block in read_page(page) if isinstance(block, Command)
+]
+# A tenth of all commands, of the verb that needs no JAX.
+CHEAP = [(page, c) for page, c in COMMANDS if c.words[:3] == ["ultrascale", "plan", "memory"]][
+    : -(-len(COMMANDS) // 10)
+]
+
+
+@pytest.mark.parametrize(("page", "command"), CHEAP, ids=lambda value: getattr(value, "stem", None))
+def test_a_command_prints_what_its_page_says(page, command, tmp_path):
+    [(_, seen)] = course.outputs(page, [command], tmp_path)
+    assert matches(command.output.lines, seen), "\n".join(seen)
+
+
+def test_every_figure_is_there_is_small_and_is_shown_by_the_page_that_draws_it():
+    figures = {page.parent / course.FIGURES for page in PAGES}
+    kept = {path.name: path.stat().st_size for path in figures for path in path.glob("*")}
+    shown = {page.name: course.shown(page) for page in PAGES}
+    drawn = {
+        page.name: {name for block in read_page(page) for name in course.drawn_by(block)}
+        for page in PAGES
+    }
+    assert drawn == shown
+    assert set(kept) == set().union(*shown.values())
+    assert {name for name, size in kept.items() if size > 200_000} == set()
+
+
+PAGE = """\
+# A page
+
+```console
+$ python \\
+    -c 'print(1); print(2)'
+1
+2
+$ python -c 'print("a 1.5 s\\nb 2 s\\nc 3 s")'
+...
+b 2 s
+...
+```
+
+```python
+x = 4
+print(x)
+```
+
+```text
+4
+```
+
+```python
+print(x + 1)
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(PAGE)
+    return path
+
+
+def test_update_writes_what_blocks_print_and_keeps_selections(page):
+    page.write_text(PAGE.replace("\n1\n2\n", "\n").replace("b 2 s\n", "b 1,7.5 s\n"))
+    with pytest.raises(course.Failed, match=r"page.md:4: python -c"):
+        course.check(page)
+    course.update(page)
+    assert page.read_text() == PAGE + "```text\n5\n```\n"
+    assert course.check(page).startswith("4 blocks print what it says")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("\n4\n", "\n7\n", r"page\.md:15: python: x = 4\n(.|\n)*-7\n\+4"),
+        ("x = 4", "x = 1 / 0", r'page\.py", line 15(.|\n)*ZeroDivisionError'),
+        ("\nb 2 s\n", "\nb 7 s\n", r"page\.md:8: python(.|\n)*-b 7 s\n\+b 2 s\n \.\.\."),
+        ("print(1)", "raise SystemExit(3)", r"page\.md:4: (.|\n)*exit code 3"),
+        ("# A page", "![It](figures/it.png)", r"page\.md: shows it\.png, which no command drew"),
+    ],
+)
+def test_a_page_that_is_not_as_it_says_is_named_with_its_line(page, old, new, message):
+    page.write_text(PAGE.replace(old, new, 1) + "```text\n5\n```\n")
+    with pytest.raises(course.Failed, match=message):
+        course.check(page)

@@ -1,0 +1,97 @@
+"""H100 programs of tiny runs, one for each kind of communication, executed from poisoned memory: the CPU's step."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scripts import executed_programs
+from tests.gpu_programs import FAST, NO_MACHINE_CODE
+from ultrascale_jax.cli.plan_commands import common
+from ultrascale_jax.cli.plan_commands.compile import Options
+from ultrascale_jax.hlo.interpreter import Interpreter, RaceError
+from ultrascale_jax.plan.compiled.compile import (
+    CompiledStep,
+    compile_program,
+    compile_step,
+    target_devices,
+)
+from ultrascale_jax.plan.compiled.execute import Reference, execute_step, reference_step
+
+GPUS = executed_programs.DEVICES
+TINY = "--model.num_layers 2 --data.seq_len 32 --no-data.document_mask --train.global_batch 8 --train.remat none"
+DEBUG, MOE = f"debug {TINY}", f"moe_debug {TINY}"
+CONTEXT = f"{DEBUG} --mesh cp=4,fsdp=2 --cp.strategy"
+RUNS = {
+    "fsdp": (f"{DEBUG} --mesh fsdp=8", "reduce-scatter", "fsdp"),
+    "dp": (f"{DEBUG} --mesh dp=2,fsdp=4", "all-reduce", "dp"),
+    "sp": (f"{DEBUG} --mesh fsdp=4,sp=2", "all-gather", "sp"),
+    "tp": (f"{DEBUG} --mesh fsdp=4,tp=2", "all-reduce", "tp"),
+    "pp": (f"{DEBUG} --mesh pp=2,fsdp=4 --train.microbatches 2", "collective-permute", "pp"),
+    "zigzag": (f"{CONTEXT} zigzag", "collective-permute", "cp"),
+    "allgather": (f"{CONTEXT} allgather", "all-gather", "cp"),
+    "ulysses": (f"{CONTEXT} ulysses", "all-to-all", "cp"),
+    "ep": (f"{MOE} --mesh ep=4,fsdp=2", "all-to-all", "ep"),
+    "two levels": (f"{MOE} --mesh ep=4,fsdp=2 --moe.a2a_groups 2", "all-to-all", "ep"),
+    "zero1": (f"{DEBUG} --mesh fsdp=8 --train.zero 1", "all-gather", "fsdp"),
+}
+"""Name to the words of `ultrascale plan compile`, and a collective of the program with its axis."""
+
+
+@functools.cache
+def program(name: str) -> CompiledStep:
+    cfg, _, _ = common.parse(RUNS[name][0].split(), "compile", Options, "")
+    return compile_step(cfg, GPUS, estimates=False, options=FAST | NO_MACHINE_CODE)
+
+
+@functools.cache
+def reference(name: str) -> Reference:
+    cfg, _, _ = common.parse(RUNS[name][0].split(), "compile", Options, "")
+    return reference_step(cfg, GPUS)
+
+
+# Compiled, stepped on the CPU and executed one after another, so that none of the three takes too long.
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_program_has_its_communication(name):
+    _, kind, axis = RUNS[name]
+    assert any(c.kind == kind and axis in c.axes for c in program(name).collectives)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_cpus_step_is_finite(name):
+    assert all(np.isfinite(shards[0]).all() for shards in reference(name).results.values())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_program_computes_the_cpus_step(name):
+    largest = execute_step(program(name), reference(name)).largest
+    assert largest.relative <= executed_programs.FLOAT32, largest
+
+
+def test_a_write_that_is_missing_leaves_poison():
+    step = executed_programs.leave_unwritten(program("sp"))
+    assert not execute_step(step, reference("sp")).largest.relative <= executed_programs.FLOAT32
+
+
+def test_a_read_before_a_gather_is_done_is_a_race():
+    with pytest.raises(RaceError, match="has not finished to write"):
+        execute_step(executed_programs.read_before_done(program("sp")), reference("sp"))
+
+
+def test_a_program_of_ones_own_has_all_elements_of_its_constants_and_runs():
+    numbers = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    mesh = jax.sharding.Mesh(np.array(target_devices(2)), ("x",))
+    rows = jax.ShapeDtypeStruct((4, 100), np.float32, sharding=NamedSharding(mesh, P("x")))
+    own = compile_program(
+        jax.jit(lambda x: (x * numbers[None]).sum(0)), rows, mesh=mesh, options=NO_MACHINE_CODE
+    )
+    shards = np.random.default_rng(1).normal(size=(2, 2, 100)).astype(np.float32)
+    assert own.memory_plan is not None
+    [result] = Interpreter(own.module, 2, own.memory_plan.places).run([list(shards)])
+    expected = (shards.reshape(4, 100) * numbers).sum(0)
+    np.testing.assert_allclose(result, [expected, expected], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,29 @@
+"""In fp8 every product of the layers is cuBLASLt's fp8 product on H100s; none silently stays bfloat16."""
+
+import re
+
+from tests.gpu_programs import HEAD, LAYERS, MATRICES, compiled, fp8_products
+
+
+def test_each_product_is_fp8_and_zero3_gathers_bytes():
+    cfg, step = compiled(8, {"fsdp": 8}, precision="fp8", remat="full")
+    # Forward, again but for the last of a layer, and the two gradients.
+    fp8 = MATRICES + MATRICES - 1 + 2 * MATRICES
+    assert fp8_products(step) == {"fp8": LAYERS * fp8, "bf16": HEAD}
+    gathers = [c for c in step.collectives if c.kind == "all-gather"]
+    in_layers = [c for c in gathers if c.loops]
+    assert len(in_layers) == 2 * LAYERS
+    assert {array.dtype for c in in_layers for array in c.operands} == {"u8"}
+    # Outside there are the first layers of both passes, in bytes too, in bfloat16 the head alone, and token ids:
+    # the embedding's table stays where it is.
+    others = [array for c in gathers if not c.loops for array in c.operands]
+    assert {array.dtype for array in others} == {"u8", "bf16", "s32"}
+    head = sum(array.bytes for array in others if array.dtype == "bf16")
+    assert head == 2 * cfg.model.vocab_size * cfg.model.d_model // 8
+    ids = sum(array.bytes for array in others if array.dtype == "s32")
+    assert ids == 4 * cfg.train.global_batch // 8 * cfg.data.seq_len
+    # A norm's kernel finds the largest magnitudes itself, and writes none in float32 for another to read.
+    batch, T, D = cfg.train.global_batch // 8, cfg.data.seq_len, cfg.model.d_model
+    assert not re.search(rf" = f32\[{batch},{T},{D}\]\S* fusion\(", step.text)
+    amaxes = cfg.model.num_layers * MATRICES
+    assert len(re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)) == 1

@@ -1,0 +1,148 @@
+"""Every kind of figure: its numbers and its drawing."""
+
+import pytest
+from matplotlib.figure import Figure as Canvas
+from PIL import Image
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Point
+from ultrascale_jax.figures.figure import number
+from ultrascale_jax.figures.mesh_map import AxisMap, MeshMap
+from ultrascale_jax.figures.pipeline import Operation, Pipeline, Pipelines
+from ultrascale_jax.figures.roofline import Roofline, Spot
+from ultrascale_jax.figures.streams import Event, Streams
+from ultrascale_jax.figures.text import line_chart
+
+TEXT = {"name": "a", "title": "Title: of <a>", "caption": "says 2 μs"}
+
+STREAMS = Streams(
+    **TEXT,
+    streams={
+        "compute": [Event(name="fusion.1", start=0.0, duration=0.6, kind="matmul")],
+        "communication": [Event(name="gather<1>", start=0.2, duration=0.5, kind="all-gather")],
+    },
+    step_s=1.0,
+)
+BARS = Bars(
+    **TEXT,
+    panels={"p": [Bar(label="one", parts={"gradients": 12.25, "activations: logits": 300.0})]},
+    unit="GiB",
+    x="x",
+    limit=72.0,
+)
+AREAS = Areas(
+    **TEXT,
+    starts=[0.0, 1.0],
+    end=4.0,
+    parts={"gradients": [0.0, 2.0], "batch": [6.0, 1.0]},
+    x="ms",
+    unit="GiB",
+)
+ROOFLINE = Roofline(
+    **TEXT,
+    spots=[Spot(name=n, intensity=i, speed=i, kind="k") for n, i in (("a", 1), ("b", 9))],
+    roofs={"fp8": 20.0, "bf16": 10.0},
+    bandwidth=2.0,
+)
+PIPELINE = Pipeline(
+    **TEXT,
+    operations=[
+        Operation(0, "F", 0, 0, 0.0, 1.0),
+        Operation(1, "F", 0, 0, 1.0, 2.0),
+        Operation(1, "B", 0, 0, 2.0, 4.0),
+        Operation(0, "B", 0, 0, 4.0, 6.0),
+    ],
+    ranks=2,
+    chunks=1,
+    kinds={"F": "forward", "B": "backward"},
+    unit="time",
+)
+POINTS = [Point(x=1, y=2.5), Point(x=2, y=3.5, solid=False)]
+KINDS = [
+    *(STREAMS, BARS, AREAS, ROOFLINE, PIPELINE),
+    Clouds(**TEXT, panels={"p": Cloud(x="measured", y="predicted", groups={"a": POINTS})}),
+    MeshMap(
+        **TEXT,
+        axes=[
+            AxisMap(title=f"{axis} 2", pieces=pieces, group=[0, 1])
+            for axis, pieces in (("fsdp", [0, 0, 1, 1]), ("sp", [0, 1, 0, 1]))
+        ],
+        per_node=2,
+    ),
+    Pipelines(**TEXT, panels={"one": PIPELINE, "two": PIPELINE}),
+]
+
+
+def test_a_number_has_three_digits():
+    values = (0.0, 0.00012, 0.123, 7.456, 41.72, 318.4, 40150.0, 12)
+    texts = ["0", "0.00012", "0.12", "7.46", "41.7", "318", "40,150", "12"]
+    assert [number(v) for v in values] == texts
+
+
+@pytest.mark.parametrize("figure", KINDS, ids=lambda figure: type(figure).__name__)
+def test_a_figure_becomes_a_small_file_that_has_its_caption_and_is_always_the_same(
+    figure, tmp_path
+):
+    for name in ("one.png", "again.png"):
+        figure.draw(tmp_path / name)
+    with Image.open(tmp_path / "one.png") as image:
+        assert image.mode == "P" and image.width > 800 and image.text["Description"] == "says 2 μs"
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "again.png").read_bytes()
+    assert (tmp_path / "one.png").stat().st_size < 300_000
+
+
+def painted(figure):
+    """The axes of a figure, and all that is written on them."""
+    canvas = Canvas()
+    figure.paint(canvas)
+    return canvas.axes, [text.get_text() for ax in canvas.axes for text in ax.texts]
+
+
+def test_a_stack_has_its_parts_from_the_bottom_up_and_one_beyond_the_limit_is_cut():
+    (ax,), texts = painted(BARS)
+    bars = [patch for container in ax.containers for patch in container]
+    assert [(bar.get_y(), bar.get_height()) for bar in bars] == [(0.0, 12.25), (12.25, 300.0)]
+    assert texts == ["↑312"] and ax.get_ylim()[1] == pytest.approx(1.12 * 2.5 * 72)
+
+
+def test_the_roof_of_an_operation_is_the_memorys_or_the_highest_peak():
+    assert [ROOFLINE.roof(spot) for spot in ROOFLINE.spots] == [2.0, 18.0]
+    assert ROOFLINE.roof(Spot(name="c", intensity=99, speed=1, kind="k")) == 20.0
+
+
+def test_a_rank_of_a_pipeline_keeps_a_micro_batch_until_its_backward_pass():
+    (operations, kept), texts = painted(PIPELINE)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in kept.lines}
+    assert lines["rank 0"] == [[0, 0], [0, 1], [6, 0]]
+    assert lines["rank 1"] == [[0, 0], [1, 1], [4, 0]]
+    assert texts == ["0"] * 4 and operations.get_xlim() == (0, 6)
+
+
+def test_a_step_with_loops_is_also_shown_operation_by_operation():
+    loop = Event(name="while", start=0.0, duration=0.5, kind="loop")
+    assert STREAMS.detail is None
+    inside = Streams(
+        **TEXT, streams={"compute": [loop, *STREAMS.streams["communication"]]}, step_s=1.0
+    )
+    assert inside.detail == (0.5, 1.0) and len(painted(inside)[0]) == 2
+
+
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"pip install 'ultrascale_jax\[report\]'"):
+        STREAMS.draw(tmp_path / "x.png")
+
+
+def test_a_chart_in_characters_has_the_mean_of_each_column_between_its_extremes():
+    text = line_chart([1, 2, 3, 4, 5], [8.0, 6.0, 4.0, 2.0, 0.0], width=5, height=5)
+    assert text.splitlines() == [
+        "8 |*",
+        "  | *",
+        "  |  *",
+        "  |   *",
+        "0 |    *",
+        "  +-----",
+        "   1   5",
+    ]
+    assert line_chart([1, 2, 9], [1.0, 3.0, 2.0], width=2, height=1).splitlines()[0] == "2 |**"
+    assert line_chart([], []) == ""

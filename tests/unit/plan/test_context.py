@@ -1,0 +1,111 @@
+"""The formulas count the cost of a split sequence: by hand, beside the program's own plan, and between strategies."""
+
+import pytest
+
+from ultrascale_jax.config import ContextConfig, KernelsConfig, MeshConfig
+from ultrascale_jax.configs import shapes
+from ultrascale_jax.parallel.context.ring import RingSpec
+from ultrascale_jax.plan.formulas import context, costs
+from ultrascale_jax.plan.formulas.activations import (
+    document_mask,
+    layer_of,
+)
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
+from ultrascale_jax.plan.workload import Group, Run
+
+LLAMA3_8B = ModelShape.of(shapes.LLAMA3_8B)
+
+
+def split(cp: int = 8, seq_len: int = 131072, **fields) -> Run:
+    """Llama 3 8B, one sequence over cp."""
+    sizes = {name: fields.pop(name) for name in list(fields) if name in MeshConfig().sizes}
+    section = {name: fields.pop(name) for name in ("strategy", "ulysses") if name in fields}
+    mesh = MeshConfig(**({"fsdp": 1} | sizes | {"cp": cp}))
+    fields = {"shape": LLAMA3_8B, "sequences": 1, "remat": "full"} | fields
+    return Run(mesh=mesh, seq_len=seq_len, context=ContextConfig(**section), **fields)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "zigzag", "allgather"])
+@pytest.mark.parametrize("window", [None, 1, 2, 9, 10, 64, 128])
+def test_a_run_counts_the_blocks_that_the_program_computes(strategy, window):
+    run = split(8, seq_len=128, strategy=strategy)
+    spec = RingSpec(
+        axis="cp",
+        ranks=8,
+        ulysses=1,
+        chunks=1 if strategy == "ring" else 2,
+        gathered=False,
+        window=window,
+        local_mask=False,
+        implementation="xla",
+    )
+    assert run.steps(window) == len(spec.distances(16))
+
+
+def test_the_groups_of_an_exchange_and_of_a_ring():
+    run = split(64, ulysses=8)
+    assert context.ring_groups(run, 8) == (Group(ranks=8, per_node=8), Group(ranks=8, per_node=1))
+    apart = split(16, ulysses=2, sp=4)
+    assert context.ring_groups(apart, 8) == (Group(ranks=2, per_node=2), Group(ranks=8, per_node=1))
+    assert context.ring_groups(split(8), 8) == (
+        Group(ranks=1, per_node=1),
+        Group(ranks=8, per_node=8),
+    )
+
+
+def test_kv_heads_are_repeated_where_the_ranks_of_a_place_outnumber_them():
+    tokens = 131072 / 8
+    assert context.query_key_values(split(8)) == (tokens * 4096, tokens * 1024)
+    assert context.query_key_values(split(8, sp=4)) == (tokens * 1024, tokens * 256)
+    assert context.query_key_values(split(8, sp=4, strategy="ulysses")) == (
+        tokens * 1024,
+        tokens * 1024,
+    )
+    assert context.query_key_values(split(8, sp=16)) == (tokens * 256, tokens * 128)
+
+
+def test_a_hop_waits_for_what_its_block_does_not_hide():
+    run, cluster = split(16), find_cluster(None, "h100", 16)
+    ring = Group(ranks=16, per_node=8)
+    tokens = 131072 / 16
+    hop, back = (
+        costs.collective_seconds(cluster, "collective-permute", size * tokens * 1024, ring)
+        for size in (4, 8)
+    )
+    assert context.exposed_seconds(run, cluster, 16 * 2 * hop, 16 * 2 * (hop + back)) == (0, 0)
+    forward, backward = context.exposed_seconds(run, cluster, 16 * hop / 2, 16 * hop)
+    assert forward == pytest.approx(15 * hop / 2)
+    assert backward == pytest.approx(15 * back)
+
+
+def test_gathered_keys_wait_for_the_scatter_of_their_gradients():
+    run, cluster = split(8, strategy="allgather"), find_cluster(None, "h100", 8)
+    forward, backward = context.exposed_seconds(run, cluster, 1.0, 1.0)
+    node = Group(ranks=8, per_node=8)
+    scattered = costs.collective_seconds(cluster, "reduce-scatter", 8 * 131072 * 1024, node)
+    assert (forward, backward) == (0, pytest.approx(scattered))
+
+
+def test_heads_are_exchanged_four_times_each_way():
+    run, cluster = split(8, strategy="ulysses"), find_cluster(None, "h100", 8)
+    node, tokens = Group(ranks=8, per_node=8), 131072 / 8
+    seconds = sum(
+        2 * costs.collective_seconds(cluster, "all-to-all", 2 * tokens * width, node)
+        for width in (4096, 1024)
+    )
+    assert context.exposed_seconds(run, cluster, 1.0, 1.0) == (pytest.approx(seconds),) * 2
+
+
+def test_a_document_mask_is_that_of_a_place():
+    given = {"document_mask": True, "kernels": KernelsConfig(attention="cudnn")}
+    masked = {
+        cp: document_mask(run, layer_of(run)) for cp in (1, 2, 8) if (run := split(cp, **given))
+    }
+    # The own block, and two blocks of half as many queries and keys.
+    assert masked == {cp: 2 * (131072 / cp) ** 2 * (1 if cp == 1 else 1.5) for cp in (1, 2, 8)}
+    exchanged = split(8, ulysses=2, **given)
+    assert document_mask(exchanged, layer_of(exchanged)) == masked[8] * 4
+    # Whole rows are packed, on one rank or after an exchange of heads; the blocks of a ring are not.
+    packed = [split(8, strategy=name, document_mask=True) for name in ("ulysses", "zigzag")]
+    assert [document_mask(run, layer_of(run)) for run in packed] == [0, masked[8]]

@@ -1,0 +1,202 @@
+"""The memory formulas: against sums by hand, and what must hold between runs (XLA's bytes: `test_xla_tables.py`)."""
+
+import dataclasses
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from ultrascale_jax.config import Keep, KernelsConfig, MeshConfig
+from ultrascale_jax.configs import shapes
+from ultrascale_jax.models.loss_chunks import num_chunks
+from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
+from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
+from ultrascale_jax.plan.formulas.parameters import weights_of
+from ultrascale_jax.plan.model_shape import ModelShape
+from ultrascale_jax.plan.workload import Run
+
+GIB = 2**30
+
+
+def run_8b(mesh: dict[str, int] | None = None, **changes) -> Run:
+    """Llama 3 8B on eight GPUs, fully sharded, one sequence of 8192 tokens a GPU."""
+    sizes = MeshConfig(**({"fsdp": 8} if mesh is None else {"fsdp": 1} | mesh))
+    fields: dict[str, Any] = {
+        "seq_len": 8192,
+        "sequences": 1,
+        "shape": ModelShape.of(shapes.LLAMA3_8B),
+    }
+    return Run(**(fields | {"mesh": sizes} | changes))
+
+
+def peak(*arguments, **changes) -> int:
+    return breakdown(run_8b(*arguments, **changes)).peak_bytes
+
+
+def activations(run: Run) -> float:
+    """Bytes kept between forward and backward pass."""
+    parts = breakdown(run).parts
+    return sum(v for k, v in parts.items() if k.startswith("activations: ") and "logits" not in k)
+
+
+def test_llama_8b_by_hand():
+    # 8,030,261,248 parameters, of which 65 norms of 4,096 are whole on every GPU.
+    vectors = 65 * 4096
+    number = (8_030_261_248 - vectors) / 8 + vectors
+    run = run_8b(remat="selective")
+    parts = breakdown(run).parts
+    assert parts["master parameters"] == 4 * number
+    assert parts["optimizer state"] == 8 * number
+    assert parts["batch"] == 3 * 4 * 8192
+    # Inputs, two norms, attention's output; queries and attention's result; keys, values; gate, up; statistics.
+    token = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32
+    assert activations(run) == 32 * 8192 * token
+    # With recomputation of everything the layers' inputs stay.
+    assert activations(run_8b(remat="full")) == 32 * 8192 * 2 * 4096
+
+
+def test_the_zero_stages_by_hand():
+    # Blocks of Llama 3 8B: 218,103,808 parameters a layer in matrices, and two tables of 128,256 x 4,096.
+    blocks, table = 32 * 218_103_808, 128_256 * 4096
+
+    def parts(zero: int) -> dict[str, float]:
+        return breakdown(run_8b(zero=zero, microbatches=4, remat="full")).parts
+
+    whole = {zero: parts(zero).get("compute parameters", 0) for zero in range(4)}
+    sums = {zero: parts(zero)["accumulation buffer"] for zero in range(4)}
+    assert whole == {0: 2 * (blocks + 2 * table), 1: whole[0], 2: whole[0], 3: 2 * blocks / 8}
+    assert sums[0] == sums[1] == 4 * (blocks + 2 * table)
+    assert sums[2] == sums[3] == sums[0] / 8
+    assert parts(1)["gradients"] == 2 * blocks + 2 * table
+    assert parts(3)["gradients"] == 2 * blocks / 8 + 2 * table
+
+
+def test_more_shards_higher_stages_more_recomputation_and_narrower_numbers_take_less():
+    names = ("q", "k", "v", "attn_core")
+    policies = (
+        "none",
+        "selective",
+        "dots",
+        Keep(saved=(*names, "gate")),
+        Keep(saved=names),
+        Keep(saved=names[:3], offloaded=("gate", "up")),
+        "full",
+    )
+    for series in (
+        [peak({"fsdp": n}) for n in (1, 2, 8, 64, 512)],
+        [peak(zero=zero, microbatches=2, remat="full") for zero in (0, 1, 2, 3)],
+        [peak(remat=remat) for remat in policies],
+        [peak(precision=precision) for precision in ("fp32", "bf16", "fp8")],
+        [peak(moment_bytes=width) for width in (8, 6)],
+    ):
+        assert all(later < earlier for earlier, later in pairwise(series))
+
+
+def test_the_host_holds_what_is_offloaded_of_one_micro_batch():
+    run = run_8b(
+        {"fsdp": 4, "sp": 2},
+        remat=Keep(saved=("k", "v"), offloaded=("q", "attn_core", "attn_out", "gate", "up")),
+    )
+    m = run.shape
+    # q, attention's result with its statistics, the residual stream of sp, gate and up.
+    widths = 2 * (2 * m.num_heads * m.head_dim + m.d_model + 2 * m.d_ff) + 4 * m.num_heads
+    assert host_bytes(run) == m.layers * run.tokens * widths / 2
+    assert host_bytes(dataclasses.replace(run, microbatches=4)) == host_bytes(run)
+    assert host_bytes(run_8b({"fsdp": 8}, remat="dots")) == 0
+
+
+def test_sequence_parallelism_splits_the_residual_stream_and_tensor_parallelism_does_not():
+    tp, sp = (layer_of(run_8b({axis: 8})) for axis in ("tp", "sp"))
+    assert sp.residual == tp.residual / 8
+    assert (sp.ffn, sp.query, sp.key) == (tp.ffn, tp.query, tp.key)
+    assert saved_bytes(run_8b({"sp": 8}, remat="full"), sp)["layer inputs"] == 2 * 4096 * 1024
+
+
+def test_kv_heads_are_repeated_for_a_larger_tensor_group():
+    assert layer_of(run_8b({"sp": 8})).key == layer_of(run_8b({"sp": 16})).key == 8192 * 128
+    assert weights_of(run_8b({"sp": 16})).attention == 2 * 4096 * 128 * (32 / 16 + 1)
+
+
+def test_a_document_mask_is_one_square_of_the_sequence_and_packed_documents_have_none():
+    ids, masked = 4 * 8192, KernelsConfig(attention="cudnn")
+    assert peak(document_mask=True) - peak() == ids
+    assert peak(document_mask=True, kernels=masked) - peak() == 2 * 8192**2 + ids
+    for seq_len in (1024, 8190):  # too short, and not in classes
+        packed, plain = (peak(document_mask=x, seq_len=seq_len) for x in (True, False))
+        assert packed - plain == 2 * seq_len**2 + 4 * seq_len
+    # cuDNN takes no mask of an odd length: the scores are in memory.
+    assert peak(document_mask=True, seq_len=8191) > 2 * peak(document_mask=True, seq_len=8190)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "sequences", "chunks"), [(8192, 1, 1), (4096, 4, 2), (8192, 4, 4), (512, 1, 1)]
+)
+def test_the_loss_is_cut_as_the_trainer_cuts_it(seq_len, sequences, chunks):
+    run = run_8b(seq_len=seq_len, sequences=sequences)
+    assert loss_chunks(run) == (chunks, seq_len * sequences * 128_256 * 2 / chunks)
+    assert num_chunks(seq_len * sequences, 128_256, 2) == chunks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "stash", "chunks"),
+    [
+        ("1f1b", 1, "residuals", 8 + 1),  # 2p in lock step, and the slot of idle ranks
+        ("afab", 1, "residuals", 16 + 1),
+        ("interleaved", 2, "residuals", 12 + 1),  # 2p + (v-1) p halves
+        ("1f1b", 1, "input", 1),  # of the stage whose forward pass is repeated
+    ],
+)
+def test_a_pipeline_keeps_the_layers_of_its_stages_in_flight(schedule, virtual, stash, chunks):
+    one = run_8b({"fsdp": 2}, remat="selective")
+    run = run_8b(
+        {"pp": 4, "fsdp": 2},
+        microbatches=16,
+        remat="selective",
+        schedule=schedule,
+        virtual_stages=virtual,
+        stash=stash,
+    )
+    layers = 32 // (4 * virtual)
+    for kind in ("attention", "mlp", "norms"):
+        name = f"activations: {kind}"
+        flat = breakdown(one).parts[name] / 32
+        assert breakdown(run).parts[name] == pytest.approx(chunks * layers * flat)
+    assert weights_of(run).blocks == weights_of(one).blocks / 4
+    assert weights_of(run).tables == weights_of(one).tables / 4
+
+
+def test_what_a_layer_of_experts_keeps_by_hand():
+    # One token's two choices of Mixtral: rows as they come, a quarter more than balanced; and by expert, with gate and
+    # up, a quarter over the root of 8 ranks more.
+    shape = ModelShape.of(shapes.MIXTRAL_8X7B)
+
+    def parts(remat: str) -> dict[str, float]:
+        run = run_8b({"ep": 8}, shape=shape, remat=remat)
+        return saved_bytes(run, layer_of(run))
+
+    rows, came = 8 * math.ceil((1 + 0.25 / math.sqrt(8)) * 2048), 8 * 1.25 * 8192 / 4
+    assert not parts("full")["mlp"] and not parts("full")["dispatch"]
+    assert parts("selective")["mlp"] == 2 * 2 * rows * 14336
+    assert parts("selective")["dispatch"] == 2 * came * 4096
+    assert parts("none")["mlp"] == (6 * 2 + 4) * rows * 14336
+    assert parts("none")["dispatch"] == 2 * (came + rows) * 4096
+    assert parts(Keep(saved=("gate", "dispatched")))["mlp"] == 2 * rows * 14336
+    assert parts(Keep(saved=("gate", "dispatched")))["dispatch"] == 2 * came * 4096
+    assert not parts("dots")["mlp"]
+
+
+@pytest.mark.parametrize("model", [shapes.LLAMA3_8B, shapes.DEEPSEEK_V3], ids=["llama", "deepseek"])
+def test_modules_of_multi_token_prediction_are_layers_projections_and_losses(model):
+    shape = ModelShape.of(model, mtp_layers=2)
+    weights = weights_of(run_8b({"dp": 8}, shape=shape, zero=0))
+    found = weights.blocks + weights.tables + weights.vectors
+    assert found == pytest.approx(shape.num_params, rel=1e-12)
+    own = 2 * (2 * shape.d_model**2 + 3 * shape.d_model)
+    assert (
+        shape.num_params == ModelShape.of(model, num_layers=model.num_layers + 2).num_params + own
+    )
+    longer = run_8b(shape=ModelShape.of(model, num_layers=model.num_layers + 2))
+    # In the last loss the head's gradients of both others wait.
+    waiting = 2 * 4 * weights.table
+    assert peak(shape=shape) > breakdown(longer).peak_bytes + waiting / 2

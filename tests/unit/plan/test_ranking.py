@@ -1,0 +1,322 @@
+"""The search finds the fastest that fits, says why the others lost, and keeps what it has."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from tests.recipes import pinned
+from ultrascale_jax.cli.plan_commands.words import parse_choices
+from ultrascale_jax.config import SCHEDULES, UserError
+from ultrascale_jax.configs.debug import config as debug
+from ultrascale_jax.configs.llama3_8b import config as llama3_8b
+from ultrascale_jax.configs.llama3_70b import config as llama3_70b
+from ultrascale_jax.configs.shapes import MIXTRAL_8X7B
+from ultrascale_jax.plan.formulas.memory import breakdown
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.search.ranking import (
+    EQUAL,
+    PROMISING,
+    NotCompiled,
+    Search,
+    family,
+    kind,
+)
+from ultrascale_jax.plan.search.ranking import search as search_meshes
+from ultrascale_jax.plan.search.search_space import (
+    OFFLOADED,
+    POLICIES,
+    UNEVEN,
+    configured,
+    drawback,
+    enumerate_runs,
+)
+from ultrascale_jax.plan.verdict import FITS, SURE
+from ultrascale_jax.plan.workload import Run
+
+GIB = 2**30
+
+
+FLAT = "pp=1,cp=1,dp=1,tp=1"
+
+
+def searched(cfg, num_gpus, fixed=""):
+    choices = parse_choices("fixed", fixed) if fixed else {}
+    search = Search(cfg, find_cluster(None, "h100", num_gpus), choices)
+    search.predict()
+    return search
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    """Llama 3 8B on 8 GPUs by formula; nothing is compiled, so tests may share it."""
+    return searched(llama3_8b, 8, "cp=1,dp=1,tp=1")
+
+
+def ran(size=GIB, step_s=5.0, **parts):
+    return StepPrediction(
+        run=Run.of(pinned(llama3_8b), 8),  # any: the search knows which one it asked for
+        gpu=find_gpu("h100"),
+        source="compiled",
+        step_s=step_s,
+        parts=parts or {"work": step_s},
+        peak_bytes=size,
+    )
+
+
+def compiled(search, evaluate, most):
+    """The labels of what was compiled, in order."""
+    return [candidate.run.label for candidate in search.compile(evaluate, most)]
+
+
+def test_the_winner_is_the_fastest_that_fits_and_that_the_trainer_runs(predicted):
+    search = predicted
+    cluster = find_cluster(None, "h100", 8)
+    choices = {"cp": (1,), "dp": (1,), "tp": (1,)}
+    runs = enumerate_runs(llama3_8b, cluster, choices, ("pp", "fsdp", "sp")).runs
+    fitting = [run for run in runs if breakdown(run).peak_bytes <= SURE * cluster.gpu.usable_bytes]
+    times = [estimate(run, cluster).step_s for run in fitting if not drawback(run)]
+    # What recomputes without need is slower than what does not, so leaving it out changes nothing.
+    assert min(times) <= search.winner.formula.step_s <= EQUAL * min(times)
+    assert search.winner.verdict == FITS
+    counts = search.counts
+    assert counts["candidates"] == len(runs)
+    assert counts["fits"] + counts["recomputes without need"] >= len(fitting)
+    parts = ("fits", "unsure", "does not fit", "recomputes without need")
+    assert sum(counts[name] for name in parts) == counts["candidates"]
+    assert counts["does not fit"] > 0
+
+
+def test_recomputation_is_left_out_where_less_fits_with_room():
+    search = searched(debug, 8, "fsdp=8")
+    tried = {"none", "selective"}
+    assert {c.run.remat for c in search.ranking} == tried
+    assert (
+        search.counts["fits"] + search.counts["recomputes without need"]
+        == search.counts["candidates"]
+    )
+    alike = Counter(c.run.zero for c in search.ranking)
+    every = {zero: len(POLICIES) - (zero < 3) * len(OFFLOADED) for zero in alike}
+    assert search.counts["candidates"] == sum(
+        count * every[zero] / len(tried) for zero, count in alike.items()
+    )
+    tight = searched(llama3_8b, 8, "fsdp=8 zero=3")
+    by_work = {}
+    for c in tight.ranking:
+        by_work.setdefault(dataclasses.replace(c.run, remat="none"), []).append(c)
+    for same in by_work.values():
+        most = max(POLICIES.index(c.run.remat) for c in same)
+        less = [c for c in same if POLICIES.index(c.run.remat) < most and not c.best.host_bytes]
+        assert all(c.best.peak_bytes > SURE * tight.usable_bytes for c in less)
+
+
+def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
+    search = searched(debug, 8, f"pp=2,schedule={','.join(SCHEDULES)}")
+    assert search.winner.run.mesh.pp == 2 and not drawback(search.winner.run)
+    changes = search.rows(1)["one change to the best"]
+    others = {c.run.schedule: verdict for c, verdict in changes if c.run.schedule in UNEVEN}
+    assert others
+    for schedule, verdict in others.items():
+        assert verdict.startswith(f"{schedule} is slow in lock step")
+        assert " slower: bubble " in verdict
+    only = searched(llama3_8b, 16, "pp=4,schedule=zb_h1")
+    assert only.ranking and only.winner is None
+
+
+def test_every_verdict_has_its_reason(predicted):
+    search = predicted
+    sections = search.rows(5)
+    verdicts = [verdict for _, verdict in sections["the best of each mesh"]]
+    assert verdicts.count("best") == 1 and len(verdicts) == 5
+    best = search.winner
+    assert {c.run.mesh for c, _ in sections["one change to the best"]} == {best.run.mesh}
+    for candidate, verdict in (row for section in sections.values() for row in section):
+        if not candidate.best.may_fit:
+            need = f"{candidate.best.peak_bytes / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB"
+            assert verdict == f"does not fit: it needs {need}"
+        elif candidate is not best:
+            share = candidate.formula.step_s / best.formula.step_s - 1
+            words = f"{abs(share):.1%} slower: " if share > 0 else f"{abs(share):.1%} faster: "
+            assert (words if abs(share) >= 0.001 else "as fast") in verdict
+
+
+def test_of_several_global_batches_the_one_with_the_most_tokens_a_second_wins():
+    fixed = "fsdp=8,zero=3,microbatches=1,remat=full,global_batch="
+    small, large, both = (searched(llama3_8b, 8, f"{fixed}{n}") for n in ("8", "16", "8,16"))
+    assert both.counts["candidates"] == sum(s.counts["candidates"] for s in (small, large))
+    assert both.winner.run == large.winner.run
+    assert large.winner.best.step_s > small.winner.best.step_s
+    assert configured(both.cfg, both.winner.run).train.global_batch == 16
+    ((other, verdict),) = both.rows(1)["one change to the best"]
+    assert other.run == small.winner.run
+    lost = large.winner.best.tokens_per_s_gpu / other.best.tokens_per_s_gpu - 1
+    assert verdict.startswith(f"{lost:.1%} slower: ")
+
+
+def test_what_is_compiled_replaces_the_formula():
+    search = searched(llama3_8b, 8, FLAT)
+    seen = []
+
+    def evaluate(cfg):
+        seen.append(cfg)
+        return ran(step_s=10.0 - len(seen))
+
+    for candidate in search.compile(evaluate, 3):
+        assert not candidate.refusal and candidate.compiled is None
+    assert len(seen) == 3
+    assert search.step_s(search.winner) == 7.0
+    assert configured(search.cfg, search.winner.run) == seen[-1]
+    assert [search.step_s(c) for c in search.ranking[:3]] == [7.0, 8.0, 9.0]
+    assert all(c.compiled is None for c in search.ranking[3:])
+
+
+def test_promising_kinds_are_compiled_in_turn_before_more_of_the_fastest():
+    search = searched(llama3_70b, 64, "dp=1,tp=1,sp=8")
+    ours = [c for c in search.ranking if not c.refusal]
+    best, fastest = kind(ours[0].run), []
+
+    def evaluate(cfg):
+        run = Run.of(cfg, 64)
+        fastest.extend([kind(run)] if run.mesh.pp > 1 and not fastest else [])
+        return ran(step_s=1.0 if kind(run) in fastest else 2.0)
+
+    runs = [c.run for c in search.compile(evaluate, 8)]
+    first, kinds = runs[:5], [kind(run) for run in runs]
+    assert kinds[0] == best and len(set(kinds[:5])) == 5
+    # A flat mesh, cp, a pipeline, and a pipeline with cp before another of any.
+    assert len({family(run) for run in first[:4]}) == 4
+    limit = PROMISING * ours[0].formula.step_s
+    assert all(estimate(run, search.cluster).step_s <= limit for run in first)
+    assert kinds[5:] == fastest * 3
+
+
+@pytest.mark.parametrize(("num_gpus", "cp", "exchanges"), [(8, 4, {1, 4}), (64, 16, {1, 8})])
+def test_heads_are_exchanged_within_a_node(num_gpus, cp, exchanges):
+    cfg = longer(llama3_8b, 2**16)
+    search = searched(cfg, num_gpus, f"pp=1,dp=1,tp=1,sp=1,cp={cp},zero=3")
+    assert {c.run.context.ulysses for c in search.ranking} == exchanges
+    assert configured(cfg, search.ranking[0].run).cp == search.ranking[0].run.context
+    one = searched(cfg, num_gpus, f"pp=1,dp=1,tp=1,sp=1,cp={cp},zero=3,ulysses=2")
+    assert {c.run.context.ulysses for c in one.ranking} == {2}
+
+
+def test_what_does_not_fit_or_compile_after_all_loses():
+    search = searched(llama3_8b, 8, FLAT)
+    answers = iter([ran(200 * GIB), NotCompiled("it crashed"), ran(step_s=30.0)])
+
+    def evaluate(cfg):
+        answer = next(answers)
+        if isinstance(answer, NotCompiled):
+            raise answer
+        return answer
+
+    first, second, third = [c.run for c in search.compile(evaluate, 3)]
+    assert search.winner.run == third
+    assert {c.run for c in search.ranking[-2:]} == {first, second}
+    verdicts = {c.run: v for c, v in search.rows(10**6)["the best of each mesh"]}
+    assert verdicts[first].startswith("does not fit: compiled, it needs 200.0 of")
+
+
+def test_formulas_are_corrected_by_what_was_compiled_of_their_kind():
+    search = searched(llama3_70b, 64, f"{FLAT},sp=8")
+    before = {c.run: search.step_s(c) for c in search.ranking}
+    pending = iter([ran(step_s=20.0), ran(step_s=40.0)])
+    first, second = [c.run for c in search.compile(lambda cfg: next(pending), 2)]
+    assert kind(first) != kind(second)
+    ratios = {kind(first): 20.0 / before[first], kind(second): 40.0 / before[second]}
+    middle = sum(ratios.values()) / 2
+    for c in search.ranking:
+        if c.run not in (first, second):
+            expected = before[c.run] * ratios.get(kind(c.run), middle)
+            assert search.step_s(c) == pytest.approx(expected)
+    for c, verdict in search.rows(10**6)["the best of each mesh"]:
+        faster = before[c.run] < before[search.winner.run] * 0.99
+        if faster and not c.compiled and search.step_s(c) > search.step_s(search.winner) * 1.01:
+            assert "slower, by formula alone -" in verdict
+
+
+def test_if_nothing_compiled_fits_more_is_tried():
+    search = searched(llama3_8b, 8, FLAT)
+    assert len(compiled(search, lambda cfg: ran(200 * GIB), 2)) == 4
+    assert search.winner.compiled is None
+
+
+def test_a_machine_that_cannot_compile_is_not_asked_for_ever():
+    search = searched(llama3_8b, 8, FLAT)
+    best = search.winner.run
+
+    def evaluate(cfg):
+        raise NotCompiled("no plugin")
+
+    assert len(compiled(search, evaluate, 6)) == 2
+    assert search.winner.run == best
+    verdicts = [v for _, v in search.rows(3)["the best of each mesh"]]
+    assert verdicts[0] == "best"
+
+
+def longer(cfg, seq_len):
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=seq_len))
+
+
+def test_sequences_are_split_over_cp_in_pieces_of_4096_tokens():
+    small = "pp=1,dp=1,tp=1,sp=1,zero=3,remat=full"
+    for seq_len, sizes in ((4096, {1}), (8192, {1, 2}), (16384, {1, 2, 4})):
+        cfg = longer(llama3_8b, seq_len)
+        assert {c.run.mesh.cp for c in searched(cfg, 8, small).ranking} == sizes
+        assert {c.run.mesh.cp for c in searched(cfg, 8, f"{small},cp=8").ranking} == {8}
+
+
+def few_layers(num_layers: int):
+    """Mixtral of a few layers, with 16 experts."""
+    experts = dataclasses.replace(MIXTRAL_8X7B.experts, num=16)
+    model = dataclasses.replace(MIXTRAL_8X7B, num_layers=num_layers, experts=experts)
+    train = dataclasses.replace(llama3_8b.train, global_batch=64)
+    return dataclasses.replace(llama3_8b, model=model, train=train)
+
+
+def test_experts_are_split_within_a_node_where_that_fits():
+    search = searched(few_layers(4), 16, "pp=1,dp=1,cp=1,tp=1,sp=1,zero=3")
+    assert {c.run.mesh.ep for c in search.ranking} == {1, 2, 4, 8}
+    assert search.winner.run.mesh.ep == 8 and "ep8" in search.winner.run.label
+    dense = searched(llama3_8b, 8, f"{FLAT},zero=3,remat=full")
+    assert {c.run.mesh.ep for c in dense.ranking} == {1}
+
+
+def test_experts_are_split_across_nodes_where_nothing_else_fits_or_if_asked():
+    asked = searched(few_layers(4), 16, "pp=1,dp=1,fsdp=1,ep=16")
+    assert {(c.run.mesh.ep, c.run.moe.a2a_groups) for c in asked.ranking} == {(16, 2)}
+    assert configured(asked.cfg, asked.winner.run).moe.a2a_groups == 2
+    # With ZeRO-0 a rank keeps all of its experts.
+    tight = searched(few_layers(12), 16, "pp=1,zero=0,fsdp=1,sp=1,tp=1")
+    assert {c.run.mesh.ep for c in tight.ranking} == {16}
+
+
+def test_short_sequences_are_split_over_cp_where_nothing_else_fits():
+    # One sequence, and a tensor group of no more than 8: without cp only a pipeline employs 16 GPUs.
+    one = dataclasses.replace(debug, train=dataclasses.replace(debug.train, global_batch=1))
+    assert searched(one, 16).winner.run.mesh.cp == 2
+    assert searched(one, 16, "cp=1").winner is None
+
+
+def test_the_public_search_gives_the_ranking_with_the_recommended_candidate_first():
+    cluster, fixed = find_cluster(None, "h100", 8), {"pp": 1, "dp": [1, 2], "tp": 1, "sp": 1}
+    ranked = search_meshes(llama3_8b, cluster, fixed=fixed)
+    whole = searched(llama3_8b, 8, "pp=1,dp=1,2,tp=1,sp=1")
+    assert ranked[0].run == whole.winner.run and ranked[0].verdict == FITS
+    assert {c.run for c in ranked} == {c.run for c in whole.ranking}
+    cfg = ranked[0].configured(llama3_8b).check(8)
+    assert cfg.mesh == ranked[0].run.mesh and not cfg.train.auto
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"tensor": 8}, "fixed='tensor': is no field of a candidate: pp, "),
+        ({"tp": 3}, "nothing is legal on 8"),
+    ],
+)
+def test_the_public_search_refuses_unknown_fields_and_what_is_never_legal(fixed, message):
+    with pytest.raises(UserError, match=message):
+        search_meshes(llama3_8b, find_cluster(None, "h100", 8), fixed=fixed)

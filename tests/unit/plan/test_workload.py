@@ -1,0 +1,148 @@
+"""Sizes of models and runs, against published counts and hand-made groups."""
+
+import dataclasses
+
+import pytest
+
+from tests.recipes import pinned
+from ultrascale_jax.config import (
+    Config,
+    ContextConfig,
+    MeshConfig,
+    MoEConfig,
+    PipelineConfig,
+    UserError,
+)
+from ultrascale_jax.configs import llama3_8b, llama3_70b, llama32_1b, shapes
+from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.plan.schedules.text import write_csv
+from ultrascale_jax.plan.workload import Group, Run, group
+
+LLAMA3_8B, LLAMA3_70B = pinned(llama3_8b.config), pinned(llama3_70b.config)
+LLAMA32_1B = pinned(llama32_1b.config, "selective", 8)
+
+
+def test_a_run_is_what_the_recipe_does_on_so_many_gpus():
+    run = Run.of(LLAMA3_8B, 64)
+    assert (run.num_gpus, run.shards, run.sequences, run.global_batch) == (64, 64, 8, 512)
+    assert run.tokens == 8 * 8192
+    assert run.step_tokens == 512 * 8192
+    sizes = {"fsdp": 8, "sp": 8}
+    cfg = dataclasses.replace(LLAMA3_70B, mesh=MeshConfig(**sizes))
+    assert Run.of(cfg, 64).sequences * 8 * Run.of(cfg, 64).microbatches == cfg.train.global_batch
+
+
+def piped(**pp) -> Config:
+    mesh = MeshConfig(pp=4, fsdp=2)
+    return dataclasses.replace(LLAMA32_1B, mesh=mesh, pp=PipelineConfig(**pp))
+
+
+def split(cp: int, **fields) -> Run:
+    """Llama 3 8B with a sequence of 65,536 over cp."""
+    cfg = dataclasses.replace(LLAMA3_8B, mesh=MeshConfig(cp=cp), cp=ContextConfig(**fields))
+    data = dataclasses.replace(cfg.data, seq_len=65536)
+    return Run.of(dataclasses.replace(cfg, data=data), cp)
+
+
+def test_a_run_knows_how_attention_crosses_cp():
+    assert split(8).ring == (8, 1) and split(8, ulysses=2).ring == (4, 2)
+    assert split(8, strategy="ulysses").ring == (1, 8) and split(1, ulysses=2).ring == (1, 1)
+    labels = [split(8, **fields).label for fields in ({}, {"strategy": "ring"}, {"ulysses": 2})]
+    assert [label.split(" zero")[0] for label in labels] == ["cp8", "cp8 ring", "cp8 u2"]
+    assert split(8, strategy="ulysses").exchange == ["ulysses"] and split(1).exchange == []
+    with pytest.raises(UserError, match=r"cp\.ulysses=3"):
+        split(8, ulysses=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys"),
+    [
+        ({}, 65536 / 2),
+        ({"strategy": "allgather"}, 65536 / 2),
+        ({"strategy": "ulysses"}, 65536 / 2),
+        ({"ulysses": 2}, 65536 / 2),
+        ({"strategy": "ring"}, (8 - 1 / 2) * 8192),  # whole blocks, seen or not
+    ],
+)
+def test_attention_computes_the_keys_of_whole_blocks(fields, keys):
+    assert split(8, **fields).keys(None) == keys
+
+
+def test_a_run_knows_how_tokens_reach_their_experts():
+    cfg = dataclasses.replace(LLAMA3_8B, model=shapes.MIXTRAL_8X7B, mesh=MeshConfig(ep=8))
+
+    def label(**moe) -> str:
+        return Run.of(dataclasses.replace(cfg, moe=MoEConfig(**moe)), 8).label.split(" zero")[0]
+
+    assert label() == "ep8"
+    assert label(a2a_groups=2, overlap=True) == "ep8 nodes2 overlap"
+    assert Run.of(LLAMA3_8B, 8).dispatch == []
+    with pytest.raises(UserError, match=r"mesh\.ep=16: must divide"):
+        Run.of(dataclasses.replace(cfg, mesh=MeshConfig(ep=16)), 16)
+
+
+def test_a_window_leaves_out_the_blocks_beyond_it():
+    natural, dealt = split(8, strategy="ring"), split(8)
+    assert [natural.steps(window) for window in (None, 4096, 8193, 8194, 65536)] == [7, 1, 1, 2, 7]
+    # Zigzag's late chunks meet their neighbours from the other side of the ring.
+    assert [dealt.steps(window) for window in (None, 4096, 4098, 65536)] == [7, 2, 4, 7]
+    assert natural.keys(4096) == 4096 - 4096**2 / 16384 + 8192
+    assert dealt.keys(4096) == 4096 + 2 * 4096
+
+
+def test_a_run_has_the_stages_of_the_users_table(tmp_path):
+    table = tmp_path / "own.csv"
+    write_csv(schedules.build("interleaved", 4, 8, 2), table)
+    run = Run.of(piped(schedule=str(table)), 8)
+    assert (run.schedule, run.virtual_stages) == (str(table), 2)
+    other = dataclasses.replace(
+        piped(schedule=str(table)), train=dataclasses.replace(piped().train, microbatches=16)
+    )
+    with pytest.raises(UserError, match="16"):
+        Run.of(other, 8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "virtual", "chunk", "rank"),
+    [(16, 1, 4, 4), (81, 1, 21, 21), (81, 2, 11, 22), (8, 2, 1, 2)],
+)
+def test_a_rank_holds_as_many_layers_as_the_fullest(layers, virtual, chunk, rank):
+    cfg = piped(schedule="interleaved" if virtual > 1 else "1f1b")
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_layers=layers))
+    run = Run.of(cfg, 8)
+    assert (run.chunk_layers, run.rank_layers) == (chunk, rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pp": {"schedule": "interleaved"}, "microbatches": 3}, "train.microbatches=3"),
+        ({"pp": {"schedule": "dualpipe_v"}, "microbatches": 4}, "train.microbatches=4"),
+        ({"model": {"vocab_size": 128258}}, "model.vocab_size=128258"),
+        ({"model": {"num_layers": 3}}, "model.num_layers=3"),
+    ],
+)
+def test_a_pipeline_that_cannot_run_is_refused(change, message):
+    cfg = piped(**change.get("pp", {}))
+    model = dataclasses.replace(cfg.model, **change.get("model", {}))
+    m = change.get("microbatches", 8)
+    train = dataclasses.replace(cfg.train, microbatches=m, global_batch=2 * m)
+    with pytest.raises(UserError, match=message):
+        Run.of(dataclasses.replace(cfg, model=model, train=train), 8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "expected"),
+    [
+        ({"fsdp": 8}, ("fsdp",), Group(ranks=8, per_node=8)),
+        ({"fsdp": 64}, ("fsdp",), Group(ranks=64, per_node=8)),
+        ({"dp": 8, "fsdp": 8}, ("dp",), Group(ranks=8, per_node=1)),
+        ({"fsdp": 16, "sp": 4}, ("fsdp",), Group(ranks=16, per_node=2)),
+        ({"fsdp": 16, "sp": 4}, ("sp",), Group(ranks=4, per_node=4)),
+        ({"fsdp": 16, "sp": 4}, ("fsdp", "sp"), Group(ranks=64, per_node=8)),
+        ({"pp": 2, "fsdp": 2, "tp": 16}, ("tp",), Group(ranks=16, per_node=8)),
+        ({"pp": 2, "fsdp": 2, "tp": 16}, ("pp",), Group(ranks=2, per_node=1)),
+    ],
+)
+def test_a_group_knows_how_many_of_its_ranks_share_a_node(mesh, axes, expected):
+    assert group(MeshConfig.of(**mesh), axes, gpus_per_node=8) == expected
