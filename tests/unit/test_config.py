@@ -266,6 +266,7 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ({"mesh__tp": 3}, 8, "mesh='fsdp=-1,tp=3'", "3 does not divide 8 devices"),
         ({"mesh__sp": 16}, 16, "model.num_heads=8", "mesh.sp*mesh.tp=16"),
         ({"mesh__cp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
+        ({"mesh__sp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),
         ({**CP4, "cp__ulysses": 3}, 8, "cp.ulysses=3", "mesh.cp=4"),
         ({**CP4, "cp__strategy": "ulysses", "cp__ulysses": 2}, 8, "cp.ulysses=2", "use 1"),
         ({"mesh__cp": 16, "cp__strategy": "ulysses"}, 16, "cp.strategy='ulysses'", "16 ranks"),
@@ -299,6 +300,7 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
             for name in ("q_rank", "kv_rank")
         ),
         ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 stages"),
+        ({**PP4, "pp__virtual": 3}, 8, "model.num_layers=8", "12 stages"),
         ({"mesh__pp": 3, "mesh__fsdp": 1}, 3, "model.vocab_size=256", "mesh.pp*mesh.sp*mesh.tp=3"),
         ({**PP4, "train__microbatches": 2}, 8, "train.microbatches=2", "at least 4"),
         ({**PP4, "pp__schedule": "dualpipe_v"}, 8, "train.microbatches=4", "2*mesh.pp=8"),
