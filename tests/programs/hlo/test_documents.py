@@ -1,37 +1,7 @@
-"""The H100 program of packed documents: a call for each class of lengths, and no array of T x S."""
+"""Packed documents in the program of a flat mesh."""
 
-import pytest
-
-from tests.gpu_programs import FAST, MODEL, compile_once
-from ultrascale_jax.config import (
-    Config,
-    DataConfig,
-    MeshConfig,
-    TrainConfig,
-)
-from ultrascale_jax.hlo.attention import attention_calls
-from ultrascale_jax.kernels.document_classes import class_lengths, class_segments
-
-T, GPUS = 2048, 8
+from tests.document_programs import check_documents
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"pp": 2, "fsdp": 4}], ids=["plain", "pipeline"])
-def test_documents_are_a_call_for_each_class_of_lengths_and_no_mask(mesh):
-    cfg = Config(
-        model=MODEL,
-        mesh=MeshConfig(**mesh),
-        data=DataConfig(seq_len=T),
-        train=TrainConfig(global_batch=16, microbatches=2, remat="selective"),
-    )
-    step = compile_once(cfg, GPUS, tuple(FAST.items()))
-    bodies = step.module.computations.values()
-    squares = [i.name for body in bodies for i in body for a in i.arrays if a.dims.count(T) > 1]
-    assert squares == []
-    tokens = 8 // cfg.mesh.batch * T
-    classes = list(zip(class_lengths(T), class_segments(T), strict=True))
-    calls = attention_calls(step.module)
-    assert {(call.backward, call.operands[0].dims, call.segments) for call in calls} == {
-        (backward, (tokens // L, L, MODEL.num_heads, MODEL.head_dim), M)
-        for backward in (False, True)
-        for L, M in classes
-    }
+def test_documents_are_a_call_for_each_class_of_lengths_and_no_mask():
+    check_documents(fsdp=8)
