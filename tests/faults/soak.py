@@ -259,23 +259,30 @@ def plan(options: Options, chance: random.Random) -> str:
 
 def arguments(options: Options, run_dir: Path, recipe: str) -> list[str]:
     """Return the command line of a process of the run."""
-    given = [recipe, "--log.run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
-    given += ["--train.steps", str(options.steps), "--train.eval-every", "0"]
-    given += ["--checkpoint.every", str(options.save_every)]
-    return [*given, "--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
+    words = [recipe, "--log.run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
+    words += ["--train.steps", str(options.steps), "--train.eval-every", "0"]
+    words += ["--checkpoint.every", str(options.save_every)]
+    return [*words, "--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
 
 
 def launch(options: Options, run_dir: Path, recipe: str, **environ: str) -> subprocess.Popen:
     """Start the run under its supervisor, in a process group of its own."""
-    own = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
-    given = arguments(options, run_dir, recipe)
+    processes = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
     cache = {
         SUPERVISOR: str(os.getpid()),
         "JAX_COMPILATION_CACHE_DIR": str(options.run_dir.resolve() / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "ultrascale_jax", "launch", *own, "--", *given],
+        [
+            sys.executable,
+            "-m",
+            "ultrascale_jax",
+            "launch",
+            *processes,
+            "--",
+            *arguments(options, run_dir, recipe),
+        ],
         env=environment(DEVICES, **cache, **environ),
         start_new_session=True,
     )
@@ -299,8 +306,8 @@ def small_disk(folder: Path):
     """Mount a disk at `folder`, and yield the folder; None where mounting is not allowed."""
     folder.mkdir(parents=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
-    found = shutil.which("mount") is not None
-    mounted = found and subprocess.run(words, capture_output=True).returncode == 0
+    has_mount = shutil.which("mount") is not None
+    mounted = has_mount and subprocess.run(words, capture_output=True).returncode == 0
     try:
         yield folder if mounted else None
     finally:
@@ -336,8 +343,8 @@ def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int
     for when, step in flips:
         start = min((time for time in starts if time > when), default=None)
         later = [at for time, at in began if start is not None and time > start]
-        found = any(at == step and time > when for time, at in aside)
-        if later and later[0] <= step and not found:
+        put_aside = any(at == step and time > when for time, at in aside)
+        if later and later[0] <= step and not put_aside:
             missed.append(step)
     return missed, [step for _, step in aside if step not in dict(flips).values()]
 

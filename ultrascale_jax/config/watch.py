@@ -12,7 +12,7 @@ class WatchConfig(Section, name="watch"):
     """Checks during a run; none of them changes a number of a sound step."""
 
     hang_s: NonNegative = 0.0
-    """Seconds without progress after which a process ends itself; 0: learned from the run, at least a minute."""
+    """Seconds without progress, after the first step, after which a process ends itself; 0: learned, at least 60."""
     replicas_every: Natural = 0
     """Steps between comparisons of all copies of the parameters, bit for bit; 0: none."""
     rerun: bool = False

@@ -51,8 +51,9 @@ LONG = ("restore", "compile", "save", "profile")
 FIRST_S = dict.fromkeys(SHORT, 1800.0) | dict.fromkeys(LONG, 3600.0)
 """Limit of each section before its first run, in seconds; `end` is the section after the watch."""
 
-ONCE = ("start", "restore", "compile", "end")
-"""Sections before the first step and after the last; `watch.hang_s` is for the others."""
+ONCE = ("start", "restore", "compile", "warm-up", "end")
+"""Sections up to the first step, for which the processes of a loaded host wait longer than for any other, and after the
+last; `watch.hang_s` is for the others."""
 
 WRITER = 'read -r first && { printf "%s\\n" "$0" >&2 & printf "%s\\n" "$first"; cat; }'
 """Program of `sh` that copies its input, if there is any, and tells its argument on stderr: either may block."""

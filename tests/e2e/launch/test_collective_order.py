@@ -2,47 +2,7 @@
 
 import pytest
 
-from tests.collective_order import unordered
 from tests.processes import python
-from ultrascale_jax.hlo import parse
-
-# A loop that gathers, then a gather and a sum; {operand} is what the second gather takes.
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true
-
-body (carry: (s32[], f32[4])) -> (s32[], f32[4]) {{
-  %carry = (s32[], f32[4]) parameter(0)
-  %i = s32[] get-tuple-element(%carry), index=0
-  %x = f32[4] get-tuple-element(%carry), index=1
-  %part = f32[2] fusion(%x), kind=kLoop, calls=%half
-  %gathered = f32[4] all-gather(%part), channel_id=1, replica_groups={{{{0,1}}}}, dimensions={{0}}
-  ROOT %next = (s32[], f32[4]) tuple(%i, %gathered)
-}}
-
-condition (carry.1: (s32[], f32[4])) -> pred[] {{
-  %carry.1 = (s32[], f32[4]) parameter(0)
-  ROOT %on = pred[] fusion(%carry.1), kind=kLoop, calls=%below
-}}
-
-ENTRY main (start: (s32[], f32[4]), head: f32[2]) -> f32[4] {{
-  %start = (s32[], f32[4]) parameter(0)
-  %head = f32[2] parameter(1)
-  %before = f32[4] all-gather(%head), channel_id=2, replica_groups={{{{0,1}}}}, dimensions={{0}}
-  %loop = (s32[], f32[4]) while(%start), condition=%condition, body=%body
-  %end = f32[4] get-tuple-element(%loop), index=1
-  %tail = f32[2] fusion(%end), kind=kLoop, calls=%half
-  %after = f32[4] all-gather({operand}), channel_id=3, replica_groups={{{{0,1}}}}, dimensions={{0}}
-  ROOT %sum = f32[4] all-reduce(%before), channel_id=4, replica_groups={{{{0,1}}}}, to_apply=%add
-}}
-"""
-
-
-def test_a_collective_behind_a_loop_must_depend_on_it():
-    [pair] = unordered(parse(PROGRAM.format(operand="%head")))
-    assert pair == ("loop", "after", ("all-gather",))
-    # With the loop's result it waits; the sum is of another kind, for which gloo has messages of its own.
-    assert unordered(parse(PROGRAM.format(operand="%tail"))) == []
-
 
 # A loop with a sum over the devices, and a sum beside it.
 CHECKED = """

@@ -39,6 +39,7 @@ def test_a_process_without_progress_writes_all_stacks_and_ends(tmp_path, hang):
         time.sleep(600)
     threading.Thread(target=the_other_thread, daemon=True).start()
     watch.begin(7)
+    watch.beat(8)
     {HANGS[hang]}
 """
     with watched(tmp_path, body) as run:
@@ -97,6 +98,7 @@ NO_ANSWER = """
             while True:
                 os.write(watch._stacks, bytes(4096))
     watch.begin(7)
+    watch.beat(8)
     print(watch._writer.pid, flush=True)
     time.sleep(600)
 """

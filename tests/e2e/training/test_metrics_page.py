@@ -50,11 +50,11 @@ def trained(tmp_path_factory):
 def test_a_run_of_the_trainer_sends_the_rows_of_its_metrics(trained):
     client = mlflow.MlflowClient(f"file://{trained.parent}/mlruns")
     (experiment,) = client.search_experiments(filter_string="name = 'ultrascale_jax'")
-    (found,) = client.search_runs([experiment.experiment_id])
-    losses = client.get_metric_history(found.info.run_id, "loss")
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    losses = client.get_metric_history(tracked.info.run_id, "loss")
     assert [one.value for one in losses] == [one["loss"] for one in step_rows(trained)]
-    assert {"eval_loss", "eval_loss_NAME", "eval_loss_other"} <= set(found.data.metrics)
-    assert found.info.status == "FINISHED"
+    assert {"eval_loss", "eval_loss_NAME", "eval_loss_other"} <= set(tracked.data.metrics)
+    assert tracked.info.status == "FINISHED"
 
 
 def test_a_run_writes_the_fields_that_the_page_describes(trained):
@@ -71,7 +71,7 @@ def test_a_run_writes_the_fields_that_the_page_describes(trained):
 
 def test_the_page_describes_every_column_and_event_of_the_code():
     assert set(STEP) == {*COLUMNS, "time"}
-    found: dict[str, set[str]] = {}
+    recorded: dict[str, set[str]] = {}
     sources = [path.read_text() for path in (ROOT / "ultrascale_jax").rglob("*.py")]
     for source in sources:
         for node in ast.walk(ast.parse(source)) if "record(" in source else ():
@@ -79,8 +79,8 @@ def test_the_page_describes_every_column_and_event_of_the_code():
                 if node.func.attr in ("record", "_record", "_note") and node.args:
                     first = [x.value for x in ast.walk(node.args[0]) if isinstance(x, ast.Constant)]
                     for kind in (kind for kind in first if isinstance(kind, str)):
-                        found[kind] = {x.arg for x in node.keywords if x.arg} | found.get(
+                        recorded[kind] = {x.arg for x in node.keywords if x.arg} | recorded.get(
                             kind, set()
                         )
-    assert set(found) == set(EVENTS)
-    assert all(names <= EVENTS[kind] for kind, names in found.items())
+    assert set(recorded) == set(EVENTS)
+    assert all(names <= EVENTS[kind] for kind, names in recorded.items())

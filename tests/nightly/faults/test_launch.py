@@ -117,12 +117,12 @@ def test_a_second_signal_during_the_save_costs_no_checkpoint(job, tmp_path, seco
 
 def apart(job, folder, ranks, num_processes, *words, port=None):
     """Start processes of these ranks, each a job, with a short time to join."""
-    given = {
+    place = {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port or free_port()}",
         "JAX_NUM_PROCESSES": str(num_processes),
     }
     words = ("--dist.timeout-s", "15", *words)
-    return [job(folder, *words, processes=1, **given, JAX_PROCESS_ID=rank) for rank in ranks]
+    return [job(folder, *words, processes=1, **place, JAX_PROCESS_ID=rank) for rank in ranks]
 
 
 def test_a_missing_peer_or_two_of_one_rank_end_all_in_time_after_a_line_of_advice(job, tmp_path):

@@ -90,11 +90,11 @@ def test_zeros_of_other_sign_and_other_nans_are_other_arrays():
 def test_devices_exchange_nothing_but_sums():
     for layout in LAYOUTS[:3]:
         text = all_sums.lower({"x": on(*layout, random())}).compile().as_text()
-        found = re.findall(
+        collectives = re.findall(
             r"= (.+?) (all-[\w-]+|reduce-scatter|collective-[\w-]+|send|recv)\(", text
         )
-        assert found and {kind for _, kind in found} == {"all-reduce"}
-        sizes = re.findall(r"u32\[(\d*)\]", " ".join(shape for shape, _ in found))
+        assert collectives and {kind for _, kind in collectives} == {"all-reduce"}
+        sizes = re.findall(r"u32\[(\d*)\]", " ".join(shape for shape, _ in collectives))
         assert sizes and set(sizes) <= {"", "1", "2"}
 
 
@@ -105,8 +105,8 @@ def test_inside_a_manual_region_each_device_has_the_sums_of_its_piece():
         region = smap(
             lambda piece: sums(piece).reshape(1, 1, 2), in_specs=spec, out_specs=P("fsdp", "tp")
         )
-        found = jax.device_get(jax.jit(region)(jax.device_put(x, NamedSharding(mesh, spec))))
+        of_devices = jax.device_get(jax.jit(region)(jax.device_put(x, NamedSharding(mesh, spec))))
     for row in range(2):
         for column in range(4):
             piece = x[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
-            np.testing.assert_array_equal(found[row, column], sums(jnp.asarray(piece)))
+            np.testing.assert_array_equal(of_devices[row, column], sums(jnp.asarray(piece)))

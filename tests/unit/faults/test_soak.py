@@ -22,23 +22,6 @@ def resumed(time, step):
     return [event(time, "start", rank=0), *sections]
 
 
-@pytest.mark.parametrize(
-    ("events", "missed", "sound"),
-    [
-        ([event(11.0, "quarantined", step=40), *resumed(10.5, 20)], [], []),
-        (resumed(11.0, 60), [], []),
-        (resumed(11.0, 40), [40], []),
-        (resumed(11.0, 20), [40], []),
-        ([event(11.0, "quarantined", step=60), *resumed(10.5, 20)], [40], [60]),
-        # It ended before it was started again.
-        (resumed(1.0, 20), [], []),
-    ],
-)
-def test_a_flipped_checkpoint_is_put_aside_unless_a_newer_one_was_used(events, missed, sound):
-    events = [event | {"step": event.get("step", 0)} for event in events]
-    assert soak.unfound([FLIP], events) == (missed, sound)
-
-
 def test_the_trainer_takes_the_words_of_a_soak(tmp_path):
     words = soak.arguments(soak.Options(), tmp_path, "demo")
     cfg, _ = command_line.parse(words, prog="", options=train.Options)

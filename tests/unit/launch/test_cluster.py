@@ -123,6 +123,7 @@ def test_the_command_line_beats_jax_variables_and_those_beat_the_inner_launcher(
         (OMPI | OMPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "16"}, "127.0.0.1:61586"),
         (TORCHRUN | {"MASTER_ADDR": "::1"}, "[::1]:29500"),
         (TORCHRUN | {"MASTER_ADDR": "[fe80::1]"}, "[fe80::1]:29500"),
+        (TORCHRUN | {"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1:29500"),
         (TORCHRUN | {"MASTER_ADDR": "gpu_3.rack-2.site."}, "gpu_3.rack-2.site.:29500"),
         (TORCHRUN | {"MASTER_ADDR": "bücher.example"}, "bücher.example:29500"),
     ],
@@ -150,6 +151,11 @@ ALL_8 = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
         (SLURM | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0"}, None, 8),
         # --gpus-per-task=1: SLURM shows each task its own.
         (EIGHT_A_NODE | {"CUDA_VISIBLE_DEVICES": "5"}, None, 1),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x4)", "CUDA_VISIBLE_DEVICES": "0,1"},
+            None,
+            2,
+        ),
         # A container that got one GPU knows it as 0.
         (EIGHT_A_NODE | {"NVIDIA_VISIBLE_DEVICES": "1"}, None, 1),
         (EIGHT_A_NODE | {"NVIDIA_VISIBLE_DEVICES": "all"}, (1,), 1),

@@ -21,7 +21,6 @@ def say_nothing(text: str) -> None:
         ("127.0.0.1", "127.0.0.1"),
         ("[::1]", "[::1]"),
         ("0.0.0.0", "0.0.0.0"),
-        ("[::]", "[::]"),
         ("localhost", "127.0.0.1"),
         # A name that is not known, as that of a pod that starts: JAX asks for it again.
         ("no-such-host.invalid", "[::]"),

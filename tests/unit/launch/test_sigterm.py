@@ -32,13 +32,13 @@ def test_what_came_before_is_handed_over_and_the_new_handler_stays():
 
 
 def test_in_another_thread_the_process_keeps_its_own_handler():
-    before, found = signal.getsignal(signal.SIGTERM), []
+    before, handlers = signal.getsignal(signal.SIGTERM), []
 
     def listen():
         with SigtermListener():
-            found.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=listen)
     thread.start()
     thread.join()
-    assert found == [before]
+    assert handlers == [before]

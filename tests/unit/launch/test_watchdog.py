@@ -54,9 +54,10 @@ def test_the_bound_is_learned_and_one_that_is_given_is_for_repeated_sections(tmp
     bounds = [watch._bound_s(name) for name in ("step", "save", "compare")]
     assert bounds == pytest.approx([300.0, SAVE_FLOOR_S, 400.0], abs=5)
     assert watch._bound_s("evaluate") == FIRST_S["evaluate"]
-    given = Watch(Events(tmp_path, 0), hang_s=5.0)
-    assert given._bound_s("step") == given._bound_s("save") == 5.0
-    assert given._bound_s("compile") == FIRST_S["compile"]
+    bounded = Watch(Events(tmp_path, 0), hang_s=5.0)
+    assert bounded._bound_s("step") == bounded._bound_s("save") == 5.0
+    for name in ("compile", "warm-up"):
+        assert bounded._bound_s(name) == FIRST_S[name]
 
 
 def test_waits_for_data_behind_busy_devices_are_not_lost(tmp_path):

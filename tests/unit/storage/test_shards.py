@@ -56,17 +56,17 @@ def read(corpus):
 
 
 def test_shards_go_to_a_bucket_and_come_back(shards, tmp_path, capsys):
-    found = corpus(f"tokens:{shards}@2")
+    remote = corpus(f"tokens:{shards}@2")
     folder, _ = open_remote(shards)
     assert f"fetching shards of {shards} to {folder} as rows need" in capsys.readouterr().out
     assert not list(folder.glob("shard_*"))
-    assert bytes(found.read(0, 5)) == TEXTS[0][:5].encode()
+    assert bytes(remote.read(0, 5)) == TEXTS[0][:5].encode()
     names = ["shard_00000.documents", "shard_00000.tokens"]
     assert sorted(path.name for path in folder.glob("shard_*")) == names
-    assert read(found) == [text.encode() + b"\0" for text in TEXTS]
-    assert len(found.tokens) > 3
+    assert read(remote) == [text.encode() + b"\0" for text in TEXTS]
+    assert len(remote.tokens) > 3
     # From a folder they are the same data: a run may go on with either.
-    assert corpus(f"tokens:{folder}").fingerprint == found.fingerprint
+    assert corpus(f"tokens:{folder}").fingerprint == remote.fingerprint
 
 
 def test_the_tokenizer_beside_the_shards_is_named_by_url(url, monkeypatch, tmp_path, capsys):
@@ -76,8 +76,8 @@ def test_the_tokenizer_beside_the_shards_is_named_by_url(url, monkeypatch, tmp_p
     prepared(url, tokenizer=f"{url}/own/tokenizer.json")
     words = capsys.readouterr().out.split()
     assert words[words.index("--data.tokenizer") + 1] == f"{url}/tokens/tokenizer.json"
-    found = corpus(f"tokens:{url}/tokens", f"{url}/tokens/tokenizer.json")
-    assert found.hashes.size == len(TEXTS)
+    remote = corpus(f"tokens:{url}/tokens", f"{url}/tokens/tokenizer.json")
+    assert remote.hashes.size == len(TEXTS)
     with pytest.raises(UserError, match=r"data.tokenizer=.*there is no such object"):
         corpus(f"tokens:{url}/tokens", f"{url}/none/tokenizer.json")
 
@@ -151,21 +151,21 @@ def test_batches_of_a_bucket_are_those_of_a_folder_in_blocks_too(shards, monkeyp
 
 
 def test_the_files_of_a_block_are_fetched_ahead(shards, monkeypatch):
-    found = corpus(f"tokens:{shards}")
+    remote = corpus(f"tokens:{shards}")
     folder, _ = open_remote(shards)
-    found.read_ahead(np.array([1, 3]))
+    remote.read_ahead(np.array([1, 3]))
     wanted = {f"shard_0000{number}.{kind}" for number in (1, 3) for kind in ("documents", "tokens")}
     until = time.monotonic() + 60
     while {path.name for path in folder.glob("shard_*")} < wanted and time.monotonic() < until:
         time.sleep(0.01)
     assert {path.name for path in folder.glob("shard_*")} == wanted
     monkeypatch.setattr(Remote, "download", None)
-    assert len(found.documents[3])
+    assert len(remote.documents[3])
 
 
 def test_a_short_disk_loses_the_shards_that_were_fetched_first(shards, monkeypatch):
-    found = corpus(f"tokens:{shards}")
-    texts, (folder, _) = read(found), open_remote(shards)
+    remote = corpus(f"tokens:{shards}")
+    texts, (folder, _) = read(remote), open_remote(shards)
     names = {path.name for path in folder.glob("*.tokens")}
     for age, name in enumerate(sorted(names)):
         os.utime(folder / name, (1000 + age, 1000 + age))
@@ -173,11 +173,11 @@ def test_a_short_disk_loses_the_shards_that_were_fetched_first(shards, monkeypat
     (folder / last).unlink()
     monkeypatch.setattr(remote_shards, "SPARE_BYTES", 1 << 60)
     open_remote(shards)[1](len(names) - 1, "tokens")
-    left = {path.name for path in folder.glob("*.tokens")}
-    assert last in left and len(left) == len(names) - (len(names) - 1) // 2
-    assert min(left) > min(names)
+    kept = {path.name for path in folder.glob("*.tokens")}
+    assert last in kept and len(kept) == len(names) - (len(names) - 1) // 2
+    assert min(kept) > min(names)
     # A run that still reads them fetches them again.
-    assert read(found) == texts
+    assert read(remote) == texts
 
 
 def test_a_place_without_shards_and_a_disk_without_room_are_refused(shards, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_place_without_shards_and_a_disk_without_room_are_refused(shards, monk
 
 def test_a_bucket_that_cannot_be_written_is_refused_before_work(url, monkeypatch):
     upload_texts(url)
-    monkeypatch.setattr(prepare_data, "tokenize", lambda *given: pytest.fail("work was done"))
+    monkeypatch.setattr(prepare_data, "tokenize", lambda *_: pytest.fail("work was done"))
 
     def refuse(self, name, content):
         raise RemoteRefused(f"{self.url}: access denied")
