@@ -1,4 +1,4 @@
-"""Rows of parity: a covering design. Every legal pair of the values below stands in at least one row of `ROWS`.
+"""Rows of parity: a covering design. Every legal pair of the values below stands in at least one row of `make test`.
 
 `python -m tests.parity.rows` prints the pairs, the rows of each and the pairs that are missing;
 `python -m tests.parity.rows docs` writes the table of `docs/parity.md`.
@@ -10,12 +10,14 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from tests.runs import change
 from ultrascale_jax.config import (
     AXES,
+    FP8,
     SCHEDULES,
     Config,
     DataConfig,
@@ -30,6 +32,9 @@ from ultrascale_jax.config import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs/parity.md"
+
+PRECISIONS = ("fp32", "bf16", *FP8)
+"""Fp16 is bf16's program with a scale of the loss, which `tests/unit/train_step/test_loss_scale.py` tests."""
 
 BASE = Config(
     model=ModelConfig(
@@ -50,14 +55,18 @@ LATENT = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "sinks": SINKS | {"qk_norm": "head", "tied_embeddings": True},
-    "experts": SINKS
+    "sinks": SINKS | {"tied_embeddings": True},
+    "experts": SINKS | {"experts": EXPERTS},
+    "gpt_oss": SINKS
     | {"activation": "clamped_swiglu", "qkv_bias": True, "o_bias": True}
     | {"experts": dataclasses.replace(EXPERTS, biases=True, dense_layers=1)},
-    "latent": LATENT
-    | {"sliding_window": 5, "num_layers": 4}
-    | {"experts": dataclasses.replace(EXPERTS, shared=1, scores="sigmoid", bias=True)},
-    "latent_mixed": LATENT | {"experts": dataclasses.replace(EXPERTS, dense_layers=1)},
+    "latent": LATENT | {"sliding_window": 5, "experts": EXPERTS},
+    "deepseek": LATENT
+    | {
+        "experts": dataclasses.replace(
+            EXPERTS, shared=1, scores="sigmoid", bias=True, dense_layers=1
+        )
+    },
 }
 BALANCED = {"aux_weight": 0.1, "aux_over": "sequence", "z_loss": 0.01}
 ADAPTERS = {"lora": Lora(rank=4, rslora=True), "init_from": "hf:x"}
@@ -68,29 +77,34 @@ class Row(NamedTuple):
 
     model: str
     axes: str
+    precision: str = "fp32"
     schedule: str = "1f1b"
     strategy: str = "zigzag"
     zero: int = 3
     remat: str = "none"
-    lowering: str = "auto"
+    plain: bool = False
     microbatches: int = 4
     documents: bool = True
     lora: bool = False
-    evaluates: bool = False
 
     @property
     def name(self) -> str:
         """Return the row's values, for a test's name."""
         axes = self.axes.split()
         words = [self.model, *axes, *[self.schedule] * ("pp" in axes)]
-        words += [*[self.strategy] * ("cp" in axes), f"zero{self.zero}", self.remat]
-        return "-".join(words + ["plain"] * (self.lowering == "plain") + ["lora"] * self.lora)
+        words += [*[self.strategy] * ("cp" in axes), self.precision, f"zero{self.zero}", self.remat]
+        return "-".join(words + ["plain"] * self.plain + ["lora"] * self.lora)
 
     @property
     def config(self) -> Config:
         """Return the checked configuration."""
-        train = {"zero": self.zero, "remat": self.remat, "lowering": self.lowering}
-        train |= {"microbatches": self.microbatches} | (ADAPTERS if self.lora else {})
+        train = {
+            "zero": self.zero,
+            "remat": self.remat,
+            "lowering": "plain" if self.plain else "auto",
+        }
+        train |= {"precision": self.precision, "microbatches": self.microbatches}
+        train |= ADAPTERS if self.lora else {}
         cfg = change(
             BASE,
             model=MODELS[self.model],
@@ -104,63 +118,104 @@ class Row(NamedTuple):
         return cfg.check(2 ** len(self.axes.split()))
 
 
-SEVEN_AXES = Row("experts", "pp dp fsdp ep cp sp tp", schedule="zb_h1", microbatches=2)
+SEVEN_AXES = Row("experts", "pp dp fsdp ep cp sp tp", schedule="afab", remat="full", microbatches=2)
 """All axes at once, on 128 devices."""
 
 ROWS: tuple[Row, ...] = (
-    # Every schedule meets every kind of layer.
-    Row("latent", "pp cp sp", schedule="afab", zero=0),
-    Row("sinks", "pp cp ep", schedule="afab", strategy="ulysses", zero=2, remat="full"),
-    Row("latent", "pp cp ep", zero=1, lowering="plain"),
-    Row("llama", "pp cp tp", strategy="ulysses", remat="dots", lowering="plain", microbatches=2),
-    Row("llama", "pp dp fsdp", zero=2, microbatches=2),
-    Row("sinks", "pp cp sp", strategy="allgather", zero=0, lowering="plain"),
-    Row("latent", "pp cp dp", schedule="interleaved", strategy="ulysses", zero=0, remat="selective"),
-    Row("llama", "pp cp tp", schedule="interleaved", strategy="allgather", zero=1, lowering="plain", microbatches=2),
-    Row("sinks", "pp cp sp", schedule="interleaved", strategy="ring", zero=2),
-    Row("latent_mixed", "pp cp tp", schedule="zb_uniform", strategy="allgather", zero=2, remat="dots"),
-    Row("sinks", "pp cp dp", schedule="zb_uniform", strategy="ring", lowering="plain"),
-    Row("latent", "pp cp ep", schedule="zb_h1", strategy="allgather", zero=2, remat="full"),
-    Row("latent", "pp cp fsdp", schedule="zb_v", strategy="ring", zero=0, remat="dots", lowering="plain"),
-    Row("sinks", "pp cp dp", schedule="zb_v", zero=2, lowering="plain"),
-    Row("latent", "pp cp fsdp", schedule="dualpipe_v", strategy="allgather", remat="full"),
-    Row("sinks", "pp cp dp", schedule="dualpipe_v", strategy="ring", zero=1),
-    # Without a pipeline, all parameters trained.
-    Row("experts", "fsdp ep tp", zero=2, remat="full", evaluates=True),
-    Row("latent", "ep cp sp", zero=1, remat="selective"),
+    Row("llama", "pp cp tp", schedule="afab", zero=2, remat="selective", plain=True),
+    Row("sinks", "pp cp dp", schedule="afab", strategy="allgather", zero=1, remat="dots"),
+    Row("sinks", "pp cp tp", schedule="afab", strategy="ring", zero=0, remat="full"),
+    Row("latent", "pp dp fsdp", "bf16", schedule="afab", zero=1, remat="full"),
+    Row("sinks", "pp cp fsdp", "fp8", schedule="afab", strategy="ulysses", remat="full", plain=True),
+    Row("sinks", "pp ep sp", "fp8_rowwise", schedule="afab", zero=0, remat="full"),
+    Row("sinks", "pp fsdp tp", "fp8_block", schedule="afab", remat="full"),
+    Row("llama", "pp cp sp", strategy="allgather", zero=2),
+    Row("latent", "pp cp tp", strategy="ulysses", remat="full"),
+    Row("sinks", "pp cp dp", "bf16", strategy="ring", zero=1, remat="selective", plain=True),
+    Row("sinks", "pp dp ep", "fp8", zero=2, remat="selective", plain=True),
+    Row("sinks", "pp cp fsdp", "fp8_rowwise", zero=0, remat="full"),
+    Row("sinks", "pp fsdp sp", "fp8_block", zero=0, remat="full"),
+    Row("sinks", "pp cp ep", schedule="interleaved", zero=1, remat="dots", microbatches=8),
+    Row("latent", "pp cp fsdp", schedule="interleaved", strategy="ulysses", remat="full", microbatches=8),
+    Row("sinks", "pp ep tp", "bf16", schedule="interleaved", remat="selective", plain=True, microbatches=8),
+    Row("sinks", "pp fsdp sp", "fp8", schedule="interleaved", zero=2, remat="full", plain=True, microbatches=8),
+    Row("sinks", "pp cp dp", "fp8_rowwise", schedule="interleaved", strategy="ring", zero=0,
+        remat="full", microbatches=8),
+    Row("sinks", "pp cp dp", "fp8_block", schedule="interleaved", strategy="allgather", remat="full",
+        microbatches=8),
+    Row("llama", "pp cp sp", schedule="zb_uniform", zero=0),
+    Row("latent", "pp cp ep", "bf16", schedule="zb_uniform", strategy="ring", zero=2, remat="full", plain=True),
+    Row("llama", "pp cp dp", schedule="zb_uniform", strategy="ulysses", zero=1, remat="full"),
+    Row("llama", "pp cp fsdp", schedule="zb_uniform", strategy="allgather", zero=1, remat="selective"),
+    Row("sinks", "pp dp", "fp8", schedule="zb_uniform", zero=1, remat="full"),
+    Row("sinks", "pp fsdp", "fp8_rowwise", schedule="zb_uniform", zero=1, remat="full"),
+    Row("sinks", "pp tp", "fp8_block", schedule="zb_uniform", remat="full", plain=True),
+    Row("sinks", "pp cp ep", schedule="zb_h1", remat="full"),
+    Row("latent", "pp cp sp", "bf16", schedule="zb_h1", strategy="ulysses", zero=0, remat="full"),
+    Row("sinks", "pp sp tp", "fp8", schedule="zb_h1", zero=1, remat="full", plain=True),
+    Row("sinks", "pp cp fsdp", "fp8_rowwise", schedule="zb_h1", strategy="allgather", zero=2, remat="full"),
+    Row("sinks", "pp cp dp", "fp8_block", schedule="zb_h1", strategy="ring", zero=2, remat="full"),
+    Row("sinks", "pp dp sp", schedule="zb_v", zero=2, remat="full"),
+    Row("sinks", "pp cp sp", "bf16", schedule="zb_v", strategy="ring", remat="selective", plain=True),
+    Row("latent", "pp cp ep", "bf16", schedule="zb_v", remat="full"),
+    Row("sinks", "pp cp tp", "fp8", schedule="zb_v", strategy="allgather", zero=1, remat="selective", plain=True),
+    Row("sinks", "pp fsdp tp", "fp8_rowwise", schedule="zb_v", zero=1, remat="full"),
+    Row("sinks", "pp cp sp", "fp8_block", schedule="zb_v", strategy="ulysses", zero=0, remat="full"),
+    Row("latent", "pp dp", schedule="dualpipe_v", remat="full"),
+    Row("llama", "pp cp fsdp", schedule="dualpipe_v", strategy="allgather", zero=2, remat="full"),
+    Row("llama", "pp cp tp", schedule="dualpipe_v", strategy="ulysses", zero=1, remat="full"),
+    Row("llama", "pp cp ep", schedule="dualpipe_v", remat="full", plain=True),
+    Row("sinks", "pp cp sp", "bf16", schedule="dualpipe_v", strategy="ring", zero=0, remat="full", plain=True),
+    Row("sinks", "pp fsdp", "fp8", schedule="dualpipe_v", zero=2, remat="full"),
+    Row("sinks", "pp tp", "fp8_rowwise", schedule="dualpipe_v", zero=1, remat="full"),
+    Row("sinks", "pp ep", "fp8_block", schedule="dualpipe_v", zero=0, remat="full", plain=True),
+    Row("sinks", "cp ep sp", strategy="ulysses", zero=2, remat="full", plain=True, microbatches=2, lora=True),
+    Row("sinks", "cp fsdp tp", strategy="ring", remat="dots", microbatches=2, lora=True),
+    Row("deepseek", "ep sp", zero=1, remat="full"),
     Row("llama", "fsdp sp tp", remat="selective"),
-    # Adapters on a frozen base.
-    Row("llama", "cp dp ep", strategy="allgather", lowering="plain", lora=True),
-    Row("llama", "cp ep tp", strategy="ring", zero=0, remat="selective", microbatches=1, lora=True),
-    Row("llama", "cp ep sp", zero=2, lowering="plain", lora=True),
-    Row("sinks", "cp fsdp sp", strategy="ulysses", zero=1, remat="full", lora=True),
+    Row("sinks", "cp dp ep", "bf16", strategy="allgather", zero=0, microbatches=2, lora=True),
+    Row("sinks", "cp dp fsdp", "fp8", strategy="ring", zero=1, microbatches=2),
+    Row("latent", "cp dp ep", "fp8", strategy="allgather", zero=0, remat="full", plain=True, microbatches=2),
+    Row("sinks", "cp dp ep", "fp8", remat="dots", microbatches=2, lora=True),
+    Row("sinks", "cp fsdp sp", "fp8_rowwise", strategy="ulysses", zero=2, remat="dots", microbatches=2, lora=True),
+    Row("latent", "ep sp tp", "fp8_rowwise", microbatches=2),
+    Row("latent", "cp dp sp", "fp8_block", zero=1, microbatches=2),
+    Row("sinks", "cp dp ep", "fp8_block", strategy="ring", zero=1, remat="full", plain=True, microbatches=2, lora=True),
 )  # fmt: skip
 """Rows of `make test`, on eight devices."""
 
-WIDE_ROWS: tuple[Row, ...] = (
-    Row("llama", "pp cp tp", schedule="afab", strategy="allgather", zero=1, lowering="plain", microbatches=2),
-    Row("llama", "pp cp fsdp", schedule="afab", strategy="ring", remat="selective", microbatches=2),
-    Row("llama", "pp dp sp", schedule="afab", zero=2, lowering="plain", microbatches=2),
-    Row("llama", "pp cp tp", strategy="ring", microbatches=2),
-    Row("llama", "pp fsdp ep", schedule="interleaved", remat="full", microbatches=2),
-    Row("llama", "pp cp tp", schedule="interleaved", zero=0, lowering="plain", microbatches=2),
-    Row("llama", "pp cp fsdp", schedule="zb_uniform", strategy="ulysses", zero=0, microbatches=2),
-    Row("llama", "pp fsdp sp", schedule="zb_uniform", zero=0, lowering="plain", microbatches=2),
-    Row("llama", "pp cp ep", schedule="zb_uniform", zero=1, remat="selective", microbatches=2),
-    Row("llama", "pp cp dp", schedule="zb_h1", strategy="ring", zero=0, lowering="plain", microbatches=2),
-    Row("llama", "pp cp sp", schedule="zb_h1", strategy="ulysses", zero=1, microbatches=2),
-    Row("llama", "pp cp sp", schedule="zb_v", strategy="allgather", zero=1, microbatches=2),
-    Row("llama", "pp cp ep", schedule="zb_v", strategy="ulysses", zero=2, lowering="plain", microbatches=2),
-    Row("llama", "pp ep tp", schedule="zb_v", remat="selective", microbatches=2),
-    Row("llama", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=0, lowering="plain"),
-    Row("llama", "pp ep tp", schedule="dualpipe_v", zero=2),
-    Row("llama", "pp cp dp", schedule="dualpipe_v", remat="dots", lowering="plain"),
-    Row("sinks", "dp fsdp cp", strategy="ring", microbatches=1),
+NIGHTLY_ROWS: tuple[Row, ...] = (
+    Row("latent", "pp ep sp", schedule="afab", zero=0, remat="full", plain=True),
+    Row("sinks", "pp cp ep", strategy="allgather", zero=1, remat="dots"),
+    Row("llama", "pp dp fsdp", zero=0, remat="full", plain=True, microbatches=2),
+    Row("llama", "pp cp dp", strategy="ring", remat="selective"),
+    Row("llama", "pp cp sp", schedule="interleaved", strategy="allgather", zero=0, remat="dots"),
+    Row("llama", "pp dp tp", schedule="interleaved", zero=2, remat="full", plain=True),
+    Row("llama", "pp cp ep", schedule="interleaved", strategy="ring", remat="selective"),
+    Row("llama", "pp dp ep", schedule="zb_uniform", zero=2, remat="dots"),
+    Row("latent", "pp cp sp", schedule="zb_uniform", strategy="ring", remat="full", plain=True),
+    Row("sinks", "pp cp tp", schedule="zb_uniform", zero=1, remat="selective"),
+    Row("sinks", "pp cp sp", schedule="zb_h1", strategy="ring", zero=2, remat="full", plain=True),
+    Row("latent", "pp dp sp", schedule="zb_h1", zero=0, remat="selective"),
+    Row("llama", "pp cp tp", schedule="zb_h1", strategy="allgather", zero=1, remat="dots"),
+    Row("sinks", "pp cp dp", schedule="zb_h1", strategy="ulysses", remat="full", plain=True),
+    Row("llama", "pp cp fsdp", schedule="zb_v", strategy="allgather", remat="selective"),
+    Row("latent", "pp cp ep", schedule="zb_v", strategy="ulysses", zero=0, remat="dots"),
+    Row("sinks", "pp cp ep", schedule="zb_v", strategy="ring", zero=0, remat="full", plain=True),
+    Row("sinks", "pp cp tp", schedule="zb_v", zero=1, remat="selective"),
+    Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=0, remat="dots"),
+    Row("sinks", "pp cp tp", schedule="dualpipe_v", strategy="ring", remat="full", plain=True),
+    Row("sinks", "cp dp fsdp", strategy="allgather", zero=0, remat="full", plain=True, lora=True),
+    Row("latent", "cp fsdp tp", strategy="allgather", zero=2, remat="selective"),
+    Row("sinks", "cp fsdp ep", strategy="ring", zero=1, remat="dots", microbatches=2, lora=True),
+    Row("gpt_oss", "pp cp fsdp", schedule="zb_h1", remat="full"),
+    Row("deepseek", "ep cp sp", zero=1, remat="selective"),
+    Row("gpt_oss", "fsdp ep tp", zero=2, remat="full"),
+    Row("llama", "pp cp fsdp", schedule="afab", strategy="ulysses", zero=0, remat="full"),
+    Row("llama", "pp cp tp", remat="full"),
+    Row("llama", "cp fsdp tp", remat="dots", microbatches=2, lora=True),
 )  # fmt: skip
-"""More rows of `make test-all`: schedules with the strategies, ZeRO stages and axes that `ROWS` leaves out.
-
-Each schedule with each strategy alone takes 28 rows, of 10 to 20 seconds of CPU each.
-"""
+"""With these, each pair that stands in `ROWS` in bf16 or fp8 alone is compared to 1e-5 in float32, too."""
 
 TESTED = (*ROWS, SEVEN_AXES)
 
@@ -172,6 +227,7 @@ def values(cfg: Config) -> Iterator[str]:
     yield cfg.pp.schedule if cfg.mesh.pp > 1 else "no pipeline"
     if cfg.mesh.cp > 1:
         yield cfg.cp.strategy
+    yield train.precision
     yield f"ZeRO {train.zero}"
     others = {
         "dense layers": model.dense_layers > 0,
@@ -191,6 +247,7 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "no pipeline": {},
     **{name: {"mesh": {"pp": 2}, "pp": {"schedule": name}} for name in SCHEDULES},
     **{name: {"mesh": {"cp": 2}, "cp": {"strategy": name}} for name in get_args(Strategy)},
+    **{name: {"train": {"precision": name}} for name in PRECISIONS},
     **{f"ZeRO {stage}": {"train": {"zero": stage}} for stage in range(4)},
     "dense layers": {},
     "experts": {"model": {"experts": EXPERTS}},
@@ -236,46 +293,40 @@ def pairs_of(row: Row) -> set[Pair]:
 
 def rows_of_pairs(rows: Iterable[Row]) -> dict[Pair, list[Row]]:
     """Return those of `rows` that each legal pair has."""
-    found: dict[Pair, list[Row]] = {pair: [] for pair in legal_pairs()}
+    by_pair: dict[Pair, list[Row]] = {pair: [] for pair in legal_pairs()}
     for row in rows:
         for pair in pairs_of(row):
-            found[pair].append(row)
-    return found
-
-
-def may_be_wide(pair: Pair) -> bool:
-    """Return whether `make test-all` alone may have a pair: a schedule with a strategy, a ZeRO stage or an axis."""
-    others = (*AXES, *get_args(Strategy), *(name for name in CHANGES if name.startswith("ZeRO")))
-    return any(a in SCHEDULES and b in others for a, b in itertools.permutations(pair))
+            by_pair[pair].append(row)
+    return by_pair
 
 
 MARK = "<!-- The lines below are written by `python -m tests.parity.rows docs`. -->\n"
 
 
-def page() -> str:
-    """Return the page of the documentation: its prose as it is, and the table anew."""
-    tested, rows = rows_of_pairs(TESTED), rows_of_pairs((*TESTED, *WIDE_ROWS))
-    names = list(CHANGES)
-    few = sum(map(bool, tested.values()))
+def page(day: str) -> str:
+    """Return the page of the documentation: its prose as it is, and the table anew, of rows that ran on `day`."""
+    by_pair, names = rows_of_pairs(TESTED), list(CHANGES)
     lines = [
-        f"{len(names)} values have {len(rows)} legal pairs. {len(TESTED)} rows of `make test` have {few} of them, "
-        f"{len(WIDE_ROWS)} rows more of `make test-all` have all.\n"
+        f"Last run on {day}: {len(names)} values have {len(by_pair)} legal pairs, and "
+        f"{len(TESTED)} rows have all of them. By night {len(NIGHTLY_ROWS)} more have each pair in float32.\n"
     ]
     lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for i, name in enumerate(names):
-        counts = ["-"] * (len(names) - i - 1)
-        for k, other in enumerate(names[i + 1 :]):
-            if pair_rows := rows.get((name, other)):
-                counts[k] = str(len(tested[name, other]) or f"({len(pair_rows)})")
+        counts = [str(len(by_pair.get((name, other), ())) or "-") for other in names[i + 1 :]]
         lines.append(f"| {' | '.join([f'**{name}**', *[''] * (i + 1), *counts])} |")
     return DOCS.read_text().split(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
 
 
+def day_of_page() -> str:
+    """Return the day of the last run that the page names."""
+    return DOCS.read_text().split("Last run on ")[1].split(":")[0]
+
+
 def main(words: list[str]) -> None:
     if words == ["docs"]:
-        DOCS.write_text(page())
+        DOCS.write_text(page(date.today().isoformat()))
         return
-    for pair, rows in rows_of_pairs((*TESTED, *WIDE_ROWS)).items():
+    for pair, rows in rows_of_pairs((*TESTED, *NIGHTLY_ROWS)).items():
         print(f"{' x '.join(pair)}: {', '.join(row.name for row in rows) or 'MISSING'}")
 
 

@@ -1,6 +1,4 @@
-"""An optimizer of one's own, and parameters that are not trained, on any mesh as on one device."""
-
-import functools
+"""An optimizer of one's own, and parameters that are not trained, on a mesh as on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -9,52 +7,22 @@ import optax
 import pytest
 
 import ultrascale_jax as us
-from tests.parity.test_meshes import BASE
-from tests.runs import change, mesh_of, run
+from tests.parity.own_layers import Frozen, Lion, compare_model
+from tests.parity.rows import BASE
+from tests.runs import change, mesh_of
 from tests.states import some_state
-from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.config import UserError
 from ultrascale_jax.train_step.state import abstract_batch
 from ultrascale_jax.train_step.step import make_train_step
 
 
-class Lion(us.Transformer):
-    """Lion, for everything but the embedding and the norms."""
-
-    @staticmethod
-    def make_optimizer(cfg):
-        return optax.lion(us.lr_schedule(cfg), weight_decay=0.1)
-
-    @staticmethod
-    def is_trained(path):
-        return path != "embed" and "norm" not in path
-
-
-class Frozen(us.Transformer):
-    """The optimizer of the configuration, for attention alone."""
-
-    @staticmethod
-    def is_trained(path):
-        return path.startswith("stacks.0.attn.")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "mesh", "train"),
-    [
-        (Lion, "pp=2,fsdp=2,sp=2", {}),
-        # Implied by the first, and by the rows of `rows.py`.
-        pytest.param(Lion, "dp=2,fsdp=2,cp=2", {"zero": 2}, marks=pytest.mark.wide),
-        pytest.param(Frozen, "fsdp=4,tp=2", {"microbatches": 1}, marks=pytest.mark.wide),
-    ],
-)
-def test_it_trains_as_on_one_device(model, mesh, train, assert_equals_one_device):
-    cfg = change(BASE, train={"steps": 2, **train}, mesh=MeshConfig.parse(mesh).sizes).check(8)
-    assert_equals_one_device(cfg, start=functools.partial(some_state, model=model))
+def test_it_trains_as_on_one_device():
+    compare_model(Lion, "pp=2,fsdp=2,sp=2")
 
 
 def step_of(model, **sections):
     """Return the state before and after one step on one device, and the step's metrics."""
-    cfg = change(BASE, mesh=MeshConfig.of(fsdp=1).sizes, **sections).check(1)
+    cfg = change(BASE, mesh={"fsdp": 1}, **sections).check(1)
     mesh = us.make_mesh(cfg.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
         state = some_state(cfg, mesh, model=model)
@@ -76,7 +44,6 @@ def changed(before, after):
     }
 
 
-@pytest.mark.slow
 def test_only_trained_parameters_change_and_have_moments():
     before, after, metrics = step_of(Frozen)
     names = {f"stacks.0.attn.w_{name}" for name in "qkvo"}
@@ -87,7 +54,6 @@ def test_only_trained_parameters_change_and_have_moments():
     assert metrics["loss"] == whole["loss"] and 0 < metrics["grad_norm"] < whole["grad_norm"]
 
 
-@pytest.mark.slow
 def test_a_step_of_lion_is_the_sign_of_the_gradient():
     before, after, metrics = step_of(Lion, optim={"lr": 1e-3, "warmup_steps": 0})
     old, new = (np.asarray(state.params.stacks[0].attn.w_q[...]) for state in (before, after))
@@ -105,7 +71,7 @@ def test_the_optimizer_is_made_once_for_the_state_and_once_for_the_step():
             made.append(cfg)
             return Lion.make_optimizer(cfg)
 
-    cfg = change(BASE, mesh=MeshConfig.of(fsdp=8).sizes).check(8)
+    cfg = change(BASE, mesh={"fsdp": 8}, train={"microbatches": 2}).check(8)
     mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
         state, batch = us.abstract_state(cfg, mesh, Counted), abstract_batch(cfg, mesh)
@@ -114,7 +80,6 @@ def test_the_optimizer_is_made_once_for_the_state_and_once_for_the_step():
     assert made == [cfg, cfg]
 
 
-@pytest.mark.slow
 def test_an_update_that_is_not_finite_changes_nothing():
     class Divides(us.Transformer):
         @staticmethod
@@ -123,17 +88,6 @@ def test_an_update_that_is_not_finite_changes_nothing():
 
     before, after, metrics = step_of(Divides)
     assert metrics["skipped"] and not changed(before, after)
-
-
-# Implied by training/test_loop.py, which resumes runs, and by the states of checkpoint/test_manager.py.
-@pytest.mark.wide
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
-    cfg = change(BASE, train={"steps": 4}, mesh=MeshConfig.of(fsdp=2, tp=2).sizes)
-    whole = run(cfg, tmp_path / "whole", model=Lion)
-    cut = change(cfg, train={"steps": 2}, checkpoint={"every": 2})
-    run(cut, tmp_path / "parts", model=Lion)
-    parts = run(cfg, tmp_path / "parts", model=Lion)
-    assert parts["loss"] == whole["loss"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +102,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_the_first_step(methods, message):
-    cfg = change(BASE, mesh=MeshConfig.of(fsdp=8).sizes).check(8)
+    cfg = change(BASE, mesh={"fsdp": 8}, train={"microbatches": 2}).check(8)
     own = type("Own", (us.Transformer,), {k: staticmethod(f) for k, f in methods.items()})
     with pytest.raises(UserError, match=message):
         us.abstract_state(cfg, mesh_of(cfg), own)

@@ -1,7 +1,7 @@
 """Decide how XLA runs a step: the one place that reads a run's mesh, model and options for speed.
 
 No decision changes a result. `Lowering.of(cfg)` applies the rows of `RULES` that fit the run; `Lowering.plain()`, which
-`train.lowering=plain` asks for, applies none (`tests/parity/test_lowering.py`). Models, scans and the planner read the
+`train.lowering=plain` asks for, applies none (rows of `tests/parity`). Models, scans and the planner read the
 fields, so that their text has no condition that is there for XLA.
 """
 

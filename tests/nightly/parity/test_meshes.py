@@ -1,0 +1,183 @@
+"""Models and meshes that the covering design leaves out train as one device does: losses, gradients and evaluation.
+
+Preference pairs, multi-token prediction, windows that differ within a loop, hybrids of ring and Ulysses, axes of more
+than two ranks. `rows.py` has every pair of axes, strategies, ZeRO stages and kinds of layer.
+"""
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.pairs import write_pairs
+from tests.parity.comparison import compare
+from tests.runs import change
+from ultrascale_jax.config import (
+    Config,
+    ContextConfig,
+    DataConfig,
+    Dpo,
+    Experts,
+    Keep,
+    LatentAttention,
+    Lora,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeScaling,
+    TrainConfig,
+)
+
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8
+    ),
+    data=DataConfig(source="synthetic", seq_len=32),
+    optim=OptimConfig(lr=1e-2, warmup_steps=2),
+    train=TrainConfig(steps=4, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
+)
+GEMMA3 = {
+    "num_layers": 3,
+    "num_kv_heads": 2,
+    "activation": "gelu_tanh",
+    "norm_placement": "both",
+    "qk_norm": "head",
+    "query_scale": 6.0,
+    "tied_embeddings": True,
+    "embed_scale": True,
+    "rope_theta_local": 100.0,
+    "rope_scaling": RopeScaling(kind="linear", factor=2.0),
+    "sliding_window": 7,
+    "full_attention_every": 2,
+}
+MIXTRAL = {
+    "d_model": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "experts": Experts(num=8, top_k=2, d_ff=24),
+}
+DEEPSEEK = MIXTRAL | {
+    "num_kv_heads": 4,
+    "head_dim": 12,
+    "latent": LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8),
+    "experts": Experts(
+        num=8, top_k=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", scale=2.5,
+        groups=4, groups_per_token=2, bias=True,
+    ),
+}  # fmt: skip
+DPO = {"dpo": Dpo(beta=0.5, label_smoothing=0.1), "init_from": "hf:x", "z_loss": 0.0}
+# Sections and their fields. Rows hold several documents, except where the mask is off.
+FAMILIES = {
+    "llama_one_stream": {"data": {"document_mask": False}},
+    "llama_odd_pieces": {"data": {"seq_len": 40}},
+    # The two layers with a window follow each other, so that ZeRO-3 gathers the second one ahead.
+    "qwen3_window": {
+        "model": {
+            "num_layers": 3,
+            "qk_norm": "head",
+            "num_kv_heads": 2,
+            "sliding_window": 7,
+            "first_window_layer": 1,
+        }
+    },
+    # One loop runs layers with a window and without one.
+    "gemma3": {"model": GEMMA3},
+    "mixtral": {
+        "model": MIXTRAL,
+        "moe": {"aux_weight": 0.1, "aux_over": "sequence", "z_loss": 0.01},
+    },
+    # Balanced over a micro-batch, so there is only one.
+    "mixtral_batch": {
+        "model": MIXTRAL,
+        "moe": {"aux_weight": 0.1},
+        "train": {"microbatches": 1},
+    },
+    "lora_of_attention": {
+        "model": {"qk_norm": "head", "num_kv_heads": 2, "qkv_bias": True},
+        "train": {
+            "lora": Lora(rank=2, targets=("q_proj", "k_proj", "o_proj")),
+            "init_from": "hf:x",
+        },
+    },
+    # Two pairs a row; the fixture `pairs` has their source.
+    "dpo": {"data": {"seq_len": 64}, "train": DPO},
+    "dpo_lora": {"data": {"seq_len": 64}, "train": DPO | {"lora": Lora(rank=4)}},
+    "ipo_tied": {
+        "data": {"seq_len": 64},
+        "model": {"tied_embeddings": True},
+        "train": DPO | {"dpo": Dpo(beta=0.5, loss="ipo")},
+    },
+    "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
+    # Two modules, with the window and the positions of the last layer; z_loss is that of their logits too.
+    "gemma3_mtp": {
+        "model": {
+            "num_layers": 4,
+            "sliding_window": 7,
+            "full_attention_every": 3,
+            "rope_theta_local": 100.0,
+            "tied_embeddings": True,
+            "mtp_layers": 2,
+        }
+    },
+    "deepseek_v3_mtp": {"model": DEEPSEEK | {"mtp_layers": 1}, "moe": {"bias_rate": 0.01}},
+}
+DP_CP_SP = {"dp": 2, "cp": 2, "sp": 2}
+FSDP_CP_SP = {"fsdp": 2, "cp": 2, "sp": 2}
+RING, ALLGATHER, ULYSSES = ({"strategy": name} for name in ("ring", "allgather", "ulysses"))
+# name: (mesh, fields of train, family, section cp, fields of moe)
+TABLE = {
+    "sp4_tp2_more_ranks_than_kv_heads": ({"sp": 4, "tp": 2}, {}, "qwen3_window"),
+    # Zigzag, and no other axis: gradients must be varying over cp before they are added up.
+    "cp2": ({"cp": 2}, {}, "llama_one_stream"),
+    "cp8_odd_pieces_full": ({"cp": 8}, {"remat": "full"}, "llama_odd_pieces"),
+    "cp4_sp2_zigzag_x_ulysses2": (
+        {"cp": 4, "sp": 2}, {"remat": "selective"}, "qwen3_window", {"ulysses": 2},
+    ),
+    "cp4_allgather_x_ulysses2": ({"cp": 4}, {}, "llama_odd_pieces", ALLGATHER | {"ulysses": 2}),
+    # Windows that differ between the layers of a loop.
+    "fsdp2_cp2_sp2_gemma3": (FSDP_CP_SP, {"remat": "selective"}, "gemma3"),
+    "dp2_cp4_gemma3_ring": ({"dp": 2, "cp": 4}, {"remat": "dots"}, "gemma3", RING),
+    "ep2_cp4_gemma3_allgather": ({"ep": 2, "cp": 4}, {}, "gemma3", ALLGATHER),
+    "cp2_tp4_gemma3_ulysses": ({"cp": 2, "tp": 4}, {"zero": 0}, "gemma3", ULYSSES),
+    # Adapters of attention alone.
+    "dp2_cp2_sp2_lora_zero1": (DP_CP_SP, {"zero": 1}, "lora_of_attention"),
+    # Preference pairs, with a frozen copy or the base of adapters as reference.
+    "fsdp2_sp2_tp2_dpo_lora": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "dpo_lora"),
+    "dp2_cp2_sp2_dpo_zero1": (DP_CP_SP, {"zero": 1}, "dpo"),
+    "dp2_fsdp2_tp2_ipo_zero2": ({"dp": 2, "fsdp": 2, "tp": 2}, {"zero": 2}, "ipo_tied"),
+    # Experts: tensors kept on the host, balance over a micro-batch, an exchange in two levels, groups of experts.
+    "ep4_fsdp2_offloaded": (
+        {"ep": 4, "fsdp": 2}, {"remat": Keep(saved=("up",), offloaded=("dispatched", "gate"))}, "mixtral_batch",
+    ),
+    "ep4_nodes2_tp2": ({"ep": 4, "tp": 2}, {}, "mixtral", {}, {"a2a_groups": 2}),
+    "ep2_cp2_sp2_deepseek": ({"ep": 2, "cp": 2, "sp": 2}, {"remat": "full"}, "deepseek_v3"),
+    # Multi-token prediction.
+    "fsdp2_sp2_tp2_mtp": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, "gemma3_mtp"),
+    "ep2_cp2_fsdp2_mtp": ({"ep": 2, "cp": 2, "fsdp": 2}, {"remat": "full"}, "deepseek_v3_mtp"),
+    "cp2_sp2_tp2_mtp_ring_zero2": ({"cp": 2, "sp": 2, "tp": 2}, {"zero": 2}, "gemma3_mtp", RING),
+}  # fmt: skip
+
+
+def configure(mesh, train, family, cp=None, moe=None) -> Config:
+    given = {"train": {}, "moe": {}} | FAMILIES[family]
+    given |= {"train": given["train"] | train, "moe": given["moe"] | (moe or {})}
+    cfg = dataclasses.replace(
+        change(BASE, **given),
+        mesh=MeshConfig.of(**mesh),
+        cp=ContextConfig(**cp or {}),
+    )
+    return cfg.check(math.prod(mesh.values()))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """The `data.source` of preference pairs."""
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+def test_mesh_gives_the_losses_and_gradients_of_one_device(name, pairs):
+    cfg = configure(*TABLE[name])
+    if cfg.train.dpo.enabled:
+        cfg = change(cfg, data={"source": pairs})
+    compare(cfg, evaluates=True)

@@ -1,0 +1,227 @@
+"""Compare a run on its mesh with the same run on one device: losses, gradients, evaluation."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tests.parity.rows import Row
+from tests.runs import change
+from tests.states import some_state
+from ultrascale_jax.config import FP8, Config, ContextConfig, MeshConfig, PipelineConfig
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step import precision
+from ultrascale_jax.train_step.forward_steps import make_eval_step, make_pair_step
+from ultrascale_jax.train_step.objective import Sums, count_terms
+from ultrascale_jax.train_step.step import apply_gradients, gradients, position_weight
+from ultrascale_jax.training.setup import make_loader
+
+TOLERANCE = 1e-5
+SEEDS = 0, 1
+"""Added to `train.seed`: each row is compared with these weights and data."""
+
+SHARE_OF_NOISE = {"bf16": 4.0} | dict.fromkeys(FP8, 1.5)
+"""How far from one device a mesh may be, in the distance of that device from float32.
+
+In bf16 both round as often, in another order, and routers choose others where scores nearly tie. In fp8 all else is
+float32 and the same values are quantised, but another order of a sum may turn one to its neighbour, and that one many
+in the layers behind it: at most both have the whole rounding of fp8, in different places."""
+
+
+UNIT = 2**-7
+"""Distance between numbers of bf16 near 1: one device's distance from float32 may be less by chance."""
+
+
+class Outcome(NamedTuple):
+    """Losses of all steps, the model's and each of its `mtp_layers`, and its terms; gradients of the first by name in
+    canonical order, and the evaluation at the end, if any."""
+
+    losses: list[list]
+    gradients: dict[str, np.ndarray]
+    evaluation: float | None
+
+
+def by_name(grads: Transformer, sums: Sums) -> dict[str, np.ndarray]:
+    """Each gradient, and what the routers did, their layers as the model runs them, and those of `mtp_layers` last."""
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if sums.routed is not None:
+        modules = grads.cfg.mtp_layers
+        rows = len(sums.routed) - modules
+        named[f"stacks.{len(grads.stacks) - 1}.moe.statistics"] = sums.routed[:rows]
+        named |= {"mtp.statistics": sums.routed[rows:]} if modules else {}
+    canonical = {}
+    for name, leaf in named.items():
+        value = np.asarray(leaf)
+        if name.startswith("stacks."):
+            order = grads.orders[int(name.split(".")[1])]
+            value = value[[order.index(i) for i in sorted(set(order) - {None})]]
+        canonical[name] = value
+    return canonical
+
+
+def masked(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Leave few targets, unequal numbers in different rows, and so in different micro-batches and on devices."""
+    every = 1 + np.arange(len(batch["tokens"]))[:, None]
+    return batch | {"targets": np.where(batch["tokens"] % every == 0, batch["targets"], -1)}
+
+
+@contextlib.contextmanager
+def fp8_alone_rounds() -> Iterator[None]:
+    """Make float32 the type of compute around products in fp8."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FP8:
+            patch.setitem(precision.COMPUTE, name, jnp.float32)
+        yield
+
+
+def run(
+    cfg: Config, evaluates: bool, start: Callable, seeds: tuple[int, ...] = SEEDS
+) -> list[Outcome]:
+    """Train `cfg`, which is checked, from `start(cfg, mesh)` on the first devices, once for each of `seeds`.
+
+    The seeds share one program. A run of one step has no update; `evaluates` adds an evaluation at the end.
+    """
+    mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+
+    @jax.jit
+    def step(state, batch):
+        weight = position_weight(state, batch)
+        grads, sums = gradients(cfg, state.params, batch, weight, state.frozen)
+        if cfg.train.steps == 1:
+            return (state, {"loss": mean_loss(cfg, batch, sums)}), (grads, sums)
+        return apply_gradients(cfg, state, batch, grads, sums), (grads, sums)
+
+    try:
+        with fp8_alone_rounds(), jax.set_mesh(mesh):
+            return [
+                run_seed(change(cfg, train={"seed": cfg.train.seed + seed}), step, evaluates, start)
+                for seed in seeds
+            ]
+    finally:
+        # Each program is large and used once; a process that keeps all runs out of memory maps and crashes.
+        jax.clear_caches()
+
+
+def mean_loss(cfg: Config, batch: dict[str, jax.Array], sums: Sums) -> jax.Array:
+    return sums.loss * batch["targets"].size / count_terms(cfg, batch)
+
+
+def run_seed(cfg: Config, step: Callable, evaluates: bool, start: Callable) -> Outcome:
+    mesh = jax.sharding.get_mesh()
+    loader, sharding = make_loader(cfg), NamedSharding(mesh, act("BT"))
+    state, losses, first, evaluation = start(cfg, mesh), [], {}, None
+    for i in range(cfg.train.steps):
+        batch = loader.batch(i)
+        batch = jax.device_put(masked(batch) if cfg.model.experts else batch, sharding)
+        (state, metrics), grads_and_sums = step(state, batch)
+        terms = [metrics[name] for name in (*state.params.loss_terms, *state.params.layer_terms)]
+        losses.append([metrics["loss"], *metrics.get("mtp_loss", ()), *terms])
+        first = first or by_name(*grads_and_sums)
+    if evaluates and cfg.train.dpo.enabled:
+        sums = make_pair_step(cfg)(state, batch)
+        evaluation = float(sums["loss"]) / int(sums["pairs"])
+    elif evaluates:
+        nats, tokens = make_eval_step(cfg)(state.model, batch)
+        evaluation = float(nats) / int(tokens)
+    return Outcome(losses, first, evaluation)
+
+
+@functools.cache
+def run_alone(cfg: Config, *settings: Any) -> list[Outcome]:
+    return run(cfg, *settings)
+
+
+def on_one_device(cfg: Config) -> Config:
+    """Return the reference of a run: no accumulation, sharding, recomputation or rule of lowering, tokens in order."""
+    train = {"microbatches": 1, "zero": 0, "remat": "none", "lowering": "plain"}
+    cfg = change(cfg, moe={"a2a_groups": 1}, train=train)
+    return dataclasses.replace(
+        cfg, mesh=MeshConfig(fsdp=1), pp=PipelineConfig(), cp=ContextConfig()
+    )
+
+
+def compare(
+    cfg: Config,
+    evaluates: bool = False,
+    start: Callable = some_state,
+    seeds: tuple[int, ...] = SEEDS,
+) -> None:
+    """Refuse a config whose losses, gradients or evaluation are not those of one device, to 1e-5 in float32 and fp8.
+
+    That device trains each model and data once a session.
+    """
+    settings = evaluates, start, seeds
+    outcomes, expected = run(cfg, *settings), run_alone(on_one_device(cfg), *settings)
+    for seed, outcome, alone in zip(seeds, outcomes, expected, strict=True):
+        assert_close(outcome, alone, f"seed {seed}")
+
+
+def assert_close(outcome: Outcome, expected: Outcome, seed: str) -> None:
+    np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE, err_msg=seed)
+    if expected.evaluation is not None:
+        np.testing.assert_allclose(outcome.evaluation, expected.evaluation, rtol=TOLERANCE)
+    assert outcome.gradients.keys() == expected.gradients.keys()
+    for path, gradient in expected.gradients.items():
+        largest = np.abs(gradient).max() or 1.0  # the bias of experts has no gradient
+        error = np.abs(outcome.gradients[path] - gradient).max() / largest
+        assert error < TOLERANCE, f"{seed}, {path}: relative error {error:.1e}"
+
+
+def train_reference(row: Row, precision: str) -> list[Outcome]:
+    """Train the model and data of a row on one device; in float32 with a second step."""
+    steps = 2 if precision == "fp32" else 1
+    cfg = change(on_one_device(row.config), train={"precision": precision, "steps": steps})
+    return run_alone(cfg, False, some_state, SEEDS)
+
+
+def references(rows: Iterable[Row]) -> dict[str, tuple[Row, str]]:
+    """Return by name a row and the precision of each one-device run that rows are compared with."""
+    return {
+        f"{row.model}-{precision}{'-lora' if row.lora else ''}": (row, precision)
+        for row in rows
+        for precision in ("fp32", row.precision)
+    }
+
+
+def compare_row(row: Row) -> None:
+    """Compare losses and gradients; in float32 without a pipeline also the second step, after an update.
+
+    A row in bf16 or fp8 has the bounds of `assert_within_noise`.
+    """
+    exact = row.precision == "fp32"
+    steps = 2 if exact and row.config.mesh.pp == 1 else 1
+    cfg = change(row.config, train={"steps": steps})
+    outcomes = run(cfg, False, some_state)
+    expected, in_float32 = (train_reference(row, name) for name in (row.precision, "fp32"))
+    for seed, outcome, alone, noiseless in zip(SEEDS, outcomes, expected, in_float32, strict=True):
+        alone = alone._replace(losses=alone.losses[:steps])
+        if exact:
+            assert_close(outcome, alone, f"seed {seed}")
+        else:
+            assert_within_noise(row.precision, outcome, alone, noiseless, f"seed {seed}")
+
+
+def assert_within_noise(
+    name: str, outcome: Outcome, expected: Outcome, exact: Outcome, seed: str
+) -> None:
+    """Refuse numbers further from one device's than `SHARE_OF_NOISE` of that device's distance from float32."""
+    np.testing.assert_allclose(outcome.losses, expected.losses, rtol=UNIT / 2, err_msg=seed)
+    assert outcome.gradients.keys() == expected.gradients.keys()
+    for path, gradient in expected.gradients.items():
+        error = np.linalg.norm(outcome.gradients[path] - gradient)
+        noise = np.linalg.norm(gradient - exact.gradients[path])
+        noise = max(noise, UNIT * np.linalg.norm(gradient))
+        assert error <= SHARE_OF_NOISE[name] * noise, (
+            f"{seed}, {path}: {error / noise:.1e} of noise"
+        )

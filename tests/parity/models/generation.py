@@ -1,0 +1,97 @@
+"""Generation by the gathered stages of a pipeline and on one device."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tests.states import some_state
+from ultrascale_jax.config import (
+    Config,
+    Experts,
+    LatentAttention,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from ultrascale_jax.models.generate import generate
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import gather_stages
+
+LAYERS = 5
+LLAMA = ModelConfig(
+    vocab_size=32, d_model=16, d_ff=32, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=8
+)
+MODELS = {
+    "llama": LLAMA,
+    "windows_in_upper_layers": dataclasses.replace(
+        LLAMA,
+        tied_embeddings=True,
+        qkv_bias=True,
+        qk_norm="full",
+        norm_placement="post",
+        sliding_window=3,
+        first_window_layer=2,
+    ),
+    "gemma3": dataclasses.replace(
+        LLAMA,
+        activation="gelu_tanh",
+        norm_placement="both",
+        qk_norm="head",
+        embed_scale=True,
+        rope_theta_local=100.0,
+        sliding_window=3,
+        full_attention_every=3,
+    ),
+    "gpt_oss": dataclasses.replace(
+        LLAMA,
+        activation="clamped_swiglu",
+        attention_sinks=True,
+        qkv_bias=True,
+        o_bias=True,
+        sliding_window=3,
+        full_attention_every=2,
+        experts=Experts(num=4, top_k=2, d_ff=8, biases=True),
+    ),
+    "deepseek": dataclasses.replace(
+        LLAMA,
+        num_kv_heads=4,
+        experts=Experts(num=4, top_k=2, d_ff=8, shared=1, dense_layers=2),
+        latent=LatentAttention(q_rank=8, kv_rank=8, rope_dim=4, v_dim=6),
+    ),
+}
+
+
+def large(cfg: Config, mesh: Mesh) -> Transformer:
+    """A model whose weights are large enough for its tokens to depend on every layer."""
+    params = some_state(cfg, mesh).params
+    return jax.tree.map(lambda p: jax.device_put(8 * np.asarray(p), p.sharding), params)
+
+
+def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.ndarray:
+    """Eight tokens after each of four prompts of other lengths, always the most likely."""
+    train = TrainConfig(microbatches=4)
+    cfg = Config(model=model, mesh=MeshConfig.of(**sizes), pp=pp, train=train)
+    mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
+    prompts = np.arange(16, dtype=np.int32).reshape(4, 4)
+    with jax.set_mesh(mesh):
+        found = generate(
+            gather_stages(large(cfg, mesh)),
+            prompts,
+            8,
+            lengths_B=[4, 2, 3, 4],
+            temperature=0,
+            key=jax.random.key(0),
+        )
+        return np.asarray(found)
+
+
+def compare(name: str, sizes: dict[str, int], schedule: str = "1f1b") -> None:
+    """Compare the tokens of a model on a mesh with those of one device."""
+    found = tokens(MODELS[name], sizes, PipelineConfig(schedule=schedule))
+    np.testing.assert_array_equal(found, tokens(MODELS[name], {}, PipelineConfig()))
+    assert len(np.unique(found)) > 8

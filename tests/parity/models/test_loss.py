@@ -1,0 +1,272 @@
+"""Vocabulary-parallel cross-entropy against the textbook form."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.models import loss_chunks
+from ultrascale_jax.models.layers import gather_sequence
+from ultrascale_jax.models.loss import (
+    cross_entropy,
+    cross_entropy_of_pieces,
+    row_losses,
+    token_losses,
+)
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.sharding.rules import act, gradient_axes
+
+B, T, D, V = 4, 8, 16, 32
+MESHES = [{"fsdp": 1}, {"fsdp": 2, "sp": 2, "tp": 2}, {"dp": 2, "cp": 2, "sp": 2}]
+
+
+def on(**sizes):
+    """Set a mesh of the first devices."""
+    return jax.set_mesh(
+        make_mesh(MeshConfig.of(**sizes), jax.devices()[: math.prod(sizes.values())])
+    )
+
+
+def put(x, head, targets):
+    """Place the arrays as a step has them."""
+    return (
+        jax.device_put(x, act("BRD")),
+        jax.device_put(head, P(None, ("sp", "tp"))),
+        jax.device_put(targets, act("BT")),
+    )
+
+
+def assert_close(got, want, tolerance=1e-6):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * float(np.abs(b).max()))
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(B, T, D)).astype(np.float32)
+    head = rng.normal(size=(D, V)).astype(np.float32)
+    targets = rng.integers(-1, V, (B, T)).astype(np.int32)
+    return x, head, targets
+
+
+def textbook(x, head, targets, z_loss, cotangents=(1.0, 0.0)):
+    """Objective and loss, and the gradients of x and head for these cotangents, in float64."""
+    x, head = np.float64(x), np.float64(head)
+    logits_BTV = x @ head
+    highest_BT1 = np.max(logits_BTV, axis=2, keepdims=True)
+    sums_BT1 = np.sum(np.exp(logits_BTV - highest_BT1), axis=2, keepdims=True)
+    lse_BT1 = highest_BT1 + np.log(sums_BT1)
+    right_BTV = targets[:, :, None] == np.arange(V)
+    weight_BT1 = 0.01 * (targets >= 0)[:, :, None]
+    nll = np.sum(weight_BT1 * lse_BT1) - np.sum(weight_BT1 * right_BTV * logits_BTV)
+    p_BTV = np.exp(logits_BTV - lse_BT1)
+    of_nll, of_square = sum(cotangents), z_loss * cotangents[0]
+    dlogits_BTV = weight_BT1 * (of_nll * (p_BTV - right_BTV) + of_square * 2 * lse_BT1 * p_BTV)
+    grads = dlogits_BTV @ head.T, np.einsum("btd,btv->dv", x, dlogits_BTV)
+    return (nll + z_loss * np.sum(weight_BT1 * lse_BT1**2), nll), grads
+
+
+def ours(x, head, targets, z_loss, loss=cross_entropy):
+    weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
+    return loss(
+        gather_sequence(x), jax.reshard(head, weight_type), targets, jnp.float32(0.01), z_loss
+    )
+
+
+LOSSES = {
+    "one_chunk": (2**29, cross_entropy),
+    "a_chunk_for_each_position": (4 * V, cross_entropy),
+    "pieces": (2**29, functools.partial(cross_entropy_of_pieces, implementation="xla")),
+}
+
+
+@pytest.mark.parametrize("chosen", LOSSES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
+    chunk_bytes, loss = LOSSES[chosen]
+    ours_of = functools.partial(ours, loss=loss)
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
+    x, head, targets = inputs()
+    (expected, bare), expected_grads = textbook(x, head, targets, 0.1)
+    with on(**mesh):
+
+        @jax.jit
+        def run(*args):
+            with_gradients = jax.value_and_grad(ours_of, (0, 1), has_aux=True)
+            return with_gradients(*args, 0.1), ours_of(*args, 0.1)
+
+        ((objective, nll), grads), without = run(*put(x, head, targets))
+    np.testing.assert_allclose([objective, nll], [expected, bare], rtol=1e-6)
+    np.testing.assert_allclose(without, [expected, bare], rtol=1e-6)
+    assert_close(grads, expected_grads)
+
+
+def test_losses_of_tokens_in_chunks_have_the_gradients_of_any_function_of_them(monkeypatch):
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V)
+    x, head, targets = inputs()
+    logits = np.float64(x) @ np.float64(head)
+    lse = np.log(np.sum(np.exp(logits), axis=2))
+    gold = targets[:, :, None] == np.arange(V)
+    nll = np.where(targets >= 0, lse - np.sum(gold * logits, axis=2), 0)
+    scale = (2 * nll * (targets >= 0))[:, :, None]  # of the sum of their squares
+    dlogits = scale * (np.exp(logits - lse[:, :, None]) - gold)
+    expected = dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits)
+    with on(**MESHES[2]):
+
+        def squares(x, head, targets):
+            weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
+            head = jax.reshard(head, weight_type)
+            losses = token_losses(gather_sequence(x), head, targets)
+            return jnp.sum(jnp.square(losses)), losses
+
+        run = jax.jit(jax.value_and_grad(squares, (0, 1), has_aux=True))
+        (_, losses), grads = run(*put(x, head, targets))
+    np.testing.assert_allclose(losses, nll, rtol=1e-5, atol=1e-5)
+    assert_close(grads, expected, 2e-6)
+
+
+def test_each_of_the_two_losses_has_its_own_gradient(z_loss=0.1):
+    x, head, targets = inputs()
+
+    def bare(x, head):
+        return ours(x, head, targets, z_loss)[1]
+
+    def both(x, head):
+        objective, nll = ours(x, head, targets, z_loss)
+        return 2.0 * objective + 3.0 * nll
+
+    want = [textbook(x, head, targets, z_loss, of)[1] for of in ((0.0, 1.0), (2.0, 3.0))]
+    with on(fsdp=2, tp=2):
+        placed = put(x, head, targets)[:2]
+        got = jax.jit(lambda *a: [jax.grad(loss, (0, 1))(*a) for loss in (bare, both)])(*placed)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+def test_chunks_bound_the_exponentials_of_a_device():
+    vocab_size = 128256 // 2
+    for tokens, divides in ((2 * 8192, True), (16381, False)):  # the second is prime
+        n = loss_chunks.num_chunks(tokens, vocab_size, 4)
+        assert (tokens % n == 0) == divides and 1 < n < 8
+        assert tokens // n * vocab_size * 4 <= loss_chunks.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("scale", [5.0, 95.0])
+def test_the_least_likely_targets_have_exact_losses_and_gradients(scale):
+    x, head, targets = inputs()
+    head *= scale
+    least = np.argmin(np.float64(x) @ head, axis=2)
+    targets = np.where(targets >= 0, least, -1).astype(np.int32)
+    (objective, nll), expected_grads = textbook(x, head, targets, 0.1)
+    with on(**MESHES[1]):
+        placed = put(x, head, targets)
+        values, grads = jax.jit(
+            lambda *args: jax.value_and_grad(ours, (0, 1), has_aux=True)(*args, 0.1)
+        )(*placed)
+        without_gradients = jax.jit(lambda *args: ours(*args, 0.1))(*placed)
+    np.testing.assert_allclose(values, (objective, nll), rtol=1e-6)
+    np.testing.assert_allclose(without_gradients, (objective, nll), rtol=1e-6)
+    assert_close(grads, expected_grads)
+
+
+def test_common_heights_of_logits_and_those_of_tokens_that_do_not_count_change_nothing():
+    x, head, targets = inputs()
+    high, low, uncounted = x.copy(), x.copy(), x.copy()
+    high[:, :, 0], low[:, :, 0], head[0] = 30.0, -30.0, 10.0  # all logits 300 up or down
+    uncounted[targets < 0] *= 1e4
+    with on(fsdp=1):
+        run = jax.jit(
+            lambda x: jax.value_and_grad(ours, (0, 1), has_aux=True)(
+                jax.reshard(x, act("BRD")), head, targets, 0.0
+            )
+        )
+        for values in (high, low, uncounted):
+            (expected, _), expected_grads = textbook(values, head, targets, 0.0)
+            (objective, _), got = run(values)
+            np.testing.assert_allclose(objective, expected, rtol=1e-4)
+            assert_close(got, expected_grads, 1e-3)
+
+
+def test_a_last_chunk_that_is_not_full_changes_nothing(monkeypatch):
+    x, head, targets = (value[:1, :7] if value.ndim > 2 else value for value in inputs())
+    targets = targets[:1, :7]
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V * 3)
+    assert loss_chunks.num_chunks(7, V, 4) == 3
+    (expected, _), expected_grads = textbook(x, head, targets, 0.1)
+    with on(fsdp=1):
+        (objective, _), grads = jax.jit(
+            lambda x: jax.value_and_grad(ours, (0, 1), has_aux=True)(x, head, targets, 0.1)
+        )(jax.device_put(x, act("BRD")))
+    np.testing.assert_allclose(objective, expected, rtol=1e-6)
+    assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("target", [V, -2])
+def test_a_target_that_is_no_word_makes_the_loss_nan(target):
+    x, head, targets = inputs()
+    targets[0, 3] = target
+    with on(fsdp=2, tp=2):
+        placed = jax.device_put(x, act("BRD")), jax.device_put(head, P(None, ("sp", "tp")))
+        loss = jax.jit(lambda *args: ours(*args, targets, 0.1))
+        loss_with_gradients = jax.jit(
+            lambda *args: jax.value_and_grad(ours, (0, 1), has_aux=True)(*args, targets, 0.1)
+        )
+        values = *loss(*placed), *loss_with_gradients(*placed)[0]
+    assert np.isnan(values).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_a_narrow_type_are_those_of_its_logits_up_to_rounding(dtype):
+    x, head, targets = inputs()
+    x, head = x.astype(dtype), head.astype(dtype)
+    (expected, _), expected_grads = textbook(x, head, targets, 0.1)
+    with on(fsdp=1):
+        run = jax.jit(
+            lambda x: jax.value_and_grad(ours, (0, 1), has_aux=True)(x, head, targets, 0.1)
+        )
+        (objective, _), grads = run(jax.device_put(x, act("BRD")))
+    np.testing.assert_allclose(objective, expected, rtol=1e-3)
+    for a, b in zip(grads, expected_grads, strict=True):
+        assert a.dtype == dtype
+        off = np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b)
+        assert off <= float(jnp.finfo(dtype).eps), off
+
+
+def test_no_value_of_the_program_holds_all_logits(monkeypatch):
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V)
+    x, head, targets = inputs()
+    with on(fsdp=1):
+        args = jax.device_put(x, act("BRD")), jax.device_put(head, P(None, ("sp", "tp"))), targets
+        program = (
+            jax.jit(jax.grad(ours, has_aux=True), static_argnums=3).lower(*args, 0.0).as_text()
+        )
+    assert f"tensor<{B * T}x{V}xf32>" not in program
+    assert f"tensor<1x{V}xf32>" in program
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**29, 4 * V], ids=["one_chunk", "several"])
+def test_rows_have_their_sums_and_whether_no_token_is_likelier(chunk_bytes, monkeypatch):
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
+    x, head, targets = inputs()
+    logits = np.float64(x) @ np.float64(head)
+    best = logits.argmax(axis=2)
+    targets[:2] = np.where(targets[:2] < 0, -1, best[:2])  # the likeliest where a token counts
+    targets[1, 3] = (best[1, 3] + 1) % V  # but for one
+    nll = np.log(np.exp(logits).sum(axis=2))
+    nll -= np.take_along_axis(logits, np.maximum(targets, 0)[..., None], axis=2)[..., 0]
+    with on(dp=2, cp=2, sp=2):
+        place = {"x": act("BRD"), "head": act("DV"), "targets": act("BT")}
+        given = {"x": x, "head": head, "targets": targets}
+        given = {name: jax.device_put(value, place[name]) for name, value in given.items()}
+        weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
+        found, likeliest = jax.jit(
+            lambda x, head, targets: row_losses(
+                gather_sequence(x), jax.reshard(head, weight_type), targets
+            )
+        )(**given)
+    np.testing.assert_allclose(found, np.where(targets >= 0, nll, 0).sum(axis=1), rtol=1e-5)
+    assert np.asarray(likeliest).tolist() == [True, False, False, False]

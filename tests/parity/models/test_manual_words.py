@@ -1,0 +1,204 @@
+"""In a region that is manual over all axes the model gives the loss and gradients of the Explicit program."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.config import Config, DataConfig, Keep, MeshConfig, ModelConfig, TrainConfig
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
+from ultrascale_jax.sharding.rules import act, manual, specs, varying
+from ultrascale_jax.train_step.precision import layer_inputs
+from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.state import initial_state
+from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients
+
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8
+    ),
+    data=DataConfig(source="synthetic", seq_len=32),
+    train=TrainConfig(global_batch=8, precision="fp32"),
+)
+FSDP_SP_TP, SP_TP = {"fsdp": 2, "sp": 2, "tp": 2}, {"sp": 4, "tp": 2}
+FEW_KV_HEADS = {"num_kv_heads": 2, "qk_norm": "full", "qkv_bias": True, "sliding_window": 7}
+
+
+def configure(mesh, train, model) -> Config:
+    cfg = dataclasses.replace(
+        BASE,
+        mesh=MeshConfig.of(**mesh),
+        model=dataclasses.replace(BASE.model, **model),
+        train=dataclasses.replace(BASE.train, **train),
+    )
+    return cfg.check(8)
+
+
+def by_pieces(fn, params, *rest):
+    """`fn(params, *rest)`, a loss and gradients, in a region manual over all axes."""
+
+    def region(params, *rest):
+        loss, grads = fn(params, *rest)
+        return jax.lax.psum(loss, tuple(varying(loss))), reduce_gradients(grads, params)
+
+    rests = specs(params)
+    return smap(region, in_specs=(rests, *specs(rest)), out_specs=(P(), rests))(params, *rest)
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    paths = jax.tree_util.tree_leaves_with_path(found[1])
+    for (path, a), b in zip(paths, jax.tree.leaves(expected[1]), strict=True):
+        error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
+        assert error < 1e-5, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
+
+
+# Pipelines run this form, and tests/parity compares them with one device.
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_split_over_the_pipeline_gives_the_same_in_both_forms(tied):
+    mesh = {"pp": 2, "sp": 2, "tp": 2}
+    model = dataclasses.replace(BASE.model, tied_embeddings=tied)
+    cfg = dataclasses.replace(BASE, model=model, mesh=MeshConfig.of(**mesh))
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 64, (2, 8, 32)).astype(np.int32)
+    targets[0, :7] = -1
+
+    def total(params, tokens, targets):
+        x_BRD = params.embedding(tokens, jnp.float32)
+        if manual():
+            x_BRD = jax.lax.psum(x_BRD, "pp")
+        return params.loss(params.normed(x_BRD), targets, jnp.float32(0.01), z_loss=1e-3)
+
+    def gradients(params, tokens, targets):
+        fn = jax.value_and_grad(total, has_aux=True)
+        (_, loss), grads = fn(prepare_params(cfg, params), tokens, targets)
+        return loss, grads
+
+    def explicit(params, *rest):
+        loss, grads = gradients(params, *rest)
+        return loss, reduce_gradients(grads, params)
+
+    def run(mesh_cfg, fn):
+        devices = jax.devices()[: int(np.prod(list(mesh_cfg.sizes.values())))]
+        with jax.set_mesh(make_mesh(mesh_cfg, devices)):
+            params = jax.jit(lambda key: Transformer(cfg.model, key))(jax.random.key(0))
+            batch = (jax.device_put(x, act("BT")) for x in (tokens, targets))
+            return jax.tree.map(np.asarray, jax.jit(fn)(params, *batch))
+
+    expected = run(MeshConfig(fsdp=1), explicit)
+    split = MeshConfig.of(**mesh)
+    assert_same(run(split, explicit), expected)
+    assert_same(run(split, functools.partial(by_pieces, gradients)), expected)
+
+
+def trace_layer(cfg, in_region):
+    """Of one layer's forward and backward pass: the equations, and what is kept between the two."""
+    found = {}
+
+    def fn(params, x_BRD, ids_BT):
+        block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).stacks[0])
+        inputs = layer_inputs(cfg, {"positions": ids_BT, "segment_ids": ids_BT}, None)
+
+        def layer(block, x_BRD):
+            return block.gather_params(inputs)(x_BRD, inputs)[0]
+
+        def both(block, x_BRD, g_BRD):
+            return jax.vjp(remat(cfg)(layer), block, x_BRD)[1](g_BRD)
+
+        _, pull_back = jax.vjp(remat(cfg)(layer), block, x_BRD)
+        kept = [jax.typeof(r) for r in jax.tree.leaves(pull_back)]
+        shapes = [k.shape if manual() else k.sharding.shard_shape(k.shape) for k in kept]
+        found["kept"] = collections.Counter(shape for shape in shapes if shape not in ((), (1,)))
+        found["eqns"] = list(equations(jax.make_jaxpr(both)(block, x_BRD, x_BRD).jaxpr))
+        return x_BRD
+
+    mesh = abstract_mesh(cfg.mesh)
+    with jax.sharding.use_abstract_mesh(mesh):
+        params = jax.eval_shape(lambda: initial_state(cfg)).params
+        x = jax.ShapeDtypeStruct((8, 32, 32), jnp.float32, sharding=NamedSharding(mesh, act("BRD")))
+        ids = jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=NamedSharding(mesh, act("BT")))
+        if in_region:
+            rests = jax.tree.map(lambda p: P() if p.sharding is None else p.sharding.spec, params)
+            fn = smap(fn, in_specs=(rests, act("BRD"), act("BT")), out_specs=act("BRD"))
+        jax.eval_shape(fn, params, x, ids)
+    return found
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+SP, TP, CP = ("sp",), ("tp",), ("cp",)
+LAYER = {  # a half-block gathers its input and scatters its output, and backward the other way round
+    ("all_gather", SP): 4,
+    ("reduce_scatter", SP): 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "train", "model", "more"),
+    [
+        ({"fsdp": 2, "sp": 2, "tp": 2}, {"zero": 1}, {"qk_norm": "head"}, {("psum", TP): 4}),
+        (
+            {"fsdp": 2, "sp": 2, "tp": 2},
+            {"zero": 3},  # seven matrices, gathered again for the backward pass
+            {"qkv_bias": True},
+            {("psum", TP): 4, ("all_gather", ("fsdp",)): 14, ("reduce_scatter", ("fsdp",)): 7},
+        ),
+        (
+            {
+                "cp": 2,
+                "sp": 4,
+            },  # keys with values, positions and documents go round twice, gradients once
+            {"zero": 1},
+            {"num_kv_heads": 2},
+            {("ppermute", CP): 7},
+        ),
+        (
+            {"sp": 4, "tp": 2},  # the mean squares of queries and keys
+            {"zero": 3},
+            {"num_kv_heads": 2, "qk_norm": "full"},
+            {("psum", TP): 4, ("psum", ("sp", "tp")): 4},
+        ),
+    ],
+    ids=["zero1", "zero3", "cp", "qk_norm"],
+)
+def test_a_layer_communicates_as_the_explicit_one_does(mesh, train, model, more):
+    cfg = configure(mesh, train, model)
+    found = collections.Counter()
+    for eqn in trace_layer(cfg, in_region=True)["eqns"]:
+        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        if eqn.primitive.name.startswith(("psum", "all_", "reduce_scatter", "ppermute")):
+            axes = (axes,) if isinstance(axes, str) else axes
+            axes = tuple(axis for axis in axes if cfg.mesh.sizes[axis] > 1)
+            found[eqn.primitive.name.removesuffix("_invariant"), axes] += len(axes) > 0
+    assert +found == LAYER | more
+
+
+@pytest.mark.parametrize(
+    "policy", ["none", "dots", "selective", "full", Keep(saved=("q", "attn_core"))]
+)
+@pytest.mark.parametrize(
+    ("mesh", "model"), [(FSDP_SP_TP, {"qk_norm": "head"}), (SP_TP, FEW_KV_HEADS)], ids=str
+)
+def test_a_layer_keeps_what_the_explicit_one_keeps(mesh, model, policy):
+    cfg = configure(mesh, {"remat": policy}, model)
+    explicit, found = (trace_layer(cfg, in_region)["kept"] for in_region in (False, True))
+    if policy == "none":  # but for the rotary angles: not once for queries and once for keys
+        cos = (cfg.train.global_batch // cfg.mesh.batch, 32, 1, 1, cfg.model.head_dim // 2)
+        assert explicit.pop(cos) == 4
+        assert found.pop((*cos[:2], cos[4])) == 2
+    assert found == explicit

@@ -1,0 +1,59 @@
+"""Comparisons of models with layers, terms and optimizers of their own, on a mesh and on one device."""
+
+import functools
+from typing import ClassVar
+
+import optax
+
+import ultrascale_jax as us
+from tests.own_layers import GatedAttention, OwnModel
+from tests.parity.comparison import compare
+from tests.parity.rows import BASE
+from tests.runs import change
+from tests.states import some_state
+from ultrascale_jax.config import MeshConfig
+
+
+class OwnAttention(us.Transformer):
+    """Attention with a term, and built-in experts."""
+
+    layers = us.Layers(attention=GatedAttention)
+    layer_terms: ClassVar = {"open_gates": 2.0}
+
+
+class Lion(us.Transformer):
+    """Lion, for everything but the embedding and the norms."""
+
+    @staticmethod
+    def make_optimizer(cfg):
+        return optax.lion(us.lr_schedule(cfg), weight_decay=0.1)
+
+    @staticmethod
+    def is_trained(path):
+        return path != "embed" and "norm" not in path
+
+
+class Frozen(us.Transformer):
+    """The optimizer of the configuration, for attention alone."""
+
+    @staticmethod
+    def is_trained(path):
+        return path.startswith("stacks.0.attn.")
+
+
+def compare_model(model: type, mesh: str, evaluates: bool = False, **sections) -> None:
+    """Compare a model of eight heads and four layers on eight devices with one device."""
+    shape = {"num_heads": 8, "num_kv_heads": 4, "num_layers": 4} | sections.pop("model", {})
+    cfg = change(BASE, model=shape, mesh=MeshConfig.parse(mesh).sizes, **sections)
+    compare(cfg.check(8), evaluates, start=functools.partial(some_state, model=model))
+
+
+def compare_own_model(mesh: str, train: dict, schedule: str = "1f1b") -> None:
+    """Compare a model of own layers with an own head and terms."""
+    compare_model(OwnModel, mesh, True, train=train, pp={"schedule": schedule})
+
+
+def compare_own_attention(mesh: str) -> None:
+    """Compare terms of layers with and without experts."""
+    experts = us.Experts(num=4, top_k=2, d_ff=32, dense_layers=1)
+    compare_model(OwnAttention, mesh, model={"experts": experts})

@@ -1,0 +1,324 @@
+"""Experts split over ranks, every exchange, against dense float64 numpy: results and all gradients."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend import core
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.expert_oracle import Dense, dense_experts
+from ultrascale_jax.config import Experts, MoEConfig
+from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
+from ultrascale_jax.parallel.experts.dispatch import exchange_tokens
+from ultrascale_jax.parallel.experts.exchange import expert_layer
+
+TOLERANCE = 1e-6
+EXPERTS = Experts(num=8, top_k=2)
+GROUPED = Experts(num=16, top_k=4, groups=4, groups_per_token=2)
+N, D, F = 128, 8, 6  # tokens of all ranks
+
+TIGHT = MoEConfig(capacity_factor=1.0)
+OVERLAP = MoEConfig(overlap=True)
+NODES2 = MoEConfig(a2a_groups=2, capacity_factor=1.0)
+NODES4 = MoEConfig(a2a_groups=4, capacity_factor=1.0)
+
+
+class Layout(NamedTuple):
+    """Sizes of the axes, and whether gradients are taken inside the manual region."""
+
+    ep: int
+    sp: int = 1
+    tp: int = 1
+    kind: AxisType = AxisType.Explicit
+    inside: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        sizes = self.ep, self.sp, self.tp
+        devices = np.array(jax.devices()[: np.prod(sizes)])
+        return Mesh(devices.reshape(sizes), ("ep", "sp", "tp"), axis_types=(self.kind,) * 3)
+
+
+@functools.cache
+def routing(kind: str, experts: Experts = EXPERTS) -> np.ndarray:
+    """Distinct experts of each token, `[N, k]` int32."""
+    k = experts.top_k
+    if kind == "random":
+        draws = np.random.default_rng(0).random((N, experts.num))
+        return np.argsort(draws, axis=1)[:, :k].astype(np.int32)
+    first = {"uniform": k * np.arange(N), "one_expert": np.full(N, 3), "one_rank": np.full(N, -k)}
+    # Of 4 x 2 ranks those with sp = 0 choose alike, those with sp = 1 all one rank.
+    first["one_rank_of_half"] = np.where(np.arange(N) // 16 % 2, -k, first["uniform"])
+    return ((first[kind][:, None] + np.arange(k)) % experts.num).astype(np.int32)
+
+
+KINDS = ("random", "uniform", "one_expert", "one_rank")
+
+
+@functools.cache
+def inputs(experts: Experts) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    E = experts.num
+    shapes = {
+        "x": (N, D),
+        "d_y": (N, D),
+        "w_gate": (E, D, F),
+        "w_up": (E, D, F),
+        "w_down": (E, F, D),
+    }
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["weights"] = rng.random((N, experts.top_k)).astype(np.float32)
+    return arrays
+
+
+@functools.cache
+def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
+    """Compiled: ids [N, k] -> what the oracle knows, and how many choices were dropped."""
+    tokens, hidden = P(("ep", "sp")), P("ep", None, "sp" if layout.tp == 1 else "tp")
+    out = P("ep", "sp" if layout.tp == 1 else "tp", None)
+    in_specs = (tokens, tokens, hidden, hidden, out)
+
+    def layer(ids, *floats):
+        y, dropped = expert_layer(floats[0], ids, *floats[1:], axis="ep", moe=moe, experts=experts)
+        y = jax.lax.psum(y, "tp") if layout.tp > 1 else y
+        return y, jax.lax.psum(dropped, ("ep", "sp"))
+
+    def with_gradients(layer, ids, d_y, *floats):
+        y, pull_back, dropped = jax.vjp(lambda *floats: layer(ids, *floats), *floats, has_aux=True)
+        return Dense(y, *pull_back(d_y)), dropped
+
+    @jax.jit
+    def run(ids, d_y, *floats):
+        if layout.inside:
+            region = jax.shard_map(
+                functools.partial(with_gradients, layer),
+                in_specs=(tokens, tokens, *in_specs),
+                out_specs=(Dense(tokens, *in_specs), P()),
+            )
+            return region(ids, d_y, *floats)
+        region = jax.shard_map(layer, in_specs=(tokens, *in_specs), out_specs=(tokens, P()))
+        return with_gradients(region, ids, d_y, *floats)
+
+    def put_and_run(ids, way=lambda run: run):
+        given = inputs(experts)
+        names = ("d_y", "x", "weights", "w_gate", "w_up", "w_down")
+        arrays = ids, *(given[name] for name in names)
+        with jax.set_mesh(layout.mesh):
+            placed = jax.device_put(arrays, (tokens, tokens, *in_specs))
+            return jax.device_get(way(run)(*placed))
+
+    return put_and_run
+
+
+def assert_equal(found: Dense, ids, experts: Experts = EXPERTS, kept=True) -> None:
+    expected = dense_experts(ids=ids, kept=kept, **inputs(experts))
+    for name, value, want in zip(Dense._fields, found, expected, strict=True):
+        assert (value.shape, value.dtype) == (want.shape, np.float32)
+        error = np.abs(value - want).max() / np.abs(want).max()
+        assert error < TOLERANCE, f"{name}: relative error {error:.1e}"
+
+
+def check(moe: MoEConfig, layout: Layout, ids: np.ndarray, experts: Experts = EXPERTS) -> None:
+    """Nothing is dropped, and all is as the oracle has it."""
+    found, dropped = program(moe, layout, experts)(ids)
+    assert dropped == 0
+    assert_equal(found, ids, experts)
+
+
+# `TIGHT` takes more rounds. Every pair of exchange and kind of layout.
+CASES = {
+    "tight-ep1": (TIGHT, Layout(1), EXPERTS),
+    "tight-ep4": (TIGHT, Layout(4), EXPERTS),
+    "overlap-ep8": (OVERLAP, Layout(8), EXPERTS),
+    "tight-ep8-more_choices_than_experts": (TIGHT, Layout(8), GROUPED),
+    "tight-sp2": (TIGHT, Layout(4, sp=2), EXPERTS),
+    "tight-tp2": (TIGHT, Layout(4, tp=2), EXPERTS),
+    "tight-sp2-alone": (TIGHT, Layout(1, sp=2), EXPERTS),
+    "tight-inside-auto": (TIGHT, Layout(4, kind=AxisType.Auto, inside=True), EXPERTS),
+    "nodes2-sp2": (NODES2, Layout(4, sp=2), EXPERTS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_exchange_is_the_dense_layer(name, kind):
+    moe, layout, experts = CASES[name]
+    check(moe, layout, routing(kind, experts), experts)
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_a_number_that_is_no_experts_is_a_dropped_choice_and_minus_one_is_none(ep):
+    ids = routing("random").copy()
+    ids[::3, 0], ids[1::3, 1], ids[2::9, 0], ids[5::9] = -7, EXPERTS.num, 10**9, -1
+    found, dropped = program(TIGHT, Layout(ep))(ids)
+    kept = (ids >= 0) & (ids < EXPERTS.num)
+    assert dropped == np.sum(~kept & (ids != -1))
+    assert_equal(found, ids, kept=kept)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_what_goes_with_a_token_is_no_nan_and_comes_as_it_was_sent(dtype):
+    """Else `jax_debug_nans` stops at the exchange: halves of float32 weights are NaNs of 16 bits."""
+    bits = np.array([[0x3F807FC1, 0x3EFFFFFF], [0x3F7FFC01, 1]], np.uint32)
+    x, ids = jnp.ones((2, 3), dtype), np.array([[0, 10_000], [7, 4]], np.int32)
+
+    def send(x, weights):
+        return exchange_tokens(lambda rows: rows[::-1], x, ids, weights)
+
+    found, pull_back = jax.vjp(send, x, bits.view(np.float32))
+    assert np.all(np.isfinite(found[0]))
+    np.testing.assert_array_equal(found[1], ids[::-1])
+    np.testing.assert_array_equal(np.asarray(found[2]).view(np.uint32), bits[::-1])
+    dx, d_weights = pull_back((found[0], np.zeros(ids.shape, jax.dtypes.float0), found[2]))
+    np.testing.assert_array_equal(dx, x)
+    np.testing.assert_array_equal(np.asarray(d_weights).view(np.uint32), bits)
+
+
+@pytest.mark.parametrize(
+    ("moe", "ep", "experts"),
+    [
+        *((TIGHT, ep, EXPERTS) for ep in (2, 4, 8)),
+        (MoEConfig(), 8, EXPERTS),
+        (NODES4, 8, GROUPED),
+    ],
+)
+def test_the_worst_case_needs_more_than_the_rows_of_one_round(moe, ep, experts):
+    """So these tests do run a second round of the exchange and of the experts, and balanced routing does not."""
+    n = N // ep
+    first, *_, last = 2 * a2a_stages(moe, experts, ep, n)
+    assert first.rows < n  # what a rank sends to the one that all its tokens choose
+    slots = last.parts * last.rows
+    expected = N * experts.top_k / experts.num
+    assert (
+        capacity(slots, expected, moe.capacity_factor) < slots
+    )  # what comes to an expert that all choose
+    parts = routing("uniform", experts).reshape(ep, n, -1) // first.experts
+    assert max((parts == part).any(2).sum(1).max() for part in range(first.parts)) <= first.rows
+
+
+def equations(jaxpr):
+    """Of a program and all that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("moe", [TIGHT, NODES2], ids=["tight", "nodes2"])
+def test_ranks_that_talk_in_a_loop_leave_it_together(moe):
+    """Else one waits for another for ever: where sp splits the experts, the rounds gather tokens over sp too."""
+    traced = program(moe, Layout(4, sp=2))(routing("random"), lambda run: run.trace)
+    talking = 0
+    for loop in equations(traced.jaxpr):
+        if loop.primitive.name != "while":
+            continue
+        differs = loop.params["cond_jaxpr"].jaxpr.outvars[0].aval.mat.varying
+        inside = {
+            axis
+            for eqn in equations(loop.params["body_jaxpr"])
+            if eqn.primitive.name in ("all_to_all", "all_gather", "reduce_scatter", "psum")
+            for axis in np.atleast_1d(eqn.params.get("axis_name", eqn.params.get("axes")))
+        }
+        talking += bool(inside)
+        assert not differs & inside, f"a loop over rounds with collectives over {inside}"
+    assert talking > 0
+
+
+def test_ranks_of_sp_may_need_different_numbers_of_rounds():
+    check(TIGHT, Layout(4, sp=2), routing("one_rank_of_half"))
+
+
+def skewed(seed: int, hot: int, share: float) -> np.ndarray:
+    """Random choices, of which a share of the tokens has all among the `hot` first experts of a random order."""
+    rng = np.random.default_rng(seed)
+    draws = rng.random((N, EXPERTS.num))
+    lucky = rng.permutation(EXPERTS.num)[:hot]
+    draws[np.ix_(rng.random(N) < share, lucky)] -= 1
+    return np.argsort(draws, axis=1)[:, : EXPERTS.top_k].astype(np.int32)
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    hot=st.integers(EXPERTS.top_k, EXPERTS.num),
+    share=st.floats(0, 1),
+)
+def test_nothing_is_dropped_whatever_is_chosen(seed, hot, share):
+    check(TIGHT, Layout(4), skewed(seed, hot, share))
+
+
+def test_the_result_has_the_type_of_the_tokens():
+    """In bfloat16, with weights in float32, and close to what float64 has."""
+    given, ids = inputs(EXPERTS), routing("random")
+    names = ("x", "weights", "w_gate", "w_up", "w_down")
+    types = (jnp.bfloat16, jnp.float32, *(jnp.bfloat16,) * 3)
+    floats = [given[name].astype(dtype) for name, dtype in zip(names, types, strict=True)]
+
+    @jax.jit
+    @functools.partial(jax.shard_map, in_specs=P("ep"), out_specs=P("ep"))
+    def run(ids, *floats):
+        return expert_layer(floats[0], ids, *floats[1:], axis="ep", moe=TIGHT, experts=EXPERTS)[0]
+
+    with jax.set_mesh(Layout(4).mesh), jax.numpy_dtype_promotion("strict"):
+        y = run(*jax.device_put((ids, *floats), P("ep")))
+    assert y.dtype == jnp.bfloat16
+    rounded = {name: np.asarray(a, np.float32) for name, a in zip(names, floats, strict=True)}
+    expected = dense_experts(ids=ids, d_y=given["d_y"], **rounded).y
+    assert np.linalg.norm(np.float64(y) - expected) < 0.01 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("axis", "ep", "moe", "shape", "message"),
+    [
+        ("experts", 4, TIGHT, (2, D, F), r"axis='experts': is not manual here"),
+        ("ep", 4, TIGHT, (4, D, F), r"want .*8 experts over 4 ranks"),
+        ("ep", 4, MoEConfig(a2a_groups=3), (2, D, F), r"moe\.a2a_groups=3: must divide mesh\.ep=4"),
+        ("ep", 3, TIGHT, (2, D, F), r"mesh\.ep=3: must divide model\.experts\.num=8"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(axis, ep, moe, shape, message):
+    def layer(x, ids, weights, gate, up, down):
+        return expert_layer(x, ids, weights, gate, up, down, moe=moe, experts=EXPERTS, axis=axis)
+
+    mesh = Layout(ep).mesh
+
+    def struct(*shape, dtype=jnp.float32):
+        sharding = NamedSharding(mesh, P("ep"))
+        return jax.ShapeDtypeStruct((ep * shape[0], *shape[1:]), dtype, sharding=sharding)
+
+    arrays = (
+        struct(8, D),
+        struct(8, 2, dtype=jnp.int32),
+        struct(8, 2),
+        *(struct(*shape), struct(*shape), struct(shape[0], *shape[:0:-1])),
+    )
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message) as refused:
+        jax.eval_shape(jax.shard_map(layer, in_specs=P("ep"), out_specs=(P("ep"), P())), *arrays)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_axis_named_sp_that_splits_tokens_alone_is_one_like_any_other():
+    found = []
+    for name in ("sp", "data"):
+        mesh = jax.make_mesh((2, 2), (name, "ep"), axis_types=(AxisType.Explicit,) * 2)
+        tokens, own = P((name, "ep")), P("ep")
+
+        def layer(*arrays):
+            return expert_layer(*arrays, axis="ep", moe=MoEConfig(), experts=EXPERTS)[0]
+
+        arrays = inputs(EXPERTS)
+        names = ("x", "weights", "w_gate", "w_up", "w_down")
+        x, weights, *matrices = (arrays[name] for name in names)
+        with jax.set_mesh(mesh):
+            specs = (tokens, tokens, tokens, own, own, own)
+            run = jax.jit(jax.shard_map(layer, in_specs=specs, out_specs=tokens))
+            given = map(jax.device_put, (x, routing("random"), weights, *matrices), specs)
+            found.append(np.asarray(run(*given)))
+    np.testing.assert_array_equal(*found)

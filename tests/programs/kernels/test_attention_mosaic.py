@@ -1,0 +1,161 @@
+"""The kernel for documents and ring blocks: its ranges, numerics in the GPU interpreter, and what H100s run."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from tests.attention_blocks import (
+    EXACT,
+    KERNEL,
+    LLAMA3_8B,
+    ROUNDED,
+    case,
+    check,
+    check_joined,
+    compile_for,
+    joined,
+    kernels,
+    whole,
+)
+from ultrascale_jax.kernels import attention_mosaic as mosaic
+from ultrascale_jax.kernels.attention import attention, attention_backward, attention_forward
+from ultrascale_jax.kernels.attention_mask import BlockMask, Scores, visible_keys
+from ultrascale_jax.kernels.attention_ranges import Ranges, visible_ranges
+
+
+def within(ranges: Ranges, S: int) -> np.ndarray:
+    start, end = (np.asarray(x)[:, :, None] for x in ranges)
+    return (np.arange(S) >= start) & (np.arange(S) < end)
+
+
+PLACES = 24
+says = jax.jit(
+    lambda *a: [(visible_keys(*a, window=w), visible_ranges(*a, window=w)) for w in (None, 1, 5)]
+)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=4 * PLACES, max_size=4 * PLACES),
+    st.permutations(range(4)),
+    st.booleans(),
+)
+@settings(max_examples=8)
+def test_ranges_say_what_the_mask_says_between_pieces_of_a_sequence(ids, order, restart):
+    ids = np.sort(ids).astype(np.int32)
+    index = np.arange(ids.size, dtype=np.int32)
+    if restart:
+        index -= np.searchsorted(ids, ids).astype(np.int32)
+    # A rank has two chunks, as zigzag deals them out.
+    queries, others = (
+        np.concatenate([np.arange(PLACES) + PLACES * i for i in sorted(pair)])
+        for pair in (order[:2], order[2:])
+    )
+    for keys in (queries, others):
+        segments = ids[None, queries], ids[None, keys]
+        for mask, ranges in says(index[queries], index[keys], segments):
+            np.testing.assert_array_equal(within(ranges, keys.size), mask)
+
+
+T, S = 512, 384
+plan = jax.jit(
+    lambda ranges: (
+        mosaic._steps(ranges, mosaic.TILE, mosaic.TILE, S),
+        mosaic._steps(ranges, mosaic.TILE, mosaic.HALF, S),
+        mosaic._query_steps(ranges, S),
+        mosaic._inside(ranges),
+    )
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, S), st.integers(0, 150)), min_size=8, max_size=8))
+@settings(max_examples=8)
+def test_programs_visit_the_tiles_that_meet_their_ranges_and_no_others(pieces):
+    start, length = np.repeat(np.array(pieces, np.int32), T // 8, axis=0).T[:, None]
+    ranges = Ranges(start, np.minimum(start + length, S))
+    by_tile, by_half, by_key, inside = (np.asarray(x)[0] for x in plan(ranges))
+    halves = within(ranges, S).reshape(T // mosaic.HALF, mosaic.HALF, S)
+    met = halves.any(1)
+    tiles = met.reshape(T // mosaic.TILE, 2, S).any(1)
+    blocks = (
+        (by_tile, tiles.reshape(-1, S // mosaic.TILE, mosaic.TILE).any(2)),
+        (by_half, tiles.reshape(-1, S // mosaic.HALF, mosaic.HALF).any(2)),
+        (by_key, met.reshape(-1, S // mosaic.TILE, mosaic.TILE).any(2).T),
+    )
+    for table, seen in blocks:
+        for (first, count), row in zip(table, seen, strict=True):
+            (places,) = np.nonzero(row)
+            wanted = (places[0], places[-1] + 1 - places[0]) if places.size else (first, 0)
+            assert (first, count) == wanted
+    np.testing.assert_array_equal(within(Ranges(*inside.T[:, None]), S)[0], halves.all(1))
+
+
+def test_the_references_blocks_join_to_the_whole():
+    small = case((1, 64, 4, 2, 8), (25, 10, 29), 9, jnp.float32)
+    passes = attention_forward, attention_backward
+    both = jax.jit(lambda *a: (whole(small, *passes)(*a), joined(small, *passes, 32)(*a)))
+    in_one, in_two = both(*small.arrays)
+    check(in_one, small.want, EXACT)
+    check_joined(in_two, small.want, EXACT)
+
+
+def test_the_kernel_in_the_interpreter_equals_the_oracle_and_has_no_races(interpreted):
+    # One document is in all tiles, so that buffers are used again.
+    tiny = case((1, 384, 2, 1, 128), (30, 340, 14))
+    got = interpreted(whole(tiny, *KERNEL), *tiny.arrays)
+    assert [x.dtype for x in got] == [jnp.bfloat16, jnp.float32] + [jnp.bfloat16] * 3
+    check(got, tiny.want, ROUNDED)
+
+
+def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
+    q, k, v, _ = case((1, 128, 2, 1, 64), (128,)).arrays
+    index = np.arange(128)
+    run = functools.partial(attention, q_index=index, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"kernels\.attention='mosaic'.*got cpu"):
+        run(q, k, v)
+    wrong = (
+        [x.astype(np.float32) for x in (q, k, v)],
+        [x[..., :32] for x in (q, k, v)],
+        [q, k[:, :64], v[:, :64]],
+    )
+    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
+        assert jax.eval_shape(run, q, k, v).shape == q.shape
+        for arrays in wrong:
+            with pytest.raises(ValueError, match=r"kernels\.attention='mosaic'.*got NVIDIA H100"):
+                jax.eval_shape(run, *arrays)
+        run_block = functools.partial(attention_forward, q, k, v, implementation="mosaic")
+        assert jax.eval_shape(lambda: run_block(scores=Scores(scale=0.2)))[0].shape == q.shape
+        with pytest.raises(ValueError, match=r"kernels\.attention='mosaic': needs no soft cap"):
+            run_block(scores=Scores(softcap=5.0))
+        for scores in (Scores(scale=-1.0), Scores(softcap=5.0)):
+            with pytest.raises(ValueError, match=r"scores=Scores\(.*positive scales, and no soft"):
+                mosaic.forward(q, k, v, BlockMask(), scores)
+    with pytest.raises(ValueError, match="must be one of auto, cudnn"):
+        attention(q, k, v, q_index=index, implementation="triton")
+
+
+def test_h100s_run_three_kernels_that_keep_all_in_registers(h100s, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    B, tokens, N, _, _ = LLAMA3_8B
+
+    def run(q, k, v, ids):
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        return attention(q, k, v, q_index=index, segment_ids=(ids, ids), implementation="mosaic")
+
+    program = compile_for(h100s, run, P("dp"), LLAMA3_8B, tokens, 8 * B)
+    text = program.as_text()
+    assert kernels(text) == 3
+    assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+    assert f"{tokens},{tokens}" not in text
+    # Two float32 numbers for each query and head, beside lists of tiles.
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 4 * B * N * tokens + 1e6
+    words = "".join(capfd.readouterr())
+    unspilled = words.count("0 bytes spill stores, 0 bytes spill loads")
+    assert unspilled == words.count("spill stores") == 3
+    assert "setmaxnreg" not in words and "serialized" not in words

@@ -1,0 +1,155 @@
+"""Block-scaled fp8 products against float64: reference, kernel in the GPU interpreter; and what H100s run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
+from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
+from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
+from ultrascale_jax.kernels.quantize_fp8 import Quantized
+from ultrascale_jax.sharding.manual import smap
+
+E4M3 = jnp.float8_e4m3fn
+
+
+def operands(M, N, K, b_scaling, groups=(), a_type=E4M3) -> tuple[Quantized, Quantized]:
+    """Two quantised arrays whose blocks differ in size, so that a scale in the wrong place shows."""
+    rng = np.random.default_rng(0)
+
+    def quantised(rows, height, dtype=E4M3):
+        values = rng.normal(scale=100, size=(*groups, rows, K)).clip(-448, 448).astype(dtype)
+        scales = rng.uniform(0.1, 10, (*groups, -(-rows // height), -(-K // 128))) / 448
+        return Quantized(values, scales.astype(np.float32))
+
+    return quantised(M, 1, a_type), quantised(N, 128 if b_scaling == "tile" else 1)
+
+
+def exact(a: Quantized, b: Quantized) -> np.ndarray:
+    """The product in float64."""
+    wide = []
+    for values, scales in (a, b):
+        (M, K), rows = values.shape[-2:], scales.shape[-2]
+        spread = scales.astype(np.float64).repeat(128, -1).repeat(1 if rows == M else 128, -2)
+        wide.append(values.astype(np.float64) * spread[..., :M, :K])
+    return wide[0] @ np.swapaxes(wide[1], -1, -2)
+
+
+def relative(got, want) -> float:
+    difference = np.asarray(got, np.float64) - want
+    return float(np.linalg.norm(difference) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("b_scaling", ["tile", "block"])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((24, 160, 300), ()), ((5, 3, 128), (3,)), ((130, 1, 20), ())],
+    ids=["short blocks", "groups", "one row"],
+)
+def test_the_reference_multiplies_what_values_and_scales_say(shape, groups, b_scaling):
+    a, b = operands(*shape, b_scaling, groups)
+    want = exact(a, b)
+    got, rounded = jax.jit(lambda *ab: (fp8_matmul(*ab, out_dtype=jnp.float32), fp8_matmul(*ab)))(
+        a, b
+    )
+    assert got.dtype == jnp.float32 and got.shape == want.shape
+    assert relative(got, want) < 1e-6
+    assert relative(rounded, want) < 4e-3
+
+
+def test_what_is_no_block_scaled_product_fails_loudly(h100s):
+    a, b = operands(128, 256, 384, "tile")
+    for wrong in [
+        (Quantized(a.values, a.scales[:, :1]), b),
+        (a, Quantized(b.values, b.scales[:1])),
+        (a, Quantized(b.values[:, :256], b.scales[:, :2])),
+        (Quantized(a.values[None], a.scales[None]), b),
+        (Quantized(a.values, np.float32(1)), b),
+    ]:
+        with pytest.raises(ValueError, match=r"must be .* in blocks of 1 x 128"):
+            fp8_matmul(*wrong)
+    with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got cpu"):
+        fp8_matmul(a, b, implementation="mosaic")
+    short = Quantized(a.values[:64], a.scales[:64])
+    other = Quantized(a.values.astype(jnp.bfloat16), a.scales)
+    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
+        for wrong, dtype in (short, jnp.bfloat16), (other, jnp.bfloat16), (a, jnp.float16):
+            with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got NVIDIA H100"):
+                fp8_matmul(wrong, b, out_dtype=dtype, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "a_type", "b_scaling", "dtype", "cores"),
+    [
+        # Two waves; a program without a tile.
+        pytest.param((256, 128, 384), 1, E4M3, "tile", jnp.bfloat16, 2, id="forward"),
+        # One wave; more steps than are loaded ahead.
+        pytest.param(
+            (128, 128, 640),
+            2,
+            jnp.float8_e5m2,
+            "block",
+            jnp.float32,
+            1,
+            id="weight gradient of groups",
+        ),
+        # The next tile's blocks are loaded before the end of this one; programs of two tiles, one and none.
+        pytest.param((128, 384, 1024), 1, E4M3, "tile", jnp.bfloat16, 2, id="chain"),
+    ],
+)
+def test_the_kernel_in_the_interpreter_equals_the_reference_and_has_no_races(
+    interpreted, shape, groups, a_type, b_scaling, dtype, cores
+):
+    a, b = operands(*shape, b_scaling, (groups,), a_type)
+    got = interpreted(lambda a, b: mosaic.products(*a, *b, dtype), a, b, cores=cores)
+    assert got.dtype == dtype
+    assert relative(got, exact(a, b)) < (4e-3 if dtype == jnp.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "b_scaling", "dtype"),
+    [((), "tile", jnp.bfloat16), ((4,), "block", jnp.float32)],
+    ids=["forward", "weight gradient of experts"],
+)
+def test_h100s_run_one_kernel_that_keeps_all_in_registers(
+    h100s, groups, b_scaling, dtype, monkeypatch, capfd
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    M, N, K = 8192, 14336, 4096
+    split, whole = P("dp"), P()
+
+    def run(*arrays):
+        a, b = Quantized(*arrays[:2]), Quantized(*arrays[2:])
+        return fp8_matmul(a, b, out_dtype=dtype, implementation="mosaic")
+
+    with jax.set_mesh(h100s), uncached():
+        rows = N if b_scaling == "block" else N // 128
+        shapes = (8 * M, K), (8 * M, K // 128), (N, K), (rows, K // 128)
+        if groups:
+            shapes = tuple((8 * groups[0], n // 8 if n >= 8 * M else n, k) for n, k in shapes)
+        specs = (split, split, *((split if groups else whole),) * 2)
+        given = [
+            jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(h100s, spec))
+            for shape, kind, spec in zip(shapes, (E4M3, jnp.float32) * 2, specs, strict=True)
+        ]
+        region = smap(run, in_specs=specs, out_specs=split, axes=("dp",))
+        program = jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
+    text = program.as_text()
+    calls = re.findall(r"= (\S+) custom-call\(.*custom_call_target=.mosaic", text)
+    kind = "bf16" if dtype == jnp.bfloat16 else "f32"
+    result = ",".join(map(str, (*(groups or (1,)), M, N)))
+    assert [call.split("{")[0] for call in calls] == [f"{kind}[{result}]"]
+    assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+    # Nothing but the transposed scales.
+    scales = 4 * (groups or (1,))[0] * (M + (N if b_scaling == "block" else 0)) * K // 128
+    assert program.memory_analysis().temp_size_in_bytes <= scales
+    words = "".join(capfd.readouterr())
+    assert (
+        words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 1
+    )
+    assert not re.search("setmaxnreg|serialized", words)

@@ -1,0 +1,134 @@
+"""RMSNorm against float64 numpy: reference, kernel in the GPU interpreter; and what H100s run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
+from ultrascale_jax.kernels.rms_norm import rms_norm
+from ultrascale_jax.sharding.manual import smap
+
+EPS = 1e-3
+"""Large enough to be seen in the results."""
+
+
+def in_float64(x, weight, dy):
+    """The norm of the rows, and gradients of x and weight."""
+    x, weight, dy = (np.asarray(a, np.float64) for a in (x, weight, dy))
+    scale = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS)
+    dxn = dy * weight
+    dx = scale * (dxn - x * scale**2 * np.mean(dxn * x, axis=-1, keepdims=True))
+    dw = np.sum(dy * x * scale, axis=tuple(range(x.ndim - 1)))
+    return x * scale * weight, dx, dw
+
+
+def arrays(shape, dtype=np.float32):
+    """x, weight and dy."""
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=shape).astype(dtype) for _ in range(2))
+    weight = (1 + 0.3 * rng.normal(size=shape[-1:])).astype(np.float32)
+    return x, weight, dy
+
+
+def norm_with_gradients(implementation):
+    def run(x, weight, dy):
+        y, pull_back = jax.vjp(
+            lambda *a: rms_norm(*a, eps=EPS, implementation=implementation), x, weight
+        )
+        return y, *pull_back(dy)
+
+    return run
+
+
+def relative(got, want) -> float:
+    difference = np.asarray(got, np.float64) - want
+    return float(np.linalg.norm(difference) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
+def test_the_reference_equals_float64_with_its_gradients(dtype):
+    given = arrays((3, 5, 48), dtype)
+    bound = 1e-6 if dtype == np.float32 else 4e-3
+    results = jax.jit(norm_with_gradients("auto"))(*given)
+    for got, want in zip(results, in_float64(*given), strict=True):
+        assert relative(got, want) < bound
+    assert [a.dtype for a in results] == [dtype, dtype, np.float32]
+
+
+def test_gradients_of_a_weight_that_devices_share_add_up():
+    mesh = jax.make_mesh((4,), ("dp",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    x, weight, dy = arrays((8, 32))
+    with jax.set_mesh(mesh):
+        split = P("dp")
+
+        def run(x, weight, dy):
+            norm = smap(
+                lambda *a: rms_norm(*a, eps=EPS),
+                in_specs=(split, P()),
+                out_specs=split,
+                axes=("dp",),
+            )
+            y, pull_back = jax.vjp(norm, x, weight)
+            return y, *pull_back(dy)
+
+        placed = [jax.device_put(a, s) for a, s in ((x, split), (weight, P()), (dy, split))]
+        results = jax.jit(run)(*placed)
+    for got, want in zip(results, in_float64(x, weight, dy), strict=True):
+        assert relative(got, want) < 1e-6
+
+
+def test_forced_mosaic_fails_loudly_where_it_cannot_run(h100s):
+    x, weight, _ = arrays((4, 256), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"kernels\.norm='mosaic'.*got cpu"):
+        rms_norm(x, weight, eps=EPS, implementation="mosaic")
+    wrong = (
+        (x[:, :200], weight[:200]),
+        (x.astype(np.float32), weight),
+        (x, weight.astype(jnp.bfloat16)),
+    )
+    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
+        for a, w in wrong:
+            with pytest.raises(ValueError, match=r"kernels\.norm='mosaic'.*got NVIDIA H100"):
+                rms_norm(a, w, eps=EPS, implementation="mosaic")
+    with pytest.raises(ValueError, match="must be one of auto, mosaic, xla"):
+        rms_norm(x, weight, eps=EPS, implementation="triton")
+
+
+# Warpgroups have more rows than are loaded ahead, or none; the second D is cut into the narrowest chunks.
+@pytest.mark.parametrize(
+    ("shape", "cores"),
+    [((11, 384), 1), ((3, 384), 2)],
+    ids=["long", "short"],
+)
+def test_the_kernel_in_the_interpreter_equals_float64_and_has_no_races(interpreted, shape, cores):
+    given = arrays(shape, jnp.bfloat16)
+
+    def run(x, weight, dy):
+        return mosaic.backward(x, weight, dy, EPS)
+
+    dx, dw = interpreted(run, *given, cores=cores)
+    _, want_dx, want_dw = in_float64(*given)
+    assert relative(dx, want_dx) < 4e-3
+    assert relative(dw, want_dw) < 1e-6
+    assert dx.dtype == jnp.bfloat16
+
+
+def test_h100s_run_a_kernel_backwards_that_keeps_all_in_registers(compiled, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    D = 4096
+    shape = 8192, D
+    program = compiled(norm_with_gradients("mosaic"), shape, (D,), shape)
+    text = program.as_text()
+    assert len(re.findall("custom_call_target=.mosaic", text)) == 1
+    assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+    # The partial sums of the weight's gradient, a row of float32 for each of an SM's warpgroups, which hold 16,384.
+    assert program.memory_analysis().temp_size_in_bytes < 144 * 16384 * 4
+    words = "".join(capfd.readouterr())
+    assert (
+        words.count("0 bytes spill stores, 0 bytes spill loads") == words.count("spill stores") == 1
+    )

@@ -1,0 +1,237 @@
+"""A user's own table: what is read is what was written, and what cannot be run is refused, entry by entry."""
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultrascale_jax.config import (
+    SCHEDULES,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+    UserError,
+)
+from ultrascale_jax.parallel.pipeline.schedules import build, of_config
+from ultrascale_jax.parallel.pipeline.table_csv import read_csv
+from ultrascale_jax.plan.schedules.from_costs import from_costs
+from ultrascale_jax.plan.schedules.measures import formula
+from ultrascale_jax.plan.schedules.text import write_csv
+
+TABLE = """\
+0F0,0F1,,,0B0,0B1
+,1F0,1F1 1B0,1B1,,
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "mine.csv"
+
+
+def refusal(path):
+    with pytest.raises(UserError) as error:
+        read_csv(path)
+    message = str(error.value)
+    assert message.startswith(f"pp.schedule={str(path)!r}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"pp.schedule={str(path)!r}: ")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_written_is_read_again(name, file):
+    for p, m in ((1, 2), (2, 4), (4, 8)):
+        schedule = build(name, p, m)
+        write_csv(schedule, file)
+        # One rank, or one stage a rank, is a loop and a V.
+        placement = "loop" if p == 1 else schedule.placement
+        assert read_csv(file) == dataclasses.replace(schedule, name="mine.csv", placement=placement)
+
+
+def test_a_table_is_read(file):
+    file.write_text(TABLE)
+    schedule = read_csv(file)
+    assert (schedule.ranks, schedule.virtual, schedule.microbatches) == (2, 1, 2)
+    assert not schedule.split
+    assert dict(schedule.ticks[2][1]) == {"F": (1, 1), "B": (0, 1)}
+    assert formula(schedule) is None
+
+
+def test_spaces_a_byte_order_mark_short_rows_and_empty_last_lines_do_no_harm(file):
+    file.write_text("\ufeff 0F0 , 0F1,,,0B0,0B1\n,1F0,1B0  1F1,1B1\n\n \n", encoding="utf-8")
+    plain = file.with_name("plain.csv")
+    plain.write_text(TABLE)
+    assert read_csv(file).ticks == read_csv(plain).ticks
+
+
+def test_a_full_backward_among_split_ones_is_both_halves_in_one_tick(file):
+    file.write_text("0F0,0F1,0B0,0I1,0W1\n")
+    schedule = read_csv(file)
+    assert schedule.split
+    assert dict(schedule.ticks[2][0]) == {"B": (0, 0), "W": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    "old, new, rank, tick, why",
+    [
+        ("0F0", "", 1, 1, "1F0: it needs 0F0, which is missing"),
+        ("0F0", "0F0;0F1", 0, 0, "'0F0;0F1' is no operation"),
+        ("0F0", "0F\u0663", 0, 0, "'0F\u0663' is no operation"),
+        ("0F0", "0F" + "9" * 5000, 0, 0, "'0F9999"),
+        ("0F0", "0F0 0F1", 0, 0, "0F1: a rank runs one operation of a kind in a tick, here 0F0"),
+        ("0F0", "0F0,0F0", 0, 1, "0F0: it has run in tick 0 already"),
+        ("0F0", "0F999999", 0, 0, "0F999999: there is no microbatch 2 anywhere"),
+        ("0F0", "999999F0", 0, 0, "999999F0: there is no stage 2 anywhere"),
+        ("1F1 1B0", "1B0 1F1 0B0", 1, 2, "0B0: stage 0 is on rank 0"),
+        ("1B1", "", 0, 5, "0B1: it needs 1B1, which is missing"),
+        (
+            ",1F0",
+            "1F0,",
+            1,
+            0,
+            "1F0: it needs 0F0, which runs in tick 0, for use from the next tick on",
+        ),
+        ("0B0", "0W0 0I0 0W0", 0, 4, "0W0: a rank runs one operation of a kind in a tick"),
+        ("0B0", "0W0,0I0", 0, 4, "0W0: it needs 0I0, which runs in tick 5"),
+    ],
+)
+def test_an_illegal_table_is_refused_with_its_entry(file, old, new, rank, tick, why):
+    assert old in TABLE
+    text = TABLE.replace(old, new, 1)
+    file.write_text(text, encoding="utf-8")
+    cell = text.splitlines()[rank].split(",")[tick]
+    place = f"row {rank + 1} (rank {rank}), column {tick + 1} (tick {tick}), cell {cell!r}"
+    message = refusal(file)
+    assert message.startswith(place)
+    assert message.removeprefix(place).lstrip(",: ").startswith(why)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("0B1", "", "row 1 (rank 0): 0B1 is missing"),
+        ("0B0", "0I0", "row 1 (rank 0): 0W0 is missing"),
+        ("0F0", "2F0", "3 stages cannot be spread evenly over 2 rows (ranks)"),
+    ],
+)
+def test_a_table_that_lacks_something_is_refused(file, old, new, message):
+    file.write_text(TABLE.replace(old, new, 1))
+    assert refusal(file) == message
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "there is no operation in it"),
+        (b"0F0\n\n1F0,1B0\n0B0", "row 2 (rank 1): has no operation; give the rank a stage, or take"),
+        (b",,\n0F0,,0B0\n", "row 1 (rank 0): has no operation"),
+        (b"\xff\xfe0F0", "cannot be read: 'utf-8' codec"),
+        (b'"0F0', "cannot be read: unexpected end of data"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_table_is_refused(file, content, message):
+    file.write_bytes(content)
+    assert refusal(file).startswith(message)
+
+
+def test_a_file_that_is_not_there_is_refused(file, tmp_path):
+    assert refusal(file) == "there is no such file"
+    assert refusal(tmp_path) == "is not a regular file"
+
+
+def test_stages_that_are_neither_a_loop_nor_a_v_are_refused(file):
+    write_csv(build("zb_v", 3, 6), file)
+    rows = file.read_text().splitlines()
+    file.write_text("\n".join([rows[1], rows[0], rows[2]]))
+    assert ", 1F0: stage 1 is on rank 1" in refusal(file)
+    write_csv(build("interleaved", 3, 6), file)
+    rows = file.read_text().replace("3F0", "4F0", 1).splitlines()
+    file.write_text("\n".join(rows))
+    assert ", 4F0: stage 4 is on rank 1" in refusal(file)
+
+
+def legal(rows):
+    """Whether a loop's table runs, decided by the times of its operations alone."""
+    at = {}
+    for rank, row in enumerate(rows):
+        for tick, cell in enumerate(row):
+            kinds = [re.sub(r"\d", "", word) for word in cell]
+            if len(set(kinds)) < len(kinds):
+                return False
+            for kind, word in zip(kinds, cell, strict=True):
+                stage, i = map(int, word.split(kind))
+                if (kind, i, stage) in at or stage % len(rows) != rank:
+                    return False
+                at[kind, i, stage] = tick
+    jobs = {(i, s) for _, i, s in at}
+    stages, microbatches = 1 + max(s for _, s in jobs), 1 + max(i for i, _ in jobs)
+    split = any(kind in "IW" for kind, _, _ in at)
+    if len(at) != (3 if split else 2) * stages * microbatches or stages % len(rows):
+        return False
+    back = "I" if split else "B"
+    return all(
+        (s == 0 or at["F", i, s - 1] < at["F", i, s])
+        and at["F", i, s] < at[back, i, s]
+        and (not split or at["I", i, s] <= at["W", i, s])
+        and (s == stages - 1 or at[back, i, s + 1] < at[back, i, s])
+        for i, s in jobs
+    )
+
+
+@st.composite
+def tables(draw):
+    p, m, v = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 2))
+    cost = [draw(st.floats(0.1, 10)) for _ in range(3)]
+    return from_costs(p, m, *cost, v + draw(st.integers(0, 9)), virtual=v)
+
+
+@given(data=st.data(), table=tables())
+@settings(max_examples=60)
+def test_a_random_change_is_refused_exactly_where_it_is_illegal(data, table, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "mutated.csv"
+    write_csv(table, path)
+    rows = [[cell.split() for cell in line.split(",")] for line in path.read_text().splitlines()]
+    assert legal(rows)
+    for _ in range(data.draw(st.integers(1, 3))):
+        full = [(r, t) for r, row in enumerate(rows) for t, cell in enumerate(row) if cell]
+        r, t = data.draw(st.sampled_from(full))
+        word = data.draw(st.sampled_from(rows[r][t]))
+        change = data.draw(st.sampled_from(("drop", "move", "copy", "swap")))
+        tick = data.draw(st.integers(0, len(rows[0]) - 1))
+        other = data.draw(st.sampled_from([r] * table.ranks + list(range(table.ranks))))
+        if change == "swap":
+            rows[r][t], rows[other][tick] = rows[other][tick], rows[r][t]
+        if change in ("drop", "move"):
+            rows[r][t].remove(word)
+        if change in ("move", "copy"):
+            rows[other][tick].append(word)
+    path.write_text("\n".join(",".join(" ".join(cell) for cell in row) for row in rows) + "\n")
+    if legal(rows):
+        read_csv(path)
+    else:
+        refusal(path)
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({"mesh": MeshConfig(pp=4, fsdp=1)}, "mesh.pp=4: the table {file} is for 2"),
+        ({"train": TrainConfig(microbatches=4)}, "train.microbatches=4: the table {file} is for 2"),
+        (
+            {"model": ModelConfig(num_layers=1)},
+            "model.num_layers=1: the table {file} has 2 stages",
+        ),
+    ],
+)
+def test_a_run_takes_a_table_that_is_made_for_it(file, section, message):
+    file.write_text(TABLE)
+    pp = PipelineConfig(schedule=str(file))
+    wanted = {"mesh": MeshConfig(pp=2, fsdp=1), "train": TrainConfig(microbatches=2)}
+    with pytest.raises(UserError) as error:
+        of_config(Config(pp=pp, **(wanted | section)))
+    assert str(error.value).startswith(message.format(file=file))
+    assert of_config(Config(pp=pp, **wanted)) == read_csv(file)

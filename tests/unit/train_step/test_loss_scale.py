@@ -1,0 +1,110 @@
+"""Float16: the loss scale falls and grows as it should, and the run is that of one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.fp16 import BASE, run
+from tests.runs import change, mesh_of
+from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import describe
+from ultrascale_jax.config import (
+    LogConfig,
+)
+from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.health import skipped_steps
+from ultrascale_jax.health.skipped_steps import Diverged
+from ultrascale_jax.train_step import loss_scale
+from ultrascale_jax.train_step.loss_scale import LossScale
+from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.training.loop import train
+
+
+def with_infinite_norm(state):
+    norm = state.params.final_norm[...]
+    leaves = [jnp.full_like(x, jnp.inf) if x is norm else x for x in jax.tree.leaves(state)]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_interval():
+    """Three good steps double it, not 2,000."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+        yield
+
+
+def test_it_doubles_after_three_steps_without_overflow_and_halves_at_one():
+    def follow(scale, oks):
+        state, found = LossScale(jnp.float32(scale), jnp.int32(0)), []
+        for ok in oks:
+            state = state.after(jnp.array(ok))
+            found.append((float(state.scale), int(state.good_steps)))
+        return found
+
+    assert follow(8, [True, True, True, True, False, True, True, True]) == [
+        *[(8, 1), (8, 2), (16, 0), (16, 1), (8, 0), (8, 1), (8, 2), (16, 0)]
+    ]
+    least, most = loss_scale.LEAST, loss_scale.MOST
+    assert follow(least, [False]) == [(least, 0)]
+    assert follow(most, [True, True, True]) == [(most, 1), (most, 2), (most, 0)]
+
+
+def test_only_float16_has_one():
+    for precision in ("bf16", "fp32"):
+        cfg = change(BASE, train={"precision": precision})
+        assert abstract_state(cfg, mesh_of(cfg)).loss_scale is None
+    abstract = abstract_state(BASE, mesh_of(BASE))
+    assert [x.dtype for x in jax.tree.leaves(abstract.loss_scale)] == [jnp.float32, jnp.int32]
+
+
+def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall(monkeypatch):
+    monkeypatch.setattr(loss_scale, "FIRST", 4.0)
+    state, metrics, _ = run(BASE, 5, with_infinite_norm)
+    assert [float(m["loss_scale"]) for m in metrics] == [4, 2, 1, 1, 1]
+    assert (int(state.skipped), int(state.skipped_in_a_row)) == (5, 3)
+
+
+def test_the_loop_counts_as_the_state_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_scale, "FIRST", 4.0)
+    monkeypatch.setattr(skipped_steps, "MOST_IN_A_ROW", 2)
+    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    state = with_infinite_norm(some_state(cfg, mesh_of(cfg)))
+    with Checkpoints(cfg) as checkpoints:
+        checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
+    with pytest.raises(Diverged, match=r"2 steps in a row up to step 5;"):
+        train(cfg, mesh_of(cfg))
+
+
+def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path, monkeypatch):
+    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
+    mesh = mesh_of(cfg)
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    first = loss_scale.FIRST
+    monkeypatch.setattr(loss_scale, "FIRST", first / 2)
+    with Checkpoints(cfg) as checkpoints:
+        saved = describe(cfg, 1, loader.fingerprint)
+        checkpoints.save(some_state(cfg, mesh), saved, wait=True)
+    monkeypatch.setattr(loss_scale, "FIRST", first)
+
+    def restore(cfg):
+        with Checkpoints(cfg) as checkpoints:
+            return checkpoints.restore(checkpoints.latest, abstract_state(cfg, mesh))
+
+    state = restore(cfg)
+    assert float(state.loss_scale.scale) == first / 2
+    other = change(cfg, train={"precision": "bf16"})
+    plain = restore(other)
+    assert plain.loss_scale is None
+    assert jax.tree.structure(plain) == jax.tree.structure(abstract_state(other, mesh))
+    with Checkpoints(other) as checkpoints:
+        checkpoints.save(plain, describe(other, 17, loader.fingerprint), wait=True)
+    again = restore(cfg)
+    assert float(again.loss_scale.scale) == first
+    for x, y in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()

@@ -1,0 +1,187 @@
+"""Stochastic rounding: right on average, the same on every mesh and after a resume, and it keeps small steps."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.runs import mesh_of
+from tests.states import some_state
+from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.run_metadata import check_same_run, describe
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    TrainConfig,
+    UserError,
+)
+from ultrascale_jax.train_step.objective import Sums
+from ultrascale_jax.train_step.rounding import in_bfloat16, random_bits, round_stochastically
+from ultrascale_jax.train_step.state import abstract_state, to_checkpoint_layout
+from ultrascale_jax.train_step.step import apply_gradients
+
+CFG = Config(
+    model=ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=8
+    ),
+    mesh=MeshConfig(fsdp=1),
+    data=DataConfig(source="synthetic", seq_len=32),
+    optim=OptimConfig(lr=1e-2, moment_dtype="bfloat16", stochastic_rounding=True),
+    train=TrainConfig(steps=4, global_batch=8, precision="fp32"),
+)
+
+
+def on(mesh, pp=None, microbatches=1):
+    train = dataclasses.replace(CFG.train, microbatches=microbatches)
+    mesh = MeshConfig.of(**mesh)
+    return dataclasses.replace(CFG, mesh=mesh, pp=pp or PipelineConfig(), train=train)
+
+
+def test_over_all_bits_the_mean_is_the_number_and_each_result_a_neighbour():
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        [rng.normal(size=6), [1e-30, -3e30, 1.0, 0.0, 1e-41, 2.0 + 2**-22], [-1.7]]
+    ).astype(np.float32)
+    bits = jnp.arange(2**16, dtype=jnp.uint32)[:, None] + jnp.uint32(5 << 16)
+    shape = (len(bits), len(x))
+    rounded = round_stochastically(jnp.broadcast_to(x, shape), jnp.broadcast_to(bits, shape))
+    assert rounded.dtype == jnp.bfloat16
+    found = np.asarray(rounded, np.float64)
+    np.testing.assert_allclose(found.mean(0), x, rtol=1e-12)
+    for value, column in zip(x, found.T, strict=True):
+        exact = value == np.float32(jnp.bfloat16(value))
+        assert len(np.unique(column)) == (1 if exact else 2)
+        assert np.all(np.abs(column - value) < max(np.abs(value) * 2**-7, 2.0**-133))
+
+
+def test_a_long_average_arrives_where_plain_bfloat16_stands_still():
+    adam = optax.scale_by_adam(b2=0.999)
+
+    def nearest(state, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype) if x.dtype != jnp.int32 else x, state)
+
+    def plain(grads, state, params):
+        updates, state = adam.update(grads, nearest(state, jnp.float32), params)
+        return updates, nearest(state, jnp.bfloat16)
+
+    rounded = in_bfloat16(adam, seed=0)
+    with jax.set_mesh(mesh_of(CFG)):
+        params = {"w": jnp.ones((64,), jnp.float32)}
+
+        def average(update):
+            def step(state, _):
+                return update(params, state, params)[1], None
+
+            return jax.jit(lambda s: jax.lax.scan(step, s, length=6000)[0])(rounded.init(params))
+
+        stuck, moved = (
+            np.asarray(average(update).nu["w"], np.float64) for update in (plain, rounded.update)
+        )
+    # A step adds 0.001 of what is missing, and is lost below 1/512 of what is there.
+    assert np.all(stuck < 0.5)
+    wanted = 1 - 0.999**6000
+    # Each step adds at most half a unit (2^-7) of noise, of which 1 / (2 * 0.001) steps are remembered.
+    noise = 2**-8 * (2 * 0.001) ** -0.5
+    assert np.all(np.abs(moved - wanted) < 4 * noise) and np.all(moved > 0.5)
+    assert np.abs(moved.mean() - wanted) < 4 * noise / 64**0.5
+
+
+FSDP_TP = on({"fsdp": 2, "tp": 2})
+INTERLEAVED = on({"pp": 2, "fsdp": 2}, PipelineConfig(schedule="interleaved"), microbatches=4)
+
+
+def bits_of(cfg):
+    """Random bits of all parameters, as a checkpoint would order them, and the program that makes them."""
+    mesh = mesh_of(cfg)
+    with jax.set_mesh(mesh):
+        params = some_state(cfg, mesh).params
+        program = jax.jit(lambda params: random_bits(jax.random.key(7), params)).lower(params)
+        program = program.compile()
+        bits = program(params)
+        for x, like in zip(jax.tree.leaves(bits), jax.tree.leaves(params), strict=True):
+            assert x.dtype == jnp.uint32 and x.sharding.is_equivalent_to(like.sharding, x.ndim)
+        return [
+            np.asarray(x) for x in jax.tree.leaves(to_checkpoint_layout(bits))
+        ], program.as_text()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return bits_of(CFG)[0]
+
+
+def test_the_bits_depend_on_the_layer_and_not_on_the_mesh_and_nothing_travels(alone):
+    bits, text = bits_of(INTERLEAVED)
+    for got, want in zip(bits, alone, strict=True):
+        assert got.tobytes() == want.tobytes()
+    assert not re.search(r"(all|reduce|collective)-\w+(-start)?\(", text)
+
+
+def test_layers_steps_and_parameters_have_bits_of_their_own(alone):
+    stacks = [x for x in alone if x.ndim > 1 and x.shape[0] == 5]
+    rows = [row.tobytes() for x in stacks for row in x]
+    assert len(set(rows)) == len(rows)
+    halves = np.concatenate([x.ravel() for x in alone])
+    for half in (halves & 0xFFFF, halves >> 16):
+        assert abs(half.mean() / 2**16 - 0.5) < 5 * (12 * half.size) ** -0.5
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The program of an update on four devices, the state after two of them, and the gradients of all."""
+    cfg = FSDP_TP
+    mesh = mesh_of(cfg)
+    batch = {"targets": jnp.zeros((8, 32), jnp.int32)}
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        grads = state.params
+        step = jax.jit(lambda state, g: apply_gradients(cfg, state, batch, g, Sums(jnp.float32(1))))
+        for _ in range(2):
+            state, _ = step(state, grads)
+        return cfg, step, state, grads
+
+
+def test_both_moments_are_bfloat16_and_a_resumed_run_continues_bit_for_bit(trained, tmp_path):
+    cfg, step, state, grads = trained
+    cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))
+    moments = state.opt_state[0]
+    kinds = {x.dtype for x in jax.tree.leaves((moments.mu, moments.nu))}
+    assert kinds == {jnp.dtype(jnp.bfloat16)}
+    with Checkpoints(cfg) as checkpoints:
+        checkpoints.save(state, describe(cfg, 2, "data"), wait=True)
+        resumed = checkpoints.restore(2, abstract_state(cfg, mesh_of(cfg)))
+    with jax.set_mesh(mesh_of(cfg)):
+        results = [step(s, grads) for s in (state, resumed)]
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def test_moments_round_another_way_at_another_seed_or_step_only():
+    adam = in_bfloat16(optax.scale_by_adam(), seed=0), in_bfloat16(optax.scale_by_adam(), seed=1)
+    with jax.set_mesh(mesh_of(CFG)):
+        params = grads = {"w": jnp.linspace(-1.0, 1.0, 100)}
+        start = adam[0].init(params)
+        later = start._replace(count=start.count + 1)
+        updates = [jax.jit(a.update) for a in adam]
+        pairs = (updates[0], start), (updates[0], start), (updates[0], later), (updates[1], start)
+        first, same, step, seed = (
+            np.asarray(run(grads, s, params)[1].mu["w"]).tobytes() for run, s in pairs
+        )
+    assert first == same and len({first, step, seed}) == 3
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(UserError, match=r"optim\.stochastic_rounding=True: needs optim\.name"):
+        OptimConfig(name="muon", moment_dtype="bfloat16", stochastic_rounding=True)
+    plain = dataclasses.replace(CFG, optim=OptimConfig(moment_dtype="bfloat16"))
+    with pytest.raises(UserError, match=r"optim\.stochastic_rounding: saved True, now False"):
+        check_same_run(describe(CFG, 1, "data"), plain, "data", "run/1")

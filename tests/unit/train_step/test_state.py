@@ -1,0 +1,240 @@
+"""The state at rest: the same numbers on any mesh, layers where the schedule wants them, padding that stays zero."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.runs import mesh_of
+from tests.states import some_state
+from ultrascale_jax.config import (
+    Config,
+    Experts,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+)
+from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.parallel.pipeline.schedules import order_of_config
+from ultrascale_jax.sharding.mesh import abstract_mesh
+from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.train_step.optim import optimizer
+from ultrascale_jax.train_step.state import (
+    abstract_state,
+    gather_stages,
+    init_state,
+    to_checkpoint_layout,
+)
+
+LAYERS = 5
+
+
+class AttentionAlone(Transformer):
+    """Nothing else is trained."""
+
+    @staticmethod
+    def is_trained(path):
+        return ".attn." in path
+
+
+BASE = Config(
+    model=ModelConfig(
+        vocab_size=64,
+        d_model=32,
+        d_ff=64,
+        num_layers=LAYERS,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qkv_bias=True,
+    ),
+    mesh=MeshConfig(fsdp=1),
+)
+PIPELINES = {
+    "pp2_1f1b": ({"pp": 2, "fsdp": 2, "sp": 2}, PipelineConfig()),
+    "pp4_1f1b": ({"pp": 4, "fsdp": 2}, PipelineConfig()),
+    "pp2_interleaved": ({"pp": 2, "tp": 2}, PipelineConfig(schedule="interleaved")),
+    "pp2_zb_v": ({"pp": 2}, PipelineConfig(schedule="zb_v")),
+}
+ORDERS = {
+    "pp2_1f1b": (0, 1, 2, 3, 4, None),
+    "pp4_1f1b": (0, 1, 2, None, 3, None, 4, None),
+    "pp2_interleaved": (0, 1, 3, None, 2, None, 4, None),
+    "pp2_zb_v": (0, 1, 4, None, 2, None, 3, None),
+}
+
+
+def on(name: str, cfg: Config = BASE) -> Config:
+    sizes, pp = PIPELINES[name]
+    mesh = MeshConfig.of(**sizes)
+    train = dataclasses.replace(cfg.train, microbatches=4)
+    return dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train)
+
+
+def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros():
+    cfg, order = on("pp2_interleaved"), ORDERS["pp2_interleaved"]
+    alone = init_state(BASE, mesh_of(BASE)).params
+    state = init_state(cfg, mesh_of(cfg))
+    assert state.params.orders == (order,)
+    for here, expected in zip(
+        jax.tree.leaves(state.params.stacks), jax.tree.leaves(alone.stacks), strict=True
+    ):
+        assert here.sharding.spec[0] == "pp"
+        rows = np.asarray(here)
+        for row, layer in zip(rows, order, strict=True):
+            np.testing.assert_array_equal(row, 0 if layer is None else np.asarray(expected)[layer])
+    np.testing.assert_array_equal(state.params.embed[...], alone.embed[...])
+    np.testing.assert_array_equal(state.params.head[...], alone.head[...])
+
+
+@pytest.mark.parametrize("experts", [None, Experts(num=4, top_k=2, d_ff=32, dense_layers=1)])
+def test_gathered_stages_are_the_model_as_a_whole(experts):
+    base = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, experts=experts))
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 16)).astype(np.int32)
+    positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
+
+    def states(cfg: Config) -> np.ndarray:
+        mesh = mesh_of(cfg)
+        with jax.set_mesh(mesh):
+            model = gather_stages(some_state(cfg, mesh, scale=0.2).params)
+            place = NamedSharding(mesh, act("BT"))
+            rows = [jax.device_put(a, place) for a in (tokens, positions)]
+
+            @jax.jit
+            def run(model, tokens, positions):
+                inputs = LayerInputs.of(cfg.model, positions, context=cfg.cp)
+                out = model(tokens, inputs, capture=(1,))
+                return out.captured[1], out.x_BRD
+
+            return np.asarray(run(model, *rows))
+
+    expected = states(base)
+    for name in ("pp2_interleaved", "pp2_1f1b"):
+        error = np.abs(states(on(name, base)) - expected).max()
+        assert error < 1e-5 * np.abs(expected).max()
+
+
+def test_the_layers_of_every_schedule_have_their_order():
+    assert {name: order_of_config(on(name)) for name in PIPELINES} == ORDERS
+
+
+MIXED = dataclasses.replace(
+    BASE,
+    model=dataclasses.replace(
+        BASE.model, experts=Experts(num=4, top_k=2, d_ff=16, dense_layers=2, bias=True)
+    ),
+)
+"""Two layers with one feed-forward layer, three with experts."""
+
+
+def test_dense_layers_have_as_few_rows_as_the_fullest_rank_and_experts_one_at_each_position():
+    dense, experts = (0, 1), (None, None, 4, None, None, 2, 3, None)
+    cfg = on("pp2_zb_v", MIXED)
+    alone = init_state(MIXED, mesh_of(MIXED)).params
+    params = init_state(cfg, mesh_of(cfg)).params
+    assert params.orders == (dense, experts)
+    for order, stack, first, expected_stack in zip(
+        params.orders, params.stacks, (0, 2), alone.stacks, strict=True
+    ):
+        pairs = zip(jax.tree.leaves(stack), jax.tree.leaves(expected_stack), strict=True)
+        for here, expected in pairs:
+            for row, layer in zip(np.asarray(here), order, strict=True):
+                np.testing.assert_array_equal(row, 0 if layer is None else expected[layer - first])
+
+
+def trained(cfg):
+    """Parameters and optimizer state after two updates with the parameters' own values as gradients."""
+
+    def update(state, _):
+        params, opt_state = state
+        updates, opt_state = optimizer(cfg).update(params, opt_state, params)
+        return (jax.tree.map(jnp.add, params, updates), opt_state), None
+
+    state = some_state(cfg, mesh_of(cfg))
+    start = (state.params, state.opt_state)
+    with jax.set_mesh(mesh_of(cfg)):
+        return jax.jit(lambda start: jax.lax.scan(update, start, length=2)[0])(start)
+
+
+def test_muon_updates_layers_of_both_kinds_in_a_pipeline_as_on_one_device():
+    alone = dataclasses.replace(MIXED, optim=OptimConfig(name="muon", lr=0.1))
+    here = trained(on("pp2_1f1b", alone))
+    for stack, order in zip(here[0].stacks, here[0].orders, strict=True):
+        padding = np.array([layer is None for layer in order])
+        assert padding.any() and not any(
+            np.asarray(x)[padding].any() for x in jax.tree.leaves(stack)
+        )
+    moved, expected = to_checkpoint_layout(here), trained(alone)
+    for leaf, wanted in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optim", "model"),
+    [("adamw", Transformer), ("muon", Transformer), ("muon", AttentionAlone)],
+)
+def test_layers_move_and_a_vocabulary_does_not_however_their_shardings_are_written(optim, model):
+    cfg = on("pp2_zb_v", dataclasses.replace(BASE, optim=OptimConfig(name=optim)))
+    mesh, order = mesh_of(cfg), ORDERS["pp2_zb_v"]
+    state = some_state(cfg, mesh, model=model)
+    again = {"pp": ("pp", "dp"), ("pp", "sp", "tp"): "pp"}  # of axes of one device but for pp
+
+    def respelled(x):
+        return jax.device_put(
+            x, NamedSharding(mesh, P(*(again.get(s, s) for s in x.sharding.spec)))
+        )
+
+    state = jax.tree.map(respelled, state)
+    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+    moved = to_checkpoint_layout(state)
+    np.testing.assert_array_equal(moved.params.embed[...], state.params.embed[...])
+    rows = [order.index(layer) for layer in range(LAYERS)]
+    for after, before in zip(jax.tree.leaves(moved), jax.tree.leaves(state), strict=True):
+        stacked = before.ndim > 0 and len(before) == len(order)
+        np.testing.assert_array_equal(after, np.asarray(before)[rows] if stacked else before)
+
+
+def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
+    cfg = on(
+        "pp2_1f1b", dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, num_layers=4))
+    )
+    params = some_state(cfg, mesh_of(cfg)).params
+    assert params.orders == ((0, 1, 2, 3),)
+    pairs = zip(
+        jax.tree.leaves(to_checkpoint_layout(params)),
+        jax.tree.leaves(params),
+        strict=True,
+    )
+    assert all(a is b for a, b in pairs)
+
+
+def test_the_state_of_a_large_pipeline_rests_in_its_shares():
+    """126 layers (Llama 3 405B's) over 16 ranks of 2 stages: 32 stages of 4 or 3, moments and all."""
+    model = ModelConfig(
+        vocab_size=128256,
+        d_model=16384,
+        d_ff=53248,
+        num_layers=126,
+        num_heads=128,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    cfg = Config(
+        model=model,
+        mesh=MeshConfig(pp=16, fsdp=16, sp=8),
+        pp=PipelineConfig(schedule="interleaved"),
+        train=dataclasses.replace(BASE.train, microbatches=32),
+    )
+    state = abstract_state(cfg, abstract_mesh(cfg.mesh))
+    [order] = state.params.orders
+    assert len(order) == 128 and order.count(None) == 2
+    for [stack] in (state.params.stacks, state.opt_state[0].mu.stacks):
+        [leaf] = jax.tree.leaves(stack.mlp.w_up)
+        assert leaf.shape == (128, 16384, 53248)
+        assert leaf.sharding.shard_shape(leaf.shape) == (8, 1024, 6656)
