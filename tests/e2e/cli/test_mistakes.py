@@ -98,6 +98,7 @@ COMMANDS = [
         "prepare-data --input a.jsonl --out own --text-field body --workers 1",
     ),
     (
+        "prepare-data --input no* --out o",
         "no file matches; give another pattern",
         "prepare-data --input text/* --out o --workers 1",
     ),
@@ -107,6 +108,7 @@ COMMANDS = [
         "prepare-data --input text/*.txt --out p --workers 1",
     ),
     (
+        "prepare-data --input text/*.txt --out q --train-bpe 99",
         "must be at least 257",
         "prepare-data --input text/*.txt --out q --train-bpe 257 --workers 1",
     ),
@@ -122,6 +124,7 @@ COMMANDS = [
         "train --train.init-from hf:hf --print-config",
     ),
     (
+        "train --train.init-from hf",
         "folder; write hf:hf",
         "train --train.init-from hf:hf --print-config",
     ),
@@ -131,6 +134,7 @@ COMMANDS = [
         "train --train.init-from trained --print-config",
     ),
     (
+        "train --train.init-from trained@77",
         "the steps are",
         "train --train.init-from trained --print-config",
     ),
@@ -147,6 +151,7 @@ COMMANDS = [
         "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1 --train.init-from trained",
     ),
     (
+        "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1",
         r"train\.dpo\.beta=.* give --train.init-from hf:DIR or RUN_DIR$",
         "train ./my.py --log.run-dir w --data.source tokens:pairs --train.dpo.beta 0.1 --train.init-from trained",
     ),
