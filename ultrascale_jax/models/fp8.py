@@ -168,7 +168,7 @@ def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **
         w = w.map(lambda a: a.reshape(K, -1))
         x, value, *quantised = match_vma(x.reshape(-1, K), *jax.tree.leaves(w))
         # JAX would make cotangents of the wrong type for float8 values.
-        y = _multiply(w.recipe, x, value, *jax.lax.stop_gradient(quantised))
+        y = multiply(w.recipe, x, value, *jax.lax.stop_gradient(quantised))
         return leave_partial(y.reshape(*tokens, *features), out_sharding.unreduced)
 
     return smap(run, in_specs=specs((x, w)), out_specs=out_sharding)(x, w)
@@ -212,18 +212,16 @@ def fp8_dot(
         require(is_float, name, array.dtype, "must be a float array")
     recipe = Recipe(scaling, gradients, wgrad, implementation)
     rows, w = match_vma(x.reshape(-1, x.shape[-1]), w)
-    y = _multiply(recipe, rows, w.astype(x.dtype))
+    y = multiply(recipe, rows, w.astype(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-def batched(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply `[E, M, K]` by `[E, K, N]` on this device's pieces, which vary over the same axes."""
-    return _multiply(recipe, x, w)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(recipe: Recipe, x: jax.Array, w: jax.Array, *quantised: jax.Array) -> jax.Array:
-    """Multiply x `[..., M, K]` by w `[..., K, N]`, in x's type; `quantised` are w's values and scale if known."""
+def multiply(recipe: Recipe, x: jax.Array, w: jax.Array, *quantised: jax.Array) -> jax.Array:
+    """Multiply x `[..., M, K]` by w `[..., K, N]`, shards that vary over the same axes; the result has x's type.
+
+    `quantised` are w's values and scale if known.
+    """
     return _forward(recipe, x, w, *quantised)[0]
 
 
@@ -248,7 +246,7 @@ def _backward(recipe, saved, g):
     return dx, dw, *[None for _ in quantised]
 
 
-_multiply.defvjp(_forward, _backward)
+multiply.defvjp(_forward, _backward)
 
 
 def as_bits(x: jax.Array) -> jax.Array:

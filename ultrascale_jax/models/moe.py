@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import Experts, KernelsConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.kernels.device import takes
-from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, batched, is_variable
+from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, is_variable, multiply
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
 from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.experts.exchange import expert_layer
@@ -157,9 +157,9 @@ class MoE(nnx.Module):
 
 
 def _fp8_product(recipe: Recipe, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply by `batched`, which wants `[E, M, K]` and `[E, K, N]`, what `subscripts` say: `ECD,DEF->ECF`, say."""
+    """Multiply `[E, M, K]` by `[E, K, N]` in fp8, which `subscripts` say in another order: `ECD,DEF->ECF`, say."""
     rows, matrices, out = subscripts.replace("->", ",").split(",")
-    return batched(recipe, x, jnp.einsum(f"{matrices}->{rows[0]}{rows[-1]}{out[-1]}", w))
+    return multiply(recipe, x, jnp.einsum(f"{matrices}->{rows[0]}{rows[-1]}{out[-1]}", w))
 
 
 def _experts(
@@ -185,15 +185,12 @@ def _experts(
     )  # fmt: skip
     if "tp" in varying(y) - axes:
         y = jax.lax.psum(y, "tp")
+    is_chosen = ids[:, :, None] == jnp.arange(experts.num)[None, None]
     if biases is not None:
         # The last product's biases need no expert: a token adds them where it is, by its weights.
-        chosen = ids[:, :, None] == jnp.arange(experts.num)[None, None]
-        weights_X = jnp.sum(jnp.where(chosen, weights[:, :, None], 0), axis=1)
+        weights_X = jnp.sum(jnp.where(is_chosen, weights[:, :, None], 0), axis=1)
         y = (y + jnp.dot(weights_X, biases[1], precision="highest")).astype(y.dtype)
-    chosen_BRX = jnp.sum(
-        ids[:, :, None] == jnp.arange(experts.num)[None, None], axis=1, dtype=jnp.float32
-    )
-    chosen_BRX = chosen_BRX.reshape(B, R, -1)
+    chosen_BRX = jnp.sum(is_chosen, axis=1, dtype=jnp.float32).reshape(B, R, -1)
     aux_BR = jnp.zeros((B, R), jnp.float32)
     if moe.aux_weight:
         probabilities_BRX = probabilities.reshape(B, R, -1)

@@ -36,10 +36,7 @@ class LayerVJP:
         self._layer, self._in_place = layer, in_place
         leaves, self._params_tree = jax.tree.flatten(params)
         context_leaves, self._context_tree = jax.tree.flatten(context)
-        residuals = self._run(leaves, x, context_leaves)[3]
         self._classify(leaves, x, context_leaves)
-        self.kept = [residuals[i] for i in self._keep]
-        """Examples of the residuals that `forward` keeps, for their types."""
 
     def forward(self, params, x, context) -> tuple[Any, jax.Array, list, list[jax.Array]]:
         """Return y, the auxiliary loss, a list of the statistics (empty if the layer has none), and the residuals."""

@@ -65,8 +65,8 @@ def computed(precision: str, groups: tuple[int, ...]) -> Computed:
         how.scaling
     ]
     of_g = fp8.E5M2 if precision == "fp8" else fp8.E4M3
-    layer = functools.partial(fp8.batched, how)
-    bf16 = functools.partial(fp8.batched, dataclasses.replace(how, wgrad="bf16"))
+    layer = functools.partial(fp8.multiply, how)
+    bf16 = functools.partial(fp8.multiply, dataclasses.replace(how, wgrad="bf16"))
     everything = jax.checkpoint_policies.everything_saveable
 
     def with_gradients(layer, x, w, g):
@@ -115,7 +115,7 @@ def test_weight_gradients_may_be_multiplied_in_the_type_of_compute(precision):
 def test_what_is_kept_of_an_activation_is_a_byte_each(precision):
     x, w, _ = arrays()
     how = recipe_of(precision)
-    pull_back = jax.eval_shape(lambda x: jax.vjp(lambda x: fp8.batched(how, x, w), x)[1], x)
+    pull_back = jax.eval_shape(lambda x: jax.vjp(lambda x: fp8.multiply(how, x, w), x)[1], x)
     kept = [a for a in jax.tree.leaves(pull_back) if a.size == x.size]
     assert [a.dtype.itemsize for a in kept] == [1]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,22 @@ from ultrascale_jax.sharding.rules import vary, varying
 
 type Tick = dict[str, jax.Array]
 """One tick of the program on this rank: scalars by column of `program.Program`."""
+
+
+class _Layer(NamedTuple):
+    """One layer of this rank, as a pass of a tick runs it."""
+
+    params: Tree
+    """Its parameters; of stacks that it is not in, another layer's. Those that it reads itself are zeros, shaped like
+    the sums of their gradients."""
+    args: tuple
+    """Its other arguments: context, number, and the rows that it reads itself."""
+    rows: list
+    """Its row in each leaf of the blocks."""
+    real: jax.Array
+    """Whether it is not padding."""
+    on: jax.Array
+    """Whether it is not padding, and its rank not idle."""
 
 
 class LayerLoop:
@@ -86,9 +103,9 @@ class LayerLoop:
         # An index that differs between ranks, as those of a tick do.
         zero = 0 * lax.axis_index(self.axis)
         tick = {"forward_chunk": zero, "forward_on": zero}
-        params = self._params(tick, "forward", zero)
-        context = self._fixed_args(tick, "forward", zero, self.context(at(self.microbatches, zero)))
-        y, aux, *statistics = self.layer(params, x, *context)
+        context = self.context(at(self.microbatches, zero))
+        params, args, *_ = self._layer_at(tick, "forward", zero, context)
+        y, aux, *statistics = self.layer(params, x, *args)
         statistics = statistics[:-1] if self.in_place else statistics
         _check_result(x, y, aux)
         self.axes = varying_axes((x, y)) | {self.axis}
@@ -98,11 +115,11 @@ class LayerLoop:
         state = StageState(auxiliary=vary(jnp.float32(0.0), self.aux_axes))
         if not self.trains:
             return x, state
-        self.vjp = LayerVJP(self._layer, params, x, context, in_place=[*self.in_place])
-        y, aux, statistics, kept = self.vjp.forward(params, x, context)
+        self.vjp = LayerVJP(self._layer, params, x, args, in_place=[*self.in_place])
+        y, aux, statistics, kept = self.vjp.forward(params, x, args)
         statistics = self._buffers(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux), *self.in_place.values())
-        grads, _ = self.vjp.backward(params, context, kept, cotangents)
+        grads, _ = self.vjp.backward(params, args, kept, cotangents)
         leaves = enumerate(zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True))
         blocks = [
             self.in_place[i] if i in self.in_place else self._buffers(fn(g), len(leaf))
@@ -113,7 +130,7 @@ class LayerLoop:
             residuals = self._buffers(self._buffers(kept, self.depth), slots.residuals + 1)
             state = replace(state, residuals=residuals)
         if self.schedule.split:
-            examples = params, context, kept, cotangents
+            examples = params, args, kept, cotangents
             self.split = SplitBackward(self.vjp, *examples, early=[*self.in_place])
             waiting = self.split.first(*examples)[2]
             weights = self._buffers(self._buffers(waiting, self.depth), slots.weights + 1)
@@ -166,9 +183,10 @@ class LayerLoop:
             if weights:
                 back = self.depth - 1 - start
                 queue = updated.weights if backward else state.weights
-                grads = self._weight_gradients(queue, tick, back, contexts["weight"])
-                blocks = self._add(updated.blocks, grads, tick, "weight", back)
-                updated = replace(updated, blocks=blocks)
+                layer = self._layer_at(tick, "weight", back, contexts["weight"])
+                waiting = at(queue, tick["weight_queue"], back)
+                grads = self.split.second(layer.params, layer.args, waiting)
+                updated = replace(updated, blocks=self._add(updated.blocks, grads, layer))
             if writes_residuals and backward:
                 # Written after the backward pass has read its own, or XLA would copy the full buffer.
                 names = "residuals", "g", "blocks", "weights"
@@ -220,7 +238,8 @@ class LayerLoop:
         runs: dict[str, tuple] = {"forward": (forward, carry.x_forward)} if "F" in kinds else {}
         if "B" in kinds:
             stash = residuals if carry.residuals is None else carry.residuals
-            kept = [self._kept(stash, tick, self.depth - 1 - index) for index in indices]
+            slot = (tick["backward_residuals"],) if self.stashes else ()
+            kept = [at(stash, *slot, self.depth - 1 - index) for index in indices]
             runs["backward"] = backward, (carry.g, kept)
         if self.hides_exchanges and runs:
             results = interleave(H100, *runs.values())
@@ -236,22 +255,20 @@ class LayerLoop:
         self, carry: StageState, tick: Tick, index, context
     ) -> tuple[dict[str, Tree], list]:
         """Return the changed fields of the carry, and the residuals for the backward pass."""
-        position = tick["forward_chunk"] * self.depth + index
-        params = self._params(tick, "forward", index)
-        context = self._fixed_args(tick, "forward", index, context)
-        real, on = self._real(tick, "forward", index), self._on(tick, "forward", index)
+        layer = self._layer_at(tick, "forward", index, context)
 
         def total(sums: Tree, terms: Tree) -> Tree:
-            return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums, terms)
+            return jax.tree.map(lambda a, b: a + jnp.where(layer.on, b, 0), sums, terms)
 
         if not self.trains:
-            y, aux, *_ = self._layer(params, carry.x_forward, context)
+            y, aux, *_ = self._layer(layer.params, carry.x_forward, layer.args)
             sums = {"auxiliary": total(carry.auxiliary, aux)}
-            return sums | {"x_forward": where(real, y, carry.x_forward)}, []
-        y, aux, statistics, kept = self.vjp.forward(params, carry.x_forward, context)
+            return sums | {"x_forward": where(layer.real, y, carry.x_forward)}, []
+        position = tick["forward_chunk"] * self.depth + index
+        y, aux, statistics, kept = self.vjp.forward(layer.params, carry.x_forward, layer.args)
         statistics = total(at(carry.statistics, position), statistics)
         changes = {
-            "x_forward": where(real, y, carry.x_forward),
+            "x_forward": where(layer.real, y, carry.x_forward),
             "auxiliary": total(carry.auxiliary, aux),
             "statistics": put(carry.statistics, statistics, position),
         }
@@ -262,27 +279,17 @@ class LayerLoop:
     ) -> dict[str, Tree]:
         """Return `g`, `blocks` and `weights` of the carry, given before the layer, after it."""
         g, blocks, weights = fields["g"], fields["blocks"], fields["weights"]
-        params = self._params(tick, "backward", back)
-        context = self._fixed_args(tick, "backward", back, context)
-        on = self._on(tick, "backward", back)
+        layer = self._layer_at(tick, "backward", back, context)
         sums = [blocks[i] for i in self.in_place]
-        cotangents = (g, vary(jnp.float32(on), self.aux_axes), *sums)
+        cotangents = (g, vary(jnp.float32(layer.on), self.aux_axes), *sums)
         if self.schedule.split:
-            dx, grads, waiting = self.split.first(params, context, kept, cotangents)
+            dx, grads, waiting = self.split.first(layer.params, layer.args, kept, cotangents)
             weights = put(weights, waiting, tick["backward_queue"], back)
         else:
-            gradients, dx = self.vjp.backward(params, context, kept, cotangents)
+            gradients, dx = self.vjp.backward(layer.params, layer.args, kept, cotangents)
             grads = dict(enumerate(gradients))
-        g = where(on, dx, g)
-        blocks = self._add(blocks, grads, tick, "backward", back)
-        return {"g": g, "blocks": blocks, "weights": weights}
-
-    def _weight_gradients(self, queue: Tree, tick: Tick, back, context) -> dict:
-        """Return the weight gradients of a layer whose split backward pass has run, by number of the leaf."""
-        waiting = at(queue, tick["weight_queue"], back)
-        params = self._params(tick, "weight", back)
-        fixed_args = self._fixed_args(tick, "weight", back, context)
-        return self.split.second(params, fixed_args, waiting)
+        blocks = self._add(blocks, grads, layer)
+        return {"g": where(layer.on, dx, g), "blocks": blocks, "weights": weights}
 
     def _stash(self, carry: StageState, residuals: list, tick: Tick, indices: list) -> StageState:
         """Write the residuals of the layers `indices`, which ran forward, to their slot."""
@@ -291,22 +298,16 @@ class LayerLoop:
             buffer = put(buffer, kept, tick["forward_residuals"], index)
         return replace(carry, residuals=buffer)
 
-    def _kept(self, residuals: Tree, tick: Tick, back) -> list[jax.Array]:
-        """Return a layer's residuals: of the stash, or of the repeated forward pass."""
-        slot = (tick["backward_residuals"],) if self.stashes else ()
-        return at(residuals, *slot, back)
-
     def _repeat(self, x, context, tick: Tick) -> list[jax.Array]:
         """Run the forward pass of a stage once more, for its layers' residuals."""
 
-        def layer(x, index):
-            params = self._params(tick, "backward", index)
-            fixed_args = self._fixed_args(tick, "backward", index, context)
-            y, _, _, kept = self.vjp.forward(params, x, fixed_args)
-            return where(self._real(tick, "backward", index), y, x), kept
+        def run(x, index):
+            layer = self._layer_at(tick, "backward", index, context)
+            y, _, _, kept = self.vjp.forward(layer.params, x, layer.args)
+            return where(layer.real, y, x), kept
 
         x = where(tick["backward_on"] > 0, x)
-        return lax.scan(layer, x, jnp.arange(self.depth))[1]
+        return lax.scan(run, x, jnp.arange(self.depth))[1]
 
     def _layer(self, params, x, context) -> tuple:
         """Run the layer, its results typed as the state that holds them."""
@@ -315,56 +316,41 @@ class LayerLoop:
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
         return vary_all(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
 
-    def _params(self, tick: Tick, k: str, index) -> Tree:
-        """Return the parameters of a layer; of stacks that it is not in, another layer's.
-
-        Parameters that the layer reads itself are zeros, shaped like the sums of their gradients.
-        """
+    def _layer_at(self, tick: Tick, k: str, index, context) -> _Layer:
+        """Return the layer `index` of the stage that runs pass `k` in this tick."""
+        chunk = tick[f"{k}_chunk"]
+        position = chunk * self.depth + index
         leaves, tree = jax.tree.flatten(self.blocks)
-        rows = enumerate(zip(leaves, self._rows_of(tick, k, index), strict=True))
-        read = [self.in_place[i] if i in self.in_place else at(a, row) for i, (a, row) in rows]
-        return jax.tree.unflatten(tree, read)
+        rows = [position] * len(leaves)
+        if self.rows is not None:
+            rows = [table[position] for table in self.rows]
+        real = jnp.bool_(True) if self.lengths is None else index < self.lengths[chunk]
+        on = real & (tick[f"{k}_on"] > 0)
+        numbered = enumerate(zip(leaves, rows, strict=True))
+        read = [self.in_place[i] if i in self.in_place else at(a, row) for i, (a, row) in numbered]
+        own_rows, places = None, list(self.in_place)
+        if places:
+            own_rows = Rows(
+                stacks=[leaves[i] for i in places],
+                index=rows[places[0]],
+                on=on,
+                accumulate=tuple(self.accumulate[i] for i in places),
+            )
+        args = context, self.starts[chunk] + index, own_rows
+        return _Layer(jax.tree.unflatten(tree, read), args, rows, real, on)
 
-    def _fixed_args(self, tick: Tick, k: str, index, context) -> tuple:
-        """Return the arguments of a layer that are not differentiated: context, number, and rows that it reads."""
-        fixed_args = context, self.starts[tick[f"{k}_chunk"]] + index
-        if not self.in_place:
-            return *fixed_args, None
-        leaves, places = jax.tree.leaves(self.blocks), list(self.in_place)
-        rows = Rows(
-            stacks=[leaves[i] for i in places],
-            index=self._rows_of(tick, k, index)[places[0]],
-            on=self._on(tick, k, index),
-            accumulate=tuple(self.accumulate[i] for i in places),
-        )
-        return *fixed_args, rows
-
-    def _rows_of(self, tick: Tick, k: str, index) -> list:
-        """Return the row of a layer in each leaf of the blocks."""
-        position = tick[f"{k}_chunk"] * self.depth + index
-        if self.rows is None:
-            return [position] * len(self.accumulate)
-        return [table[position] for table in self.rows]
-
-    def _real(self, tick: Tick, k: str, index) -> jax.Array:
-        """Return whether this layer is not padding."""
-        return jnp.bool_(True) if self.lengths is None else index < self.lengths[tick[f"{k}_chunk"]]
-
-    def _on(self, tick: Tick, k: str, index) -> jax.Array:
-        """Return whether this layer is not padding, and its rank not idle."""
-        return self._real(tick, k, index) & (tick[f"{k}_on"] > 0)
-
-    def _add(self, blocks: list, grads: dict, tick: Tick, k: str, index) -> list[jax.Array]:
+    def _add(self, blocks: list, grads: dict, layer: _Layer) -> list[jax.Array]:
         """Return `blocks` with one layer's gradients added, which are given by number of the leaf.
 
         Gradients of stacks that the layer is not in are zeros. The layer itself has added those of the parameters that
         it reads itself.
         """
-        sums, on = list(blocks), self._on(tick, k, index)
-        rows = self._rows_of(tick, k, index)
+        sums = list(blocks)
         for i, grad in grads.items():
-            in_place = i in self.in_place
-            sums[i] = grad if in_place else add(sums[i], self.accumulate[i](grad), on, rows[i])
+            if i in self.in_place:
+                sums[i] = grad
+            else:
+                sums[i] = add(sums[i], self.accumulate[i](grad), layer.on, layer.rows[i])
         return sums
 
 
