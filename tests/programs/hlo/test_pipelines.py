@@ -3,7 +3,7 @@
 from tests.gpu_programs import compiled, sends, steady_sends
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 
-BF16, MIB = 2, 2**20
+BF16 = 2
 MESH = {"pp": 2, "fsdp": 2, "sp": 2}
 
 
