@@ -299,9 +299,7 @@ class _Executor:
     def _tick(self, segment: Segment, state: StageState, tick: Tick) -> tuple[StageState, None]:
         forward, backward = "F" in segment.kinds, "B" in segment.kinds
         state, y, dx, arrived = self.loop.run(segment, state, tick)
-        x = self._if(
-            segment, "next_embed", tick, lambda _: self._embed(tick), lambda x: x, state.x_forward
-        )
+        x = self._if(segment, "next_embed", tick, lambda: self._embed(tick), state.x_forward)
         dy = y
         if forward:
             state, dy = self._head(segment, state, tick, y)
@@ -343,14 +341,17 @@ class _Executor:
         x = self.stages.embed(self.shared, at(self.microbatches, tick["next_embed_mb"]))
         return self._vary(lax.psum(self._vary(x), self.axis))
 
-    def _if(self, segment: Segment, name: str, tick: Tick, run, skip, operand):
-        """Run `run` in the ticks that need it, masked in all if enough do: a branch makes a GPU wait for the host."""
+    def _if(self, segment: Segment, name: str, tick: Tick, run: Callable, otherwise: Tree) -> Tree:
+        """Return `run()` in the ticks that need it, masked in all if enough do: a branch makes a GPU wait for the host.
+
+        In the ticks without it return `otherwise`.
+        """
         needed = self.every[name][segment.start : segment.stop]
         if not needed.any():
-            return skip(operand)
+            return otherwise
         if needed.mean() >= ENOUGH[name.removeprefix("next_")]:
-            return run(operand)
-        return lax.cond(tick[name] > 0, run, skip, operand)
+            return run()
+        return lax.cond(tick[name] > 0, run, lambda: otherwise)
 
     def _ports(self, kind: str) -> list[str]:
         return [port for port in self.program.ports if port.startswith(kind)]
@@ -369,8 +370,9 @@ class _Executor:
     ) -> tuple[StageState, Tree]:
         """Compute the loss of the micro-batch that left the last stage, and the gradient of its output."""
         names = ("objective", "metrics") + (("shared",) if self.trains else ())
+        before = tuple(getattr(state, name) for name in names)
 
-        def run(operand):
+        def run():
             last = (tick["forward_on"] * tick["forward_last"]) > 0
             y_last = lax.psum(where(last, y), self.axis)
             number, dy, batch_grads = tick["head_mb"], y, None
@@ -382,13 +384,11 @@ class _Executor:
                 head_sums = self.stages.head(self.shared, self._vary(y_last), micro_batch)
             # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
             on = tick["head"] > 0
-            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), operand[0], head_sums)
-            return sums, _add_to_row(operand[1], batch_grads, on, number), dy
+            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), before, head_sums)
+            return sums, _add_to_row(state.microbatches, batch_grads, on, number), dy
 
-        operand = (tuple(getattr(state, name) for name in names), state.microbatches, y)
-        sums, microbatches, dy = self._if(
-            segment, "head", tick, run, lambda operand: operand, operand
-        )
+        otherwise = before, state.microbatches, y
+        sums, microbatches, dy = self._if(segment, "head", tick, run, otherwise)
         changes = dict(zip(names, sums, strict=True))
         return replace(state, microbatches=microbatches, **changes), dy
 
@@ -411,7 +411,7 @@ class _Executor:
     ) -> StageState:
         row = tick["embed_gradient_mb"]
 
-        def run(operand):
+        def run():
             first = (tick["backward_on"] * tick["backward_first"]) > 0
             d = self._vary(lax.psum(where(first, dx), self.axis))
             others = at(self.others, row)
@@ -423,13 +423,11 @@ class _Executor:
             grads, batch_grads = pull_back(d)
             embed_sums = self.stages.accumulate_shared(grads)
             on = tick["embed_gradient"] > 0
-            sums = jax.tree.map(jnp.add, operand[0], embed_sums)
-            return sums, _add_to_row(operand[1], batch_grads, on, row)
+            sums = jax.tree.map(jnp.add, state.shared, embed_sums)
+            return sums, _add_to_row(state.microbatches, batch_grads, on, row)
 
-        operand = state.shared, state.microbatches
-        shared, microbatches = self._if(
-            segment, "embed_gradient", tick, run, lambda operand: operand, operand
-        )
+        otherwise = state.shared, state.microbatches
+        shared, microbatches = self._if(segment, "embed_gradient", tick, run, otherwise)
         return replace(state, shared=shared, microbatches=microbatches)
 
 
