@@ -5,7 +5,7 @@ Both give, for a micro-batch, the term to differentiate and `Sums`, which add up
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,18 +43,6 @@ class Sums(NamedTuple):
     """Sums of `Transformer.loss_terms` and `layer_terms` times the weight of a position; none without any."""
 
 
-class Objective(Protocol):
-    """A loss of a micro-batch whose sum over all micro-batches a step minimises."""
-
-    def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
-        """Return the term to differentiate, and the sums, of a micro-batch; `model` is `zero.prepare_params`'s."""
-        ...
-
-    def zeros(self) -> Sums:
-        """Return the sums of no micro-batch."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class NextToken:
     """Cross-entropy of the next token, z-loss, the routers' losses, and the losses of multi-token prediction."""
@@ -69,7 +57,7 @@ class NextToken:
     """`Transformer.loss_terms` and `layer_terms` of the model."""
 
     def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
-        """Return what `Objective.loss` says."""
+        """Return the term to differentiate, and the sums, of a micro-batch; `model` is `zero.prepare_params`'s."""
         cfg, dtype = self.cfg, COMPUTE[self.cfg.train.precision]
         inputs = layer_inputs(cfg, batch, self.fp8)
         out = run_layers(cfg, model, batch, inputs)
@@ -93,7 +81,7 @@ class NextToken:
         return total + later_tokens.objective, Sums(nats, routed, mtp, terms=terms)
 
     def zeros(self) -> Sums:
-        """Return what `Objective.zeros` says."""
+        """Return the sums of no micro-batch."""
         modules = self.cfg.model.mtp_layers
         mtp = (jnp.zeros(modules, jnp.float32), jnp.zeros(modules, jnp.int32)) if modules else None
         terms = dict.fromkeys(self.terms, jnp.float32(0.0)) or None
@@ -112,7 +100,7 @@ class Preference:
     """Model over which the log-ratios are, as `prepare_params` returned it, and `fp8_of` it."""
 
     def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
-        """Return what `Objective.loss` says."""
+        """Return what `NextToken.loss` does."""
         cfg = self.cfg
 
         def logps(model: Transformer, fp8: Fp8 | None) -> jax.Array:
@@ -125,8 +113,12 @@ class Preference:
         return self.weight * total, Sums(self.weight * total, pairs=sums)
 
     def zeros(self) -> Sums:
-        """Return what `Objective.zeros` says."""
+        """Return the sums of no micro-batch."""
         return Sums(jnp.float32(0.0), pairs=jnp.zeros(len(preference.SUMS)))
+
+
+type Objective = NextToken | Preference
+"""A loss of a micro-batch whose sum over all micro-batches a step minimises."""
 
 
 def of_run(
