@@ -14,15 +14,15 @@ def is_float(leaf: Any) -> bool:
 
 
 def split_floats(tree: Tree) -> tuple[Tree, Tree]:
-    """Return a tree's leaves of floats, and its others: two trees like it, each with None for the other's leaves."""
+    """Return a tree's leaves of floats, and the rest of them: two trees with None for the leaves of the other."""
     floats = jax.tree.map(lambda a: a if is_float(a) else None, tree)
     return floats, jax.tree.map(lambda a: None if is_float(a) else a, tree)
 
 
-def join_floats(floats: Tree, others: Tree) -> Tree:
+def join_floats(floats: Tree, non_floats: Tree) -> Tree:
     """Invert `split_floats`."""
 
     def either(a, b):
         return b if a is None else a
 
-    return jax.tree.map(either, floats, others, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(either, floats, non_floats, is_leaf=lambda leaf: leaf is None)

@@ -212,8 +212,8 @@ class _Scan:
             if vjp is None:
                 y, *out = self.layer.run(gathered, x, *static)
                 return y, (tuple(out), None), []
-            floats, others = split_floats(gathered)
-            y, aux, statistics, kept = vjp.forward(floats, x, (others, static))
+            floats, non_floats = split_floats(gathered)
+            y, aux, statistics, kept = vjp.forward(floats, x, (non_floats, static))
             on_device, on_host = self.part(vjp, kept)
             return y, ((aux, *statistics), on_device), on_host
 
@@ -243,8 +243,8 @@ class _Scan:
         lag = 1 if self.layer.leave_sums is None else 2
 
         def compute(gathered, constants, kept, dy, daux):
-            floats, others = split_floats(gathered)
-            static = others, (context, constants)
+            floats, non_floats = split_floats(gathered)
+            static = non_floats, (context, constants)
             return vjp.backward(floats, static, self.join(vjp, *kept), (dy, daux))
 
         def reduce(unscattered, unsummed):
@@ -343,11 +343,11 @@ class _Scan:
         """Build the layer's backward pass; parameters without a gradient, such as fp8 values, are context."""
 
         def run(floats, x, context):
-            others, static = context
-            return self.layer.run(join_floats(floats, others), x, *static)
+            non_floats, static = context
+            return self.layer.run(join_floats(floats, non_floats), x, *static)
 
-        floats, others = split_floats(gathered)
-        return LayerVJP(run, floats, x, (others, static))
+        floats, non_floats = split_floats(gathered)
+        return LayerVJP(run, floats, x, (non_floats, static))
 
 
 def _part(path: tuple) -> str:

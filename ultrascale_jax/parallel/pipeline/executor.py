@@ -240,9 +240,9 @@ class _Executor:
         self.shared, self.microbatches = call.shared, call.microbatches
         self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
         self.stashes = call.stash == "residuals" and self.trains
-        self.floats, self.others = None, call.microbatches
+        self.floats, self.non_floats = None, call.microbatches
         if self.trains and call.stages.gives_microbatch_gradients:
-            self.floats, self.others = split_floats(call.microbatches)
+            self.floats, self.non_floats = split_floats(call.microbatches)
         self.loop = LayerLoop(call, trains=self.trains, send=self._send)
 
     def run(self) -> StageState:
@@ -370,7 +370,7 @@ class _Executor:
     ) -> tuple[StageState, Tree]:
         """Compute the loss of the micro-batch that left the last stage, and the gradient of its output."""
         names = ("objective", "metrics") + (("shared",) if self.trains else ())
-        before = tuple(getattr(state, name) for name in names)
+        sums_before = tuple(getattr(state, name) for name in names)
 
         def run():
             last = (tick["forward_on"] * tick["forward_last"]) > 0
@@ -384,10 +384,10 @@ class _Executor:
                 head_sums = self.stages.head(self.shared, self._vary(y_last), micro_batch)
             # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
             on = tick["head"] > 0
-            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), before, head_sums)
+            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums_before, head_sums)
             return sums, _add_to_row(state.microbatches, batch_grads, on, number), dy
 
-        otherwise = before, state.microbatches, y
+        otherwise = sums_before, state.microbatches, y
         sums, microbatches, dy = self._if(segment, "head", tick, run, otherwise)
         changes = dict(zip(names, sums, strict=True))
         return replace(state, microbatches=microbatches, **changes), dy
@@ -395,10 +395,10 @@ class _Executor:
     def _head_gradient(self, y, number):
         """Return (objective, metrics), and the objective's gradients: a pair of those for `shared` and for the floats
         of the micro-batch `number`, and those for y, summed over the pipeline's ranks, on which y is the same."""
-        others = at(self.others, number)
+        non_floats = at(self.non_floats, number)
 
         def head(shared, floats, y):
-            batch = join_floats(floats, others)
+            batch = join_floats(floats, non_floats)
             return self.stages.head(shared, vary_all(y, {self.axis}), batch)
 
         arguments = self.shared, at(self.floats, number), y
@@ -414,10 +414,10 @@ class _Executor:
         def run():
             first = (tick["backward_on"] * tick["backward_first"]) > 0
             d = self._vary(lax.psum(where(first, dx), self.axis))
-            others = at(self.others, row)
+            non_floats = at(self.non_floats, row)
 
             def embed(shared, floats):
-                return self._vary(self.stages.embed(shared, join_floats(floats, others)))
+                return self._vary(self.stages.embed(shared, join_floats(floats, non_floats)))
 
             _, pull_back = jax.vjp(embed, self.shared, at(self.floats, row))
             grads, batch_grads = pull_back(d)
