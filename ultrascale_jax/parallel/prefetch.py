@@ -180,18 +180,13 @@ def _as_layer(layer: Callable, gather: Callable, leave_sums: Callable | None) ->
 def _num_layers(params: Any, constants: Any) -> int:
     """Return the number of rows of every array. Raises `UserError` if they differ."""
     leaves = jax.tree.leaves_with_path((params, constants))
-    require(
-        bool(jax.tree.leaves(params)), "params", params, "must have arrays, one row for each layer"
-    )
+    has_arrays = bool(jax.tree.leaves(params))
+    require(has_arrays, "params", params, "must have arrays, one row for each layer")
     num = leaves[0][1].shape[:1]
     for path, leaf in leaves:
         name = ("params", "constants")[path[0].idx] + jax.tree_util.keystr(path[1:])
-        require(
-            leaf.shape[:1] == num and num != (),
-            name,
-            leaf.shape,
-            "must have a leading dim of layers, as long as the others have",
-        )
+        fix = "must have a leading dim of layers, as long as the others have"
+        require(leaf.shape[:1] == num and num != (), name, leaf.shape, fix)
     return num[0]
 
 

@@ -39,7 +39,7 @@ def by_position(params: Transformer, order: LayerOrder) -> Transformer:
         _without(dense, "mlp"),
     )
     whole.moe = experts.moe
-    model = params.with_stacks([whole, _only_mlp(dense)])
+    model = params.with_stacks([whole, _without(dense, "attn", "attn_norm", "mlp_norm")])
     model.orders = order, dense_order
     return model
 
@@ -124,15 +124,8 @@ def _by_rank[T](items: Sequence[T], ranks: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _without(block: Block, name: str) -> Block:
+def _without(block: Block, *names: str) -> Block:
     block = copy.copy(block)
-    delattr(block, name)
+    for name in names:
+        delattr(block, name)
     return block
-
-
-def _only_mlp(block: Block) -> Block:
-    """Return the block with its MLP alone."""
-    model = copy.copy(block)
-    for name in set(vars(block)) & {"attn", "attn_norm", "mlp_norm"}:
-        delattr(model, name)
-    return model
