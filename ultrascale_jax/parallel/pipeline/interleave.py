@@ -13,13 +13,13 @@ all four exchanges synchronous.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 
-from ultrascale_jax.config.lowering import Speeds
+from ultrascale_jax.config.lowering import H100
 from ultrascale_jax.parallel.equations import (
     Equations,
     inner_jaxprs,
@@ -40,15 +40,15 @@ LIGHT = 1e-3
 """An equation with a smaller share of all the time is not scheduled, but runs where its result is needed."""
 
 
-def interleave(speeds: Speeds, *runs: tuple[Callable[[Any], Any], Any]) -> list:
+def interleave(*runs: tuple[Callable[[Any], Any], Any]) -> list:
     """Return `fn(activations)` for each `(fn, activations)`, in an order that hides their exchanges.
 
-    `speeds` are those of the GPU for which the order is found. Barriers hold activations, and what is computed from
-    them. XLA may read the other inputs of the functions, such as parameters, at any time.
+    The order is found for an H100. Barriers hold activations, and values computed from them. XLA may read the other
+    inputs of the functions, such as parameters, at any time.
     """
     functions = [_Function(*run) for run in runs]
     if any(map(_is_exchange, itertools.chain.from_iterable(fn.eqns for fn in functions))):
-        _Program(functions, speeds).run()
+        _Program(functions).run()
         return [fn.results() for fn in functions]
     return [fn(activations) for fn, activations in runs]
 
@@ -82,7 +82,7 @@ class _Function:
 class _Program:
     """The equations of all functions by number, and the order of those that take time."""
 
-    def __init__(self, functions: list[_Function], speeds: Speeds):
+    def __init__(self, functions: list[_Function]):
         self.functions = functions
         self.owners = [fn for fn in functions for _ in fn.eqns]
         self.eqns = [eqn for fn in functions for eqn in fn.eqns]
@@ -90,7 +90,7 @@ class _Program:
         self.before = [
             {makers[v] for v in eqn.invars if is_var(v) and v in makers} for eqn in self.eqns
         ]
-        self.seconds = [_seconds(eqn, speeds) for eqn in self.eqns]
+        self.seconds = [_seconds(eqn) for eqn in self.eqns]
         self.exchanges = {n for n, eqn in enumerate(self.eqns) if _is_exchange(eqn)}
         least = LIGHT * sum(self.seconds)
         heavy = {n for n, s in enumerate(self.seconds) if s > least} | self.exchanges
@@ -271,37 +271,33 @@ def _is_exchange(eqn) -> bool:
     return eqn.primitive.name in EXCHANGES
 
 
-def _seconds(eqn, speeds: Speeds) -> float:
+def _seconds(eqn) -> float:
     """Estimate the duration of an equation: none if it is elementwise, which XLA fuses, or a loop of further rounds."""
     name, out = eqn.primitive.name, sum(map(num_bytes, eqn.outvars))
-
-    def total(eqns: Iterable) -> float:
-        return sum(_seconds(eqn, speeds) for eqn in eqns)
-
     match name:
         case "all_to_all":
             groups = eqn.params["axis_index_groups"]
             near = groups is not None and all(g[-1] - g[0] == len(g) - 1 for g in groups)
             sent = out * (1 - 1 / len(groups[0])) if groups else out
-            return sent / (speeds.node if near else speeds.network)
+            return sent / (H100.node if near else H100.network)
         case "ppermute":
-            return out / speeds.network
+            return out / H100.network
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             sizes = (eqn.invars[0].aval.shape[d] for d in contracted)
-            return 2 * math.prod(sizes) * eqn.outvars[0].aval.size / speeds.flops
+            return 2 * math.prod(sizes) * eqn.outvars[0].aval.size / H100.flops
         case "gather" | "concatenate" | "sort":
-            return 2 * out / speeds.memory
+            return 2 * out / H100.memory
         case "dynamic_update_slice":
-            return 3 * num_bytes(eqn.invars[1]) / speeds.memory
+            return 3 * num_bytes(eqn.invars[1]) / H100.memory
         case "while":
             return 0.0
         case "cond":
             # The branch of the smaller of two kinds of layers, which most layers are.
             branches = [branch.eqns for branch in inner_jaxprs(eqn)]
             busy = [eqns for eqns in branches if "dot_general" in primitives(eqns)]
-            return min(total(eqns) for eqns in busy or branches)
+            return min(sum(map(_seconds, eqns)) for eqns in busy or branches)
     if name.startswith("dot_product_attention"):
         queries, products = eqn.invars[0].aval, 5 if "bwd" in name else 2
-        return products * queries.size * queries.shape[1] / speeds.flops
-    return sum(total(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn))
+        return products * queries.size * queries.shape[1] / H100.flops
+    return sum(sum(map(_seconds, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn))

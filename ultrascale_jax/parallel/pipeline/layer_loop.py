@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.config.lowering import H100, orders_whole_stage
+from ultrascale_jax.config.lowering import orders_whole_stage
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Slots
@@ -140,9 +140,9 @@ class LayerLoop:
     def _buffers(self, tree: Tree, count: int) -> Tree:
         return buffer(tree, count, self.axis)
 
-    def _send_both(self, kinds, y: Tree, dx: Tree) -> dict[str, list[Tree]]:
-        """Send what the passes of a tick gave, of those that it has."""
-        results = {"F": y, "B": dx}
+    def _send_both(self, kinds, carry: StageState) -> dict[str, list[Tree]]:
+        """Send the results of those passes that a tick has."""
+        results = {"F": carry.x_forward, "B": carry.g}
         return {PASSES[k]: self.send(PASSES[k], v) for k, v in results.items() if k in kinds}
 
     def run(
@@ -201,11 +201,10 @@ class LayerLoop:
             updated, sent = layers(carry, starts[0])
         else:
             updated, sent = lax.scan(layers, carry, starts)
-        y, dx = updated.x_forward, updated.g
         names = "auxiliary", "blocks", "residuals", "statistics", "weights"
         sums = {name: getattr(updated, name) for name in names}
         state = replace(state, **{name: a for name, a in sums.items() if a is not None})
-        return state, y, dx, sent or self._send_both(kinds, y, dx)
+        return state, updated.x_forward, updated.g, sent or self._send_both(kinds, updated)
 
     def _passes(
         self, kinds, carry: StageState, residuals: Tree, tick: Tick, indices: list, contexts: dict
@@ -242,7 +241,7 @@ class LayerLoop:
             kept = [at(stash, *slot, self.depth - 1 - index) for index in indices]
             runs["backward"] = backward, (carry.g, kept)
         if self.hides_exchanges and runs:
-            results = interleave(H100, *runs.values())
+            results = interleave(*runs.values())
         else:
             results = [fn(activations) for fn, activations in runs.values()]
         updated, new_residuals, sent = carry, [], {}
