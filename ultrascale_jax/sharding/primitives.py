@@ -1,7 +1,7 @@
 """Define the operations that communicate. Each has one meaning and two forms, an Explicit and a manual one.
 
     gather_param, keep_sharded         a parameter as the layers use it
-    leave_sums, sums_by_layer          the same, its gradient summed over replicas by each layer
+    leave_sums                         the same, its gradient summed over replicas by each layer
     reduce_gradient, scatter_gradient  its gradient, summed over the devices
     reshard, einsum                    an activation with another sharding
     name_product                       a name for remat policies
@@ -254,17 +254,13 @@ def leave_sums(value: jax.Array, dims: str, act_dims: str) -> jax.Array:
 
     The transpose adds up over dp the sums that `keep_sharded` left to each layer. Shards stay as they are.
     """
-    if not sums_by_layer(value, dims, act_dims):
+    if manual():
         return value
     spec = jax.typeof(value).sharding.spec
     replicas = gradient_axes(dims, act_dims) - set(SHARD)
+    if replicas <= spec.reduced:
+        return value
     return jax.reshard(value, P(*spec.partitions, reduced=spec.reduced | replicas))
-
-
-def sums_by_layer(value: jax.Array, dims: str, act_dims: str) -> bool:
-    """Return whether each layer sums this parameter's gradient over replicas, and not only over its shards."""
-    replicas = gradient_axes(dims, act_dims) - set(SHARD)
-    return not manual() and not replicas <= jax.typeof(value).sharding.spec.reduced
 
 
 def is_gathered_param(primitive: Any, *inputs: Any, **params: Any) -> bool:
