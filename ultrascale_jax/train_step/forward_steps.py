@@ -15,8 +15,6 @@ from ultrascale_jax.train_step.objective import (
     Batch,
     Metrics,
     NextToken,
-    Objective,
-    Sums,
     count,
     of_known_ids,
     preference_objective,
@@ -59,20 +57,15 @@ def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
         model = state.model
         used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
         objective = preference_objective(cfg, used, fp8, state.frozen, jnp.float32(1.0))
-        sums = _sums_over(objective, used, parts)
+
+        def step(total, micro_batch):
+            return jax.tree.map(jnp.add, total, objective.loss(used, micro_batch)[1]), None
+
+        sums, _ = jax.lax.scan(step, objective.zeros(), parts)
         loss = of_known_ids(cfg, batch, sums.loss)
         return {"loss": loss, "sums": sums.pairs, "pairs": preference.count_pairs(batch)}
 
     return compiled(cfg, pair_step)
-
-
-def _sums_over(objective: Objective, model: Transformer, parts: Batch) -> Sums:
-    """Add up the sums of micro-batches."""
-
-    def step(total, micro_batch):
-        return jax.tree.map(jnp.add, total, objective.loss(model, micro_batch)[1]), None
-
-    return jax.lax.scan(step, objective.zeros(), parts)[0]
 
 
 def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:

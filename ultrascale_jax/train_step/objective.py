@@ -117,10 +117,6 @@ class Preference:
         return Sums(jnp.float32(0.0), pairs=jnp.zeros(len(preference.SUMS)))
 
 
-type Objective = NextToken | Preference
-"""A loss of a micro-batch whose sum over all micro-batches a step minimises."""
-
-
 def of_run(
     cfg: Config,
     used: Transformer,
@@ -128,7 +124,7 @@ def of_run(
     frozen: Transformer | None,
     weight: jax.Array,
     router_weight: jax.Array,
-) -> Objective:
+) -> NextToken | Preference:
     """Return what `cfg` minimises; `used`, `fp8` and `frozen` as given to `preference_objective`."""
     if cfg.train.dpo.enabled:
         return preference_objective(cfg, used, fp8, frozen, weight)
