@@ -6,14 +6,14 @@ ARGS ?=
 WORKERS ?= 3
 # The extra that brings CUDA's libraries, where there is a GPU: `make train GPU=cuda13`, or `GPU=` for none.
 GPU ?= $(if $(wildcard /dev/nvidiactl),cuda12)
-# One worker runs all tests of a file, so that it compiles once what they share; in the order of the folders, since the
-# files with few tests, which come last by themselves, are those that compile most.
+# One worker runs all tests of a file, so that it compiles once what they share; in the order of `testpaths`, in which the
+# folders that compile most come first.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes: where bytecode may not be kept, each compiles the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast test-all test-browser test-faults mutants soak bench docs screenshots lint clean
+.PHONY: setup setup-dev train test test-fast test-nightly mutants soak bench docs screenshots lint clean
 
 setup: .venv/.installed
 
@@ -22,28 +22,18 @@ setup-dev: .venv/.installed-dev
 train: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m ultrascale_jax train $(ARGS)
 
+# The folders of every day (`testpaths` of pyproject.toml), or those of ARGS: `make test ARGS="-x tests/unit/data"`.
 test: .venv/.installed-dev
-	$(PYTEST) $(ARGS) --ignore=tests/nightly tests
+	$(PYTEST) $(ARGS)
 
 test-fast: .venv/.installed-dev
-	$(PYTEST) -m "not slow and not faults and not wide and not browser" $(ARGS) --ignore=tests/nightly tests
+	$(PYTEST) $(ARGS) tests/unit
 
-# With rows of tables that other rows imply, all faults, and a random search in place of hypothesis's fixed examples.
-test-all: export HYPOTHESIS_PROFILE ?= random
-test-all: .venv/.installed-dev
-	$(PYTEST) -m "not browser" $(ARGS) tests
-
-# The live page and the planner's in Chromium (`apt-get install chromium`).
-test-browser: .venv/.installed-dev
-	$(PYTEST) -m browser $(ARGS) tests/web
-
-# Every row of the matrix of faults; `make test` has a part of them.
-FAULTS := tests/faults tests/hostile tests/launch tests/health tests/data \
-	$(addprefix tests/checkpoint/test_,fingerprint.py restoring.py saving.py step_dirs.py)
-
-# They share no program, so any worker takes the next test. Two workers: jobs of four processes have bounds to keep.
-test-faults: .venv/.installed-dev
-	$(PYTEST) -n 2 --dist load -m "" $(ARGS) $(FAULTS)
+# All faults, whole tables, and a random search in place of hypothesis's fixed examples. Two workers, each with the next
+# test: jobs of four processes have bounds to keep.
+test-nightly: export HYPOTHESIS_PROFILE ?= random
+test-nightly: .venv/.installed-dev
+	$(PYTEST) -n 2 --dist load $(ARGS) tests/nightly
 
 # Bugs on purpose, each of which a test must notice; CONTRIBUTING.md. Not in CI.
 mutants: .venv/.installed-dev

@@ -30,7 +30,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-# The same examples in each run; `make test-all` searches at random, and hypothesis prints how to repeat a failure.
+# The same examples in each run; `make test-nightly` searches at random, and hypothesis prints how to repeat a failure.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
@@ -66,6 +66,10 @@ def count_s() -> float:
 
 SLOWER = max(1.0, count_s() / COUNT_S)
 """How much slower than the machine of `LIMIT_S` this one is."""
+
+
+def pytest_report_header() -> str:
+    return f"limit of a test: {LIMIT_S * SLOWER:.0f} CPU s, {LIMIT_S:.0f} on a machine {SLOWER:.1f} times as fast"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,10 +115,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         places = dict(zip(paths, rng.sample(range(len(paths)), len(paths)), strict=True))
         rng.shuffle(items)
         items.sort(key=lambda item: places[item.path])
-        return
-    # Files whose tests are all fast come last, so that the workers end at about the same time.
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

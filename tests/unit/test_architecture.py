@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests import mutants
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # Each layer may import the ones before it; layers on one line may not import each other.
 LAYERS = [

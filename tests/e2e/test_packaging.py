@@ -13,7 +13,7 @@ import pytest
 
 import ultrascale_jax
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(*command: object, cwd: Path, **environ: str) -> str:

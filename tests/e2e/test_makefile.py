@@ -6,11 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FIND_PYTHON = ROOT / ".ci" / "find_python.sh"
 GOOD = f'exec {sys.executable} "$@"\n'
 
@@ -127,7 +128,7 @@ def test_a_change_of_pyproject_installs_again_into_the_same_environment(checkout
 
 
 def test_every_target_runs_what_there_is_in_the_environment_and_passes_args_on(checkout):
-    for target in ("train", "test", "test-fast", "test-all", "test-faults", "soak", "bench"):
+    for target in ("train", "test", "test-fast", "test-nightly", "soak", "bench"):
         commands = make(checkout, target, "ARGS=debug --fake-devices 8").splitlines()
         words = shlex.split(" ".join(commands))
         assert words[:3] == ["JAX_PLATFORMS=cpu", ".venv/bin/python", "-m"], target
@@ -135,8 +136,18 @@ def test_every_target_runs_what_there_is_in_the_environment_and_passes_args_on(c
         for module in (words[i + 2] for i, word in enumerate(words) if word == ".venv/bin/python"):
             assert importlib.util.find_spec(module), (target, module)
         places = [word for word in words if word.split("/")[0] == "tests"]
-        assert bool(places) == target.startswith("test")
+        assert bool(places) == (target in ("test-fast", "test-nightly"))
         assert all((ROOT / place).exists() for place in places), target
+
+
+def test_plain_pytest_runs_the_tests_of_every_day():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    folders = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").iterdir()
+        if any(path.rglob("test_*.py"))
+    }
+    assert folders == {*settings["testpaths"], "tests/nightly"}
 
 
 def test_on_a_host_with_gpus_the_run_sees_them_and_cuda_is_installed(checkout):
