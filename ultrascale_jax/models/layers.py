@@ -44,7 +44,7 @@ def param(
 ) -> nnx.Param:
     """Make a float32 parameter with these dims; `act_dims` are those of the activation that it is multiplied with.
 
-    Without a key it is made of ones when `std` is 1 (norm scales) and zeros when it is 0 (biases).
+    Without a key it is made of ones, `std=1` (norm scales), or zeros, `std=0` (biases).
 
     Args:
       key: of the normal distribution from which it is drawn.
@@ -57,6 +57,8 @@ def param(
     Raises `UserError` for unknown letters, and sizes that the mesh does not divide. K and V are not checked:
     `Attention` repeats few key heads. In an attention of your own K must be a multiple of the tensor group, too.
     """
+    fix = "give one, from which values are drawn; or std=1 for ones, 0 for zeros"
+    require(key is not None or std in (0, 1), "key", key, fix)
     check_letters("dims", dims)
     check_letters("act_dims", act_dims)
     fix = f"dims={dims!r} has {len(dims)} letters; give as many sizes"
