@@ -41,11 +41,11 @@ class Frozen(us.Transformer):
         return path.startswith("stacks.0.attn.")
 
 
-def compare_model(model: type, mesh: str, evaluates: bool = False, **sections) -> None:
+def compare_model(cls: type, mesh: str, evaluates: bool = False, **sections) -> None:
     """Compare a model of eight heads and four layers on eight devices with one device."""
     shape = {"num_heads": 8, "num_kv_heads": 4, "num_layers": 4} | sections.pop("model", {})
     cfg = change(BASE, model=shape, mesh=MeshConfig.parse(mesh).sizes, **sections)
-    compare(cfg.check(8), evaluates, start=functools.partial(some_state, model=model))
+    compare(cfg.check(8), evaluates, start=functools.partial(some_state, model=cls))
 
 
 def compare_own_model(mesh: str, train: dict, schedule: str = "1f1b") -> None:

@@ -391,7 +391,12 @@ def test_a_window_leaves_out_no_rank_that_it_reaches(ranks, half, odd, window, s
         (ContextConfig(strategy="allgather"), (4, 8, 8), {}, "K a divisor of N"),
         (ContextConfig(strategy="ring", ulysses=3), (6, 6, 6), {}, "ulysses=3: must divide"),
         (ContextConfig(strategy="zigzag", ulysses=2), (3, 3, 3), {}, "ulysses=2: .* fewer ulysses"),
-        (ContextConfig(strategy="allgather", ulysses=4), (12, 6, 6), {}, "ulysses=4: .* fewer ulysses"),
+        (
+            ContextConfig(strategy="allgather", ulysses=4),
+            (12, 6, 6),
+            {},
+            "ulysses=4: .* fewer ulysses",
+        ),
         (ContextConfig(strategy="ulysses"), (6, 6, 6), {}, "ulysses=4: .* fewer ulysses"),
         (ContextConfig(strategy="zigzag"), (4, 4, 4), {"implementation": "cudnn"}, "needs a GPU"),
         (ContextConfig(strategy="ulysses"), (4, 4, 4), {"implementation": "cudnn"}, "needs a GPU"),

@@ -19,6 +19,7 @@ from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.train_step import loss_scale
+from ultrascale_jax.train_step.guards import Verdict, after
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.training.loop import train
@@ -52,6 +53,14 @@ def test_it_doubles_after_three_steps_without_overflow_and_halves_at_one():
     least, most = loss_scale.LEAST, loss_scale.MOST
     assert follow(least, [False]) == [(least, 0)]
     assert follow(most, [True, True, True]) == [(most, 1), (most, 2), (most, 0)]
+
+
+def test_a_batch_without_targets_does_not_count_for_it():
+    before = some_state(BASE, mesh_of(BASE))
+    good = Verdict(finite=jnp.array(True), ok=jnp.array(True), spike=None)
+    for targets, good_steps in ((0, 0), (1, 1)):
+        *_, scale, _ = after(before, good, jnp.float32(1), jnp.float32(1), jnp.int32(targets))
+        assert int(scale.good_steps) == good_steps
 
 
 def test_only_float16_has_one():
