@@ -307,8 +307,8 @@ def page(day: str) -> str:
     """Return the page of the documentation: its prose as it is, and the table anew, of rows that ran on `day`."""
     by_pair, names = rows_of_pairs((*TESTED, *NIGHTLY_ROWS)), list(CHANGES)
     lines = [
-        f"Last run on {day}: {len(names)} values have {len(by_pair)} legal pairs. {len(TESTED)} rows of `make test` have "
-        f"those in float32, and {len(NIGHTLY_ROWS)} rows of `make test-nightly` those in another precision.\n"
+        f"Last run on {day}: {len(names)} values have {len(by_pair)} legal pairs. {len(TESTED)} rows of `make test` "
+        f"have those in float32, and {len(NIGHTLY_ROWS)} rows of `make test-nightly` those in another precision.\n"
     ]
     lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for i, name in enumerate(names):
