@@ -3,6 +3,7 @@
 Its loss and the parts of its layers have terms, with a weight in the objective and without.
 """
 
+import math
 from typing import ClassVar
 
 import jax
@@ -10,6 +11,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 import ultrascale_jax as us
+from tests.runs import change
+
+CFG = us.Config(
+    model=us.ModelConfig(
+        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8
+    ),
+    data=us.DataConfig(source="synthetic", seq_len=32),
+    train=us.TrainConfig(steps=2, global_batch=8, precision="bf16", eval_batches=1),
+)
+
+
+def on(cfg: us.Config, mesh: str) -> us.Config:
+    """Return the checked configuration on a mesh, as `fsdp=2,sp=2`."""
+    cfg = change(cfg, mesh=us.MeshConfig.parse(mesh).sizes)
+    return cfg.check(math.prod(cfg.mesh.sizes.values()))
 
 
 class GatedAttention(nnx.Module):

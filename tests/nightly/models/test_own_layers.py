@@ -4,22 +4,9 @@ import jax
 import numpy as np
 
 import ultrascale_jax as us
-from tests.own_layers import OwnModel
+from tests.own_layers import CFG, OwnModel, on
 from tests.runs import change, mesh_of, step_rows
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-
-CFG = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8
-    ),
-    data=DataConfig(source="synthetic", seq_len=32),
-    train=TrainConfig(steps=2, global_batch=8, precision="bf16", eval_batches=1),
-)
-
-
-def on(cfg: Config, mesh: str) -> Config:
-    cfg = change(cfg, mesh=MeshConfig.parse(mesh).sizes)
-    return cfg.check(int(np.prod(list(cfg.mesh.sizes.values()))))
+from ultrascale_jax.config import MeshConfig
 
 
 def test_the_planner_compiles_own_layers():
@@ -42,7 +29,7 @@ def test_the_trainer_resumes_own_layers_on_another_mesh_and_generates(tmp_path):
         with jax.set_mesh(devices):
             prompt = np.arange(16, dtype=np.int32).reshape(2, 8)
             settings = {"temperature": 0, "key": jax.random.key(0)}
-            found = us.generate(model, prompt, 4, **settings)
+            found = us.generate(us.gather_stages(model), prompt, 4, **settings)
             if expected is not None:
                 np.testing.assert_array_equal(found, expected)
                 continue

@@ -11,35 +11,18 @@ import pytest
 from jax._src import core
 
 import ultrascale_jax as us
-from tests.own_layers import GatedAttention, OwnModel, SquaredReLU
+from tests.own_layers import CFG, GatedAttention, OwnModel, SquaredReLU, on
 from tests.runs import change, mesh_of, saved_state
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
     Config,
-    DataConfig,
     Lora,
-    MeshConfig,
-    ModelConfig,
-    TrainConfig,
     UserError,
 )
 from ultrascale_jax.train_step.state import abstract_batch
 from ultrascale_jax.train_step.step import train_step
-
-CFG = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8
-    ),
-    data=DataConfig(source="synthetic", seq_len=32),
-    train=TrainConfig(steps=2, global_batch=8, precision="bf16", eval_batches=1),
-)
-
-
-def on(cfg: Config, mesh: str) -> Config:
-    cfg = change(cfg, mesh=MeshConfig.parse(mesh).sizes)
-    return cfg.check(int(np.prod(list(cfg.mesh.sizes.values()))))
 
 
 def trace(model: type, mesh: str = "fsdp=2,sp=2", *, cfg: Config = CFG, **train) -> None:
