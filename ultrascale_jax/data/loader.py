@@ -300,17 +300,12 @@ class Loader:
             fix = "has other axes than this library's; say how it shards [B, T], as spec=P('data')"
             require(not unknown, "mesh", mesh.axis_names, fix)
             spec = act("BT")
-        split_tokens = (*spec, None, None)[1]
-        names = split_tokens if isinstance(split_tokens, tuple) else (split_tokens,)
-        ranks = math.prod(mesh.shape[name] for name in names if name)
+        parts, ranks = (_size_of(mesh, axes) for axes in (*spec, None, None)[:2])
         fix = (
             f"attention over {ranks} ranks wants another order of tokens; "
             f'use make_loader(cfg), or Loader(..., cp={ranks}, context=ContextConfig(strategy="ring"))'
         )
         require(self._cp == ranks, "cp", self._cp, fix)
-        first = spec[0] if len(spec) else None
-        names = first if isinstance(first, tuple) else (first,)
-        parts = math.prod(mesh.shape[name] for name in names if name)
         fix = f"rows are split over {parts} devices; use a multiple of that"
         for size in self.batches.sizes:
             require(size % parts == 0, "global_batch", size, fix)
@@ -479,6 +474,12 @@ def row_digests(rows: np.ndarray, batch: Batch) -> np.ndarray:
             digest.update(np.ascontiguousarray(batch[name][i], "<i4"))
         digests.append(np.frombuffer(digest.digest(), "<u4"))
     return np.stack(digests)
+
+
+def _size_of(mesh: Mesh, axes: str | tuple[str, ...] | None) -> int:
+    """Return the number of devices over which an entry of a spec splits its dim."""
+    names = axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(mesh.shape[name] for name in names if name)
 
 
 def _add_rows(digests: Any) -> Any:
