@@ -194,6 +194,22 @@ def references(rows: Iterable[Row]) -> dict[str, tuple[Row, str]]:
     }
 
 
+def make_tests(rows: Iterable[Row]) -> tuple[Callable, Callable]:
+    """Return two tests for a file, whose worker trains each model on one device once: of that run, and of each row."""
+    alone = references(rows := list(rows))
+
+    @pytest.mark.parametrize("name", alone)
+    def test_one_device_trains_the_model(name):
+        for outcome in train_reference(*alone[name]):
+            assert np.all(np.isfinite(outcome.losses))
+
+    @pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+    def test_row_equals_one_device(row):
+        compare_row(row)
+
+    return test_one_device_trains_the_model, test_row_equals_one_device
+
+
 def compare_row(row: Row) -> None:
     """Compare losses and gradients; in float32 without a pipeline also the second step, after an update.
 

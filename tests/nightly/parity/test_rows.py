@@ -1,21 +1,6 @@
-"""Rows of the covering design train as one device does: precisions below float32.
+"""Rows of the covering design train as one device does: precisions below float32."""
 
-Each file trains a model on one device once, and so its rows run in one worker.
-"""
-
-import numpy as np
-import pytest
-
-from tests.parity.comparison import compare_row, references, train_reference
+from tests.parity.comparison import make_tests
 from tests.parity.rows import NIGHTLY_ROWS
 
-
-@pytest.mark.parametrize("name", references(NIGHTLY_ROWS))
-def test_one_device_trains_the_model(name):
-    for outcome in train_reference(*references(NIGHTLY_ROWS)[name]):
-        assert np.all(np.isfinite(outcome.losses))
-
-
-@pytest.mark.parametrize("row", NIGHTLY_ROWS, ids=lambda row: row.name)
-def test_row_equals_one_device(row):
-    compare_row(row)
+test_one_device_trains_the_model, test_row_equals_one_device = make_tests(NIGHTLY_ROWS)
