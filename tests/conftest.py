@@ -4,6 +4,7 @@ and a limit on the time of a test.
 The variables are set before anything imports JAX. Processes that tests start inherit them.
 """
 
+import functools
 import gc
 import os
 import random
@@ -55,8 +56,9 @@ def cpu_s() -> float:
     return sum(os.times()[:4])
 
 
-def count_s() -> float:
-    """Return the CPU seconds in which Python counts to ten million, from the fastest of five tenths."""
+@functools.cache
+def slower() -> float:
+    """Return how much slower this machine is than that of `LIMIT_S`, by the fastest of five tenths of its count."""
 
     def tenth() -> float:
         begun, number = time.process_time(), 0
@@ -64,15 +66,7 @@ def count_s() -> float:
             number += 1
         return time.process_time() - begun
 
-    return 10 * min(tenth() for _ in range(5))
-
-
-SLOWER = max(1.0, count_s() / COUNT_S)
-"""How much slower than the machine of `LIMIT_S` this one is."""
-
-
-def pytest_report_header() -> str:
-    return f"limit of a test: {LIMIT_S * SLOWER:.0f} CPU s, {LIMIT_S:.0f} on a machine {SLOWER:.1f} times as fast"
+    return max(1.0, 10 * min(tenth() for _ in range(5)) / COUNT_S)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,8 +77,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     result = yield
-    used, limit = cpu_s() - item.stash[BEGUN], LIMIT_S * SLOWER
-    if item.path.relative_to(TESTS).parts[0] in LIMITED and used > limit:
+    used, is_limited = cpu_s() - item.stash[BEGUN], item.path.relative_to(TESTS).parts[0] in LIMITED
+    if is_limited and used > LIMIT_S and used > (limit := LIMIT_S * slower()):
         item.user_properties.append(("over_the_limit", used))
         if used > BUSY * limit:
             pytest.fail(
