@@ -1,4 +1,4 @@
-"""What tests of the pages share: a running server, requests to it, and a run to watch."""
+"""Helpers for tests of the pages: a running server, requests to it, and a run to watch."""
 
 import contextlib
 import http.client

@@ -164,14 +164,13 @@ def draw_run(rng: random.Random) -> tuple[Flags, Flags]:
         "moe.aux-over": rng.choice(("batch", "sequence")),
         "moe.z-loss": rng.choice((0.0, 0.01)),
     }
-    remat = rng.choice(("none", "selective", "dots", "full"))
     mesh = {
         "mesh": ",".join(f"{axis}={size}" for axis, size in draw_mesh(rng, DEVICES).items()),
         "pp.schedule": rng.choice(SCHEDULES),
         "pp.stash": rng.choice(("residuals", "residuals", "input")),
         "cp.strategy": rng.choice(("ring", "zigzag", "allgather", "ulysses")),
         "train.zero": rng.randint(0, 3),
-        "train.remat": remat,
+        "train.remat": rng.choice(("none", "selective", "dots", "full")),
         "train.lowering": rng.choice(("auto", "plain")),
         "moe.capacity-factor": rng.choice((1.0, 1.25, 2.0)),
     }

@@ -1,4 +1,4 @@
-"""What H100s run of head and loss in one: no logits, and all in registers."""
+"""Head and loss in one, compiled for H100s: no logits, and all in registers."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What H100s run of the quantisation to fp8: one kernel that keeps all in registers."""
+"""The quantisation to fp8, compiled for H100s: one kernel that keeps all in registers."""
 
 import functools
 import re
