@@ -1,7 +1,7 @@
 """Rows of parity: a covering design. Every legal pair of the values below stands in at least one row.
 
 `python -m tests.parity.rows` prints the pairs, the rows of each and the pairs that are missing;
-`python -m tests.parity.rows docs` writes the table of `docs/parity.md`.
+`python -m tests.parity.rows docs` writes the last lines of `docs/parity.md`.
 """
 
 import dataclasses
@@ -303,17 +303,30 @@ def rows_of_pairs(rows: Iterable[Row]) -> dict[Pair, list[Row]]:
 MARK = "<!-- The lines below are written by `python -m tests.parity.rows docs`. -->\n"
 
 
+ONE_OF = (
+    ("no pipeline", *SCHEDULES),
+    get_args(Strategy),
+    PRECISIONS,
+    tuple(name for name in CHANGES if name.startswith("ZeRO")),
+)
+"""Values of which a run has one: the schedule, the strategy, the precision and the stage of ZeRO."""
+
+
 def page(day: str) -> str:
-    """Return the page of the documentation: its prose as it is, and the table anew, of rows that ran on `day`."""
-    by_pair, names = rows_of_pairs((*TESTED, *NIGHTLY_ROWS)), list(CHANGES)
+    """Return the page of the documentation: its prose as it is, and its last lines anew, of rows that ran on `day`."""
+    legal, refused = set(legal_pairs()), dict[str, list[str]]()
+    for pair in itertools.combinations(CHANGES, 2):
+        if pair not in legal and not any(set(pair) <= set(group) for group in ONE_OF):
+            refused.setdefault(pair[1], []).append(pair[0])
     lines = [
-        f"Last run on {day}: {len(names)} values have {len(by_pair)} legal pairs. {len(TESTED)} rows of `make test` "
-        f"have those in float32, and {len(NIGHTLY_ROWS)} rows of `make test-nightly` those in another precision.\n"
+        f"Last run on {day}: {len(CHANGES)} values have {len(legal)} legal pairs. {len(TESTED)} rows of `make test` "
+        f"have those in float32, and {len(NIGHTLY_ROWS)} rows of `make test-nightly` those in another precision. The "
+        f"values: {', '.join(CHANGES)}.",
+        "",
+        "A run has one schedule, one strategy, one precision and one stage of ZeRO. It also cannot have",
+        "",
+        *(f"* {name} with {', '.join(others)}" for name, others in refused.items()),
     ]
-    lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for i, name in enumerate(names):
-        counts = [str(len(by_pair.get((name, other), ())) or "-") for other in names[i + 1 :]]
-        lines.append(f"| {' | '.join([f'**{name}**', *[''] * (i + 1), *counts])} |")
     return DOCS.read_text().split(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
 
 
