@@ -4,12 +4,13 @@ Every number comes from a CSV: docs/planning/NAME.csv (formulas and XLA), tests/
 of the playbook's runs on which no constant was fitted) and docs/planning/published_runs.csv. Held-out rows come first.
 """
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scripts.validation import playbook, published
-from scripts.validation.xla_tables import Row, markdown, read
+from scripts.validation.xla_tables import Row, read
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/accuracy.md"
@@ -33,7 +34,7 @@ timed on a GPU: measured times on this page are those of other trainers.
 ## Memory: formulas against XLA's buffer assignment
 
 A row of `docs/planning/NAME.csv` is a training step that XLA compiled for H100s
-(`python -m scripts.validation.xla_tables NAME --out FILE`). A row is *held out* if no term of the formulas was
+(`python -m scripts.validation.xla_tables NAME`). A row is *held out* if no term of the formulas was
 derived from it; the authors saw it while they wrote them. The formulas have no fitted coefficient. The
 error is the distance of formula / XLA from 1, for the peak of one GPU.
 
@@ -50,8 +51,8 @@ times.
 
 The authors of the playbook measured nanotron on 8 to 512 H100s. The planner predicts these runs with nanotron's
 settings; its constants of time were fitted on one half of the rows, and the table is about the other half:
-{configurations} configurations, {ran} of which ran
-(`python -m scripts.validation.playbook tests/data/plan/playbook_runs.csv`). A *cell* is one model on one number of
+{configurations} configurations of `tests/data/plan/playbook_runs.csv`, {ran} of which ran
+({{src}}`scripts/validation/nanotron.py` is the model of nanotron). A *cell* is one model on one number of
 nodes. The *first choice* is the fastest by prediction of those that are predicted to fit; its measured throughput
 is divided by the best measured one.
 
@@ -63,7 +64,7 @@ fifteen times, and no column of the file shows a cause.
 ## Speed: published runs of others
 
 Tokens per second that the formulas predict for *this* trainer, over those that others measured with theirs, on the
-same model, mesh and machine (`python -m scripts.validation.published docs/planning/published_runs.csv`). Below 1
+same model, mesh and machine ([published_runs.csv](planning/published_runs.csv)). Below 1
 the other trainer was measured faster than this one is predicted to be. No constant was fitted to these runs. Groups
 of fewer than {least} runs are left out.
 
@@ -100,47 +101,58 @@ def time_table() -> str:
 
 def playbook_tables() -> dict[str, str]:
     """Predict the held-out half of the playbook's runs; return the parts of `TEXT` about them."""
-    rows = [row for row in playbook.read(RUNS)[0] if not row.calibration]
-    predictions = [playbook.predict(row) for row in rows]
+    predictions = [playbook.predict(row) for row in playbook.read(RUNS) if not row.calibration]
     cells = playbook.cells(predictions)
-    worst = sorted(
-        (cell.first_choice, f"{cell.model} on {cell.nodes} nodes {cell.first_choice:.0%}")
+    cells.sort(key=lambda cell: cell.first_choice)
+    worst = [
+        f"{cell.model} on {cell.nodes} nodes {cell.first_choice:.0%}"
         for cell in cells
-        if cell.first_choice is not None and cell.first_choice < 0.9
-    )
+        if cell.first_choice < 0.9
+    ]
     return {
         "configurations": str(len(predictions)),
         "ran": str(sum(cell.rows for cell in cells)),
         "totals": markdown(("", "found", "goal"), playbook.totals(predictions, cells)),
-        "worst": ", ".join(text for _, text in worst),
+        "worst": ", ".join(worst),
     }
 
 
 def published_tables() -> dict[str, str]:
     """Predict the published runs; return the parts of `TEXT` about them."""
-    rows = published.read(ROOT / "docs/planning/published_runs.csv")
-    predictions = [published.predict(row) for row in rows]
-    groups = [one for one in published.summaries(predictions) if one.rows >= LEAST]
-    groups.sort(key=lambda one: (one.precision, one.software))
-    lines = [
-        (
-            *(one.software, one.gpu, "pipeline" if one.pipeline else "no pipeline", one.precision),
-            *(one.rows, f"{one.median_ratio:.2f}", f"{one.worst_ratio:.2f}"),
-        )
-        for one in groups
-    ]
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for one in published.read(ROOT / "docs/planning/published_runs.csv"):
+        pipeline = "pipeline" if one.run.mesh.pp > 1 else "no pipeline"
+        experts = "experts" if one.run.shape.experts else ""
+        key = (one.run.precision, one.software, one.cluster.gpu.name, experts, pipeline)
+        groups.setdefault(key, []).append(one.ratio)
+    lines, largest = [], (0.0, "")
+    for (precision, software, gpu, _, pipeline), ratios in sorted(groups.items()):
+        if len(ratios) < LEAST:
+            continue
+        median, worst = statistics.median(ratios), max(ratios, key=distance)
+        figures = len(ratios), f"{median:.2f}", f"{worst:.2f}"
+        lines.append((software, gpu, pipeline, precision, *figures))
+        error = statistics.median(map(distance, ratios))
+        largest = max(largest, (error, f"{software} in {precision} ({median:.2f})"))
+    ratios = [ratio for group in groups.values() for ratio in group]
     columns = ("trainer", "GPU", "", "precision", "runs", "median predicted / measured", "worst")
     return {
         "published": markdown(columns, lines),
-        "runs": str(len(predictions)),
-        "ratio": f"{statistics.median(one.ratio for one in predictions):.2f}",
-        "group": _worst_group(groups),
+        "runs": str(len(ratios)),
+        "ratio": f"{statistics.median(ratios):.2f}",
+        "group": largest[1],
     }
 
 
-def _worst_group(groups: Sequence[published.Summary]) -> str:
-    worst = max(groups, key=lambda one: one.median_error)
-    return f"{worst.software} in {worst.precision} ({worst.median_ratio:.2f})"
+def distance(ratio: float) -> float:
+    """Return how far a ratio is from 1, on a logarithmic scale."""
+    return abs(math.log(ratio))
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """Format a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 def _rows(name: str) -> list[Row]:

@@ -10,38 +10,34 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ultrascale_jax.config import MeshConfig, require
+from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.framework import Overheads
 from ultrascale_jax.plan.formulas.layer_time import LayerTime
-from ultrascale_jax.plan.formulas.memory import MemoryBreakdown
 from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Group, Run
+from ultrascale_jax.units import GIB
 
 SEQ_LEN = 4096
 """Sequence length of every run of the benchmark, in tokens."""
 
-CONTEXT_BYTES = int(1.5 * 2**30)
+CONTEXT_BYTES = int(1.5 * GIB)
 """Memory that PyTorch cannot reserve: CUDA's context and NCCL (1 to 2 GB); the fullest run reserved 77.4 GiB."""
 
 
-SHAPES = {name: ModelShape.of(model) for name, model in PLAYBOOK.items()}
-
-
 def run_of(row: Mapping[str, str]) -> Run:
-    """Return the run of a row of `playbook_runs.csv` (TP with sequence parallelism, 1F1B). Raises `UserError`."""
-    model = row["model"]
-    require(model in SHAPES, "model", model, f"choose one of {', '.join(SHAPES)}")
+    """Return the run of a row of `playbook_runs.csv` (TP with sequence parallelism, 1F1B)."""
     zero = 1 if int(row["zero"]) else 0
     replicas = {"fsdp" if zero else "dp": int(row["dp"])}
     mesh = MeshConfig(**({"fsdp": 1} | replicas), pp=int(row["pp"]), sp=int(row["tp"]))
     return Run(
-        shape=SHAPES[model],
+        shape=ModelShape.of(PLAYBOOK[row["model"]]),
         mesh=mesh,
         seq_len=SEQ_LEN,
         sequences=int(row["mbs"]),
@@ -59,16 +55,13 @@ def is_calibration(row: Mapping[str, str]) -> bool:
     return zlib.crc32(" ".join(str(row[name]) for name in names).encode()) % 2 == 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """The layers and parameters of one pipeline rank."""
+class Stage(NamedTuple):
+    """How many layers one pipeline rank has, and which other blocks (0 or 1)."""
 
-    blocks: int
-    """Pipeline blocks of the model, the final norm and the logits' cast among them; nanotron cannot run with none."""
+    embedding: int
     layers: int
-    embedding: bool
-    head: bool
-    loss: bool
+    head: int
+    loss: int
 
 
 def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
@@ -88,16 +81,7 @@ def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
         names_by_rank[rank].append(name)
         if cost > share * (rank + 1) and rank < num_stages - 1:
             rank += 1
-    return [
-        Stage(
-            blocks=len(names),
-            layers=names.count("layers"),
-            embedding="embedding" in names,
-            head="head" in names,
-            loss="loss" in names,
-        )
-        for names in names_by_rank
-    ]
+    return [Stage(*map(names.count, Stage._fields)) for names in names_by_rank]
 
 
 @dataclass(frozen=True)
@@ -124,31 +108,27 @@ FITTED = Allocator(fixed=0.135, activations=1.161, logit=9.10, hidden=6.52, queu
 """`fit` of the calibration rows, in `tests/unit/scripts/test_nanotron.py`, which repeats it."""
 
 
-def nanotron_breakdown(
-    run: Run, *, stage: int | None = None, allocator: Allocator = FITTED
-) -> MemoryBreakdown:
+def reserved_bytes(run: Run, *, stage: int | None = None, allocator: Allocator = FITTED) -> float:
     """Predict the memory that PyTorch reserves on one GPU of a pipeline stage; None: the stage that needs most.
 
     A recorded figure is stage 0's.
     """
-    kinds = stages(run.shape, run.mesh.pp)
-    if stage is not None:
-        return _stage_breakdown(run, kinds[stage], stage, allocator)
-    every = [_stage_breakdown(run, kind, rank, allocator) for rank, kind in enumerate(kinds)]
-    return max(every, key=lambda one: one.peak_bytes)
+    cut = stages(run.shape, run.mesh.pp)
+    ranks = range(run.mesh.pp) if stage is None else [stage]
+    return max(_stage_bytes(run, cut[rank], rank, allocator) for rank in ranks)
 
 
 def usable_bytes(gpu: Gpu) -> int:
-    """Return the bytes of a GPU that PyTorch can reserve; `nanotron_breakdown` includes fragmentation."""
-    return int(gpu.memory_gib * 2**30) - CONTEXT_BYTES
+    """Return the bytes of a GPU that PyTorch can reserve; `reserved_bytes` includes fragmentation."""
+    return int(gpu.memory_gib * GIB) - CONTEXT_BYTES
 
 
-def least_bytes(run: Run) -> int:
+def least_bytes(run: Run) -> float:
     """Return a lower bound without fitted constants: weights, optimizer, saved activations, float32 logits twice."""
-    return nanotron_breakdown(run, allocator=Allocator(0, 1, 8, 0, 0)).peak_bytes
+    return reserved_bytes(run, allocator=Allocator(0, 1, 8, 0, 0))
 
 
-def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) -> MemoryBreakdown:
+def _stage_bytes(run: Run, stage: Stage, rank: int, allocator: Allocator) -> float:
     """Count weights in bfloat16, gradients in bfloat16 and float32, master weights and moments sharded by ZeRO-1.
 
     A layer keeps inputs and results of both norms, queries, keys, values and attention's result, and of the gated
@@ -161,35 +141,25 @@ def _stage_breakdown(run: Run, stage: Stage, rank: int, allocator: Allocator) ->
     )
     layer = shape.attention_params + shape.mlp_params
     n = (stage.layers * layer + tables * table) / mesh.tensor
-    owned = n / (run.shards if run.zero else 1)
+    state = 2 * n + 2 * n + 4 * n  # weights, gradients and their sums
+    state += (4 + 8) * n / (run.shards if run.zero else 1)  # master weights, moments
 
     tokens = run.sequences * run.seq_len
-    a_layer = 2 * stage.layers * tokens / mesh.tensor
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    activations = {
-        "activations: norms": a_layer * 4 * shape.d_model,
-        "activations: attention": a_layer * heads,
-        "activations: mlp": 4 * a_layer * shape.d_ff,
-    }
-    in_flight = min(run.microbatches, mesh.pp - rank)
-    one = sum(activations.values())
+    width = 4 * shape.d_model + heads + 4 * shape.d_ff  # norms, attention, feed-forward
+    activations = (
+        2 * stage.layers * tokens / mesh.tensor * width * min(run.microbatches, mesh.pp - rank)
+    )
     hidden = tokens * shape.d_model if mesh.tensor > 1 else 0
     queued = hidden if mesh.pp == 1 and run.microbatches > 1 else 0
     logits = tokens * shape.vocab_size / mesh.tensor if stage.head or stage.loss else 0
-    return MemoryBreakdown(
-        {
-            "parameters": 2 * n,
-            "master copy": 4 * owned,
-            "gradients": 2 * n,
-            "accumulation buffer": 4 * n,
-            "optimizer state": 8 * owned,
-            **activations,
-            "activations: logits": allocator.logit * logits,
-            "pipeline in flight": (in_flight - 1) * one,
-            "communication buffers": allocator.hidden * hidden + allocator.queue * queued,
-            "fragmentation": (allocator.activations - 1) * in_flight * one,
-            "workspace": allocator.fixed * 2**30,
-        }
+    return (
+        state
+        + allocator.activations * activations
+        + allocator.logit * logits
+        + allocator.hidden * hidden
+        + allocator.queue * queued
+        + allocator.fixed * GIB
     )
 
 
@@ -335,7 +305,7 @@ def estimate_with_stalls(
     run: Run, cluster: Cluster, constants: Constants = NANOTRON
 ) -> StepPrediction:
     """Predict a step between one that ran and one that stalled, nearer to the likelier."""
-    memory = nanotron_breakdown(run).peak_bytes
+    memory = int(reserved_bytes(run))
     ran = NanotronStep(run, cluster, constants).predict(memory)
     stalled = (1 + stall_s(run, constants) / ran.step_s) ** benchmark_stalls(run, cluster)
     stalls = ran.step_s * (stalled - 1)
@@ -360,5 +330,5 @@ def benchmark_stalls(run: Run, cluster: Cluster) -> float:
     if (replicated and nodes >= 8) or (mesh.tensor > 16 and nodes > 1):
         return 1.0
     usable = usable_bytes(cluster.gpu)
-    full = nanotron_breakdown(run).peak_bytes / usable
+    full = reserved_bytes(run) / usable
     return max(risk, 1 / (1 + math.exp(min(50.0, (0.885 - full) / 0.01))))

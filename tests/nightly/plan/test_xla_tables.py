@@ -12,8 +12,7 @@ SECONDS = ("step_s", "exposed_s", "exposed_cp_s", "travel_s", "exposed_travel_s"
 )
 def test_xla_still_takes_what_the_table_says(name, place):
     rows = xla_tables.read(xla_tables.PLANNING / f"{name}.csv")
-    pick = {"experts": xla_tables.ways, "pipelines": xla_tables.growing}.get(name, list)
-    told = pick(rows)[place]
+    told = rows[place]
     row = xla_tables.measure(told)
     assert int(row["xla_bytes"]) == pytest.approx(int(told["xla_bytes"]), rel=0.02)
     for column in SECONDS:

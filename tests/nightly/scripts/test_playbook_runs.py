@@ -10,15 +10,14 @@ import pytest
 from scipy.optimize import least_squares
 
 from scripts.validation.nanotron import NANOTRON, Constants, NanotronStep, stall_s
-from scripts.validation.playbook import cells, predict, read
-from scripts.validation.runs import Row
+from scripts.validation.playbook import Row, cells, predict, read
 
 RUNS = Path(__file__).parents[2] / "data" / "plan" / "playbook_runs.csv"
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return read(RUNS)[0]
+    return read(RUNS)
 
 
 OVERHEADS = ("logit_bytes", "host_s", "hide", "step_s")

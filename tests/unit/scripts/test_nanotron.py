@@ -15,7 +15,7 @@ from scripts.validation.nanotron import (
     NanotronStep,
     is_calibration,
     least_bytes,
-    nanotron_breakdown,
+    reserved_bytes,
     run_of,
     usable_bytes,
 )
@@ -33,16 +33,10 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def errors(rows, allocator=FITTED):
+def errors(rows):
     ran = [row for row in rows if row["mem_gb"] != "nan"]
     return [
-        abs(
-            nanotron_breakdown(run_of(row), stage=0, allocator=allocator).peak_bytes
-            / GIB
-            / float(row["mem_gb"])
-            - 1
-        )
-        for row in ran
+        abs(reserved_bytes(run_of(row), stage=0) / GIB / float(row["mem_gb"]) - 1) for row in ran
     ]
 
 
@@ -58,10 +52,7 @@ def fit(rows: Iterable[Mapping[str, str]]) -> Allocator:
     units = [Allocator(*(float(i == j) for j in range(count))) for i in range(count)]
 
     def predicted(allocator: Allocator) -> Sequence[float]:
-        runs = map(run_of, measured)
-        return [
-            sum(nanotron_breakdown(r, stage=0, allocator=allocator).parts.values()) for r in runs
-        ]
+        return [reserved_bytes(run_of(row), stage=0, allocator=allocator) for row in measured]
 
     rest = np.array(predicted(Allocator(0, 0, 0, 0, 0))) / 2**30 / memory
     terms = (
@@ -99,8 +90,8 @@ def test_fits_or_not_is_right_for_runs_that_ran_or_are_certain_not_to(rows):
     usable = usable_bytes(find_gpu("h100"))
     ran = [one for one in held if one["mem_gb"] != "nan"]
     lost = [one for one in held if one["mem_gb"] == "nan" and least_bytes(run_of(one)) > total]
-    right = [nanotron_breakdown(run_of(one)).peak_bytes <= usable for one in ran]
-    right += [nanotron_breakdown(run_of(one)).peak_bytes > usable for one in lost]
+    right = [reserved_bytes(run_of(one)) <= usable for one in ran]
+    right += [reserved_bytes(run_of(one)) > usable for one in lost]
     assert len(lost) > 100
     assert sum(right) / len(right) >= 0.95
 
