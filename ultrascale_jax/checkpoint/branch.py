@@ -10,13 +10,7 @@ import jax
 from ultrascale_jax.checkpoint.restoring import found_by_process0
 from ultrascale_jax.checkpoint.step_dirs import split_step, steps
 from ultrascale_jax.config import require
-from ultrascale_jax.launch.run_files import (
-    CHECKPOINTS,
-    METRICS,
-    folder_of,
-    read_regular,
-    write_atomic,
-)
+from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, write_atomic
 from ultrascale_jax.storage.remote import is_url
 
 
@@ -30,7 +24,7 @@ def branch_point(branch_from: str) -> Path | None:
     place, step = split_step("checkpoint.branch_from", branch_from, branch_from)
     fix = "name a run directory on a disk; a run with that checkpoint.store fetches what it holds"
     require(not is_url(place), "checkpoint.branch_from", branch_from, fix)
-    folder = folder_of(Path(place).resolve(), CHECKPOINTS, make=False)
+    folder = Path(place).resolve() / CHECKPOINTS
     saved_steps = found_by_process0(lambda: steps(folder))
     step = max(saved_steps, default=0) if step is None else step
     fix = f"there is no such checkpoint; the steps in {folder} are {saved_steps}"
@@ -42,4 +36,4 @@ def bring_metrics(point: Path, run_dir: Path) -> None:
     """Copy the metrics of the run that has the checkpoint `point`; the new run drops the rows after it."""
     rows = point.parent.parent / METRICS
     if jax.process_index() == 0 and rows.is_file():
-        write_atomic(run_dir / METRICS, read_regular(rows))
+        write_atomic(run_dir / METRICS, rows.read_bytes())

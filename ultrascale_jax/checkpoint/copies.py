@@ -21,13 +21,7 @@ from ultrascale_jax.checkpoint.step_dirs import METADATA, Damaged, files, is_ste
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, TRAVELLING
 from ultrascale_jax.launch.events import Events, printable, say
-from ultrascale_jax.launch.run_files import (
-    CHECKPOINTS,
-    METRICS,
-    folder_of,
-    read_regular,
-    write_atomic,
-)
+from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, write_atomic
 from ultrascale_jax.storage.cache import cache_folder, exclusive, name_of, require_room
 from ultrascale_jax.storage.foreign import parse_json
 from ultrascale_jax.storage.remote import WORKERS, Remote, RemoteRefused, is_url
@@ -65,7 +59,7 @@ class Copies:
         `uploaded` is called before each file. Raises `RemoteRefused` where its folder is not a checkpoint's.
         """
         step, sizes = int(place.name), files(place)
-        meta = read_regular(place / METADATA)
+        meta = (place / METADATA).read_bytes()
         stored = self._files(step)
         if COMPLETE in stored and self.remote.read(f"{step}/{METADATA}") == meta:
             return sum(sizes.values())
@@ -259,8 +253,7 @@ class Uploads:
         if TOKENIZER not in paths and tokenizer.is_file():
             paths[TOKENIZER] = tokenizer
         for name, path in paths.items():
-            content = path.read_bytes() if path is tokenizer else read_regular(path)
-            self._copies.remote.write(name, content)
+            self._copies.remote.write(name, path.read_bytes())
 
 
 def fetch_run(url: str, run_dir: Path, step: int | None = None) -> None:
@@ -268,7 +261,7 @@ def fetch_run(url: str, run_dir: Path, step: int | None = None) -> None:
 
     Raises `UserError` for a step without copy, `Damaged` where files are missing, or `RemoteError`.
     """
-    copies, folder = Copies(url), folder_of(run_dir, CHECKPOINTS)
+    copies, folder = Copies(url), run_dir / CHECKPOINTS
     copied_steps = copies.steps()
     fix = "holds no copy of a checkpoint; name a run's checkpoint.store"
     require(bool(copied_steps), "url", copies.url, fix)
@@ -277,8 +270,10 @@ def fetch_run(url: str, run_dir: Path, step: int | None = None) -> None:
     )
     step = copied_steps[-1] if step is None else step
     copies.fetch_beside(run_dir, anew=True)
+    folder.mkdir(exist_ok=True)
     place, target = copies.fetch_metadata(step, folder), folder / str(step)
-    same = target.is_dir() and read_regular(target / METADATA) == read_regular(place / METADATA)
+    old, new = target / METADATA, place / METADATA
+    same = target.is_dir() and old.read_bytes() == new.read_bytes()
     if not same:
         sizes = copies.sizes(step)
         for path in folder.iterdir():

@@ -21,7 +21,7 @@ from ultrascale_jax.huggingface.files import (
     is_huggingface,
     travelling,
 )
-from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of, read_regular, write_atomic
+from ultrascale_jax.launch.run_files import CHECKPOINTS, write_atomic
 from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.storage.remote import is_url
 
@@ -77,7 +77,7 @@ class Source:
         """Return the source with the step that is the newest now. Raises `UserError` for a run without it."""
         if self.huggingface:
             return self
-        saved_steps = steps(folder_of(self.folder.resolve(), CHECKPOINTS, make=False))
+        saved_steps = steps(self.folder.resolve() / CHECKPOINTS)
         step = max(saved_steps, default=None) if self.step is None else self.step
         fix = f"there is no such checkpoint; the steps are {saved_steps}"
         require(step in saved_steps, "train.init_from", self.text, fix)
@@ -103,7 +103,7 @@ def check_run_dir(cfg: Config) -> None:
     try:
         is_run = read_json(run_dir / "config.json").keys() <= sections
     except UserError:
-        is_run = bool(steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False)))
+        is_run = bool(steps(run_dir.resolve() / CHECKPOINTS))
     fix = "holds a config.json that is no run's, over which the run would write; choose another --log.run-dir"
     require(is_run, "log.run_dir", cfg.log.run_dir, fix)
 
@@ -154,7 +154,7 @@ def _saved_here(run_dir: Path) -> Config | None:
     """Return the saved configuration of a run that has checkpoints in `run_dir`."""
     if not (run_dir / "config.json").is_file() or is_huggingface(run_dir):
         return None
-    saved_steps = steps(folder_of(run_dir.resolve(), CHECKPOINTS, make=False))
+    saved_steps = steps(run_dir.resolve() / CHECKPOINTS)
     return saved_config(run_dir) if saved_steps else None
 
 
@@ -172,17 +172,17 @@ def _saved_copy(cfg: Config) -> Config | None:
 def files(source: Source) -> dict[str, bytes]:
     """Return, by name, the files of tokenizer and chat template, and `ORIGINAL`, which go into the new run."""
     read = inside if source.huggingface else lambda folder, name: folder / name
-    contents = {name: read_regular(read(source.folder, name)) for name in travelling(source.folder)}
+    contents = {name: read(source.folder, name).read_bytes() for name in travelling(source.folder)}
     if source.huggingface:
         return contents | {ORIGINAL: inside(source.folder, "config.json").read_bytes()}
     if (source.folder / ORIGINAL).is_file():
-        contents[ORIGINAL] = read_regular(source.folder / ORIGINAL)
+        contents[ORIGINAL] = (source.folder / ORIGINAL).read_bytes()
     named = Path(saved_config(source.folder).data.tokenizer)
     named = named / TOKENIZER if named.is_dir() else named
     if named.is_file():  # the run's own tokenizer, or the copy that it brought along
         # Its settings and its template are in the same folder.
         model = {name: contents[name] for name in (GENERATION, ORIGINAL) if name in contents}
-        settings = {name: read_regular(named.with_name(name)) for name in travelling(named.parent)}
+        settings = {name: named.with_name(name).read_bytes() for name in travelling(named.parent)}
         contents = {**settings, **model, TOKENIZER: named.read_bytes()}
     return contents
 
@@ -194,7 +194,7 @@ def bring_files(run_dir: Path, contents: Mapping[str, bytes]) -> None:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     changed = [name for name in contents if (run_dir / name).is_file()]
-    changed = [name for name in changed if read_regular(run_dir / name) != contents[name]]
+    changed = [name for name in changed if (run_dir / name).read_bytes() != contents[name]]
     fix = f"holds a {', '.join(changed)} of another model; choose another --log.run-dir"
     begun = any((run_dir / name).is_file() for name in ("config.json", ORIGINAL))
     require(begun or not changed, "log.run_dir", str(run_dir), fix)

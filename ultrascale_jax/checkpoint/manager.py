@@ -38,7 +38,7 @@ from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import agree
-from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, folder_of
+from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS
 from ultrascale_jax.launch.run_lock import LASTING, refusal
 from ultrascale_jax.train_step.state import (
     TrainState,
@@ -103,7 +103,7 @@ class Checkpoints:
         # A private part of Orbax; where another version has none, saves cost memory and work all the same.
         with contextlib.suppress(ImportError, AttributeError):
             saving.spare_memory()
-        has_checkpoint = bool(self._listed() or copied)  # refuses a link in the place of a step
+        has_checkpoint = bool(self._listed() or copied)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         require(cfg.checkpoint.resume != "must" or has_checkpoint, "checkpoint.resume", "must", fix)
 
@@ -431,12 +431,9 @@ def _shapes(abstract: TrainState, meta: dict) -> tuple[TrainState, Groups]:
 
 
 def checkpoint_folder(cfg: Config) -> Path:
-    """Return the checkpoint folder of `cfg`, to which a run may write.
-
-    Raises `NotRegular` for a link, because a run renames and deletes there, and `UserError` as `check_path`.
-    """
+    """Return the checkpoint folder of `cfg`, to which a run may write. Raises `UserError` as `check_path`."""
     check_path("log.run_dir", cfg.log.run_dir)
-    return folder_of(Path(cfg.log.run_dir).resolve(), CHECKPOINTS, make=False)
+    return Path(cfg.log.run_dir).resolve() / CHECKPOINTS
 
 
 def _context() -> Any:

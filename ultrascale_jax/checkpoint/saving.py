@@ -85,7 +85,7 @@ class Writing:
         except Exception as error:  # Orbax raises whatever the file system does.
             if jax.process_index() == 0:
                 # Free its room: the next one may need it.
-                for partial in _partial_saves(self.place.parent, self.place.name):
+                for partial in self.place.parent.glob(f"{self.place.name}{PARTIAL}*"):
                     shutil.rmtree(partial, ignore_errors=True)
             self._problem = first_line(error) or type(error).__name__
 
@@ -157,19 +157,11 @@ def sweep(folder: Path) -> None:
     """Remove what a process killed during a save, a deletion, a fetch or a `Probe` left in `folder`."""
     for left in folder.glob(".probe-*"):
         left.unlink(missing_ok=True)
-    for partial in _partial_saves(folder):
+    for partial in folder.glob(f"*{PARTIAL}*"):
         shutil.rmtree(partial)
     for deleted in folder.glob(f"*{DELETED}"):
         shutil.rmtree(deleted, ignore_errors=True)
-    fetching = folder / FETCHING
-    if not fetching.is_symlink() and fetching.is_dir():
-        shutil.rmtree(fetching)
-
-
-def _partial_saves(folder: Path, step: str = "*") -> list[Path]:
-    """Return the folders of saves that Orbax has not committed, without links, which lead elsewhere."""
-    partial_folders = folder.glob(f"{step}{PARTIAL}*")
-    return [path for path in partial_folders if not path.is_symlink()]
+    shutil.rmtree(folder / FETCHING, ignore_errors=True)
 
 
 def leave_in_time() -> None:

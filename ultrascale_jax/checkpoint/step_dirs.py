@@ -7,13 +7,11 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch.exit_codes import STOPPED
-from ultrascale_jax.launch.run_files import NotRegular, read_regular
 
 METADATA = "_CHECKPOINT_METADATA"
 """The file in which Orbax keeps a checkpoint's JSON."""
@@ -61,43 +59,26 @@ def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:
 def files(place: Path, groups: Sequence[str] = GROUPS) -> dict[str, int]:
     """Return the files of the checkpoint of these groups at `place`, as `a/b`, and their sizes in bytes, in order.
 
-    Raises `Damaged` for a link or anything else that is neither file nor folder, and where a file is missing without
-    which no reader can find the arrays; and `PermissionError` for a file that this user may not read.
+    Raises `Damaged` where a file is missing without which no reader can find the arrays, and `PermissionError` for one
+    that this user may not read.
     """
     sizes: dict[str, int] = {}
-    folders = [place]
-    while folders:
-        for path in folders.pop().iterdir():
-            name, status = path.relative_to(place).as_posix(), path.lstat()
-            if stat.S_ISDIR(status.st_mode):
-                folders.append(path)
-            elif stat.S_ISREG(status.st_mode):
-                if not os.access(path, os.R_OK, effective_ids=True):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-                sizes[name] = status.st_size
-            else:
-                raise Damaged(
-                    f"{name} is {'a symbolic link' if path.is_symlink() else 'no ordinary file'}"
-                )
+    for path in (place, *sorted(place.rglob("*"))):
+        mode = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+        if not os.access(path, mode, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        if path.is_file():
+            sizes[path.relative_to(place).as_posix()] = path.stat().st_size
     for group in groups:
         if f"{group}/{STORE}" not in sizes:
             raise Damaged(f"{group}/{STORE} is missing")
-    return dict(sorted(sizes.items()))
+    return sizes
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in `folder`, oldest first.
-
-    Raises `UserError` for a link in a checkpoint's place: it would let one be read from, or deleted, anywhere.
-    """
-    complete_steps = []
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        name = entry.name
-        fix = "is a symbolic link, not a checkpoint; remove it"
-        require(not (name[:1].isdecimal() and entry.is_symlink()), "checkpoint", str(entry), fix)
-        if is_step(name) and entry.is_dir():
-            complete_steps.append(int(name))
-    return sorted(complete_steps)
+    """Return the steps of the complete checkpoints in `folder`, oldest first."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(entry.name) for entry in entries if is_step(entry.name) and entry.is_dir())
 
 
 def is_step(name: str) -> bool:
@@ -160,12 +141,10 @@ def metadata(place: Path, parts: Sequence[str] = PARTS) -> dict:
     fails.
     """
     try:
-        meta = json.loads(read_regular(place / METADATA))["custom_metadata"]
+        meta = json.loads((place / METADATA).read_bytes())["custom_metadata"]
         digest = meta.pop("sha256")
         same = digest == _digest(meta)
         step = meta["data"]["step"]
-    except NotRegular as error:
-        raise Damaged(f"{METADATA} {error.strerror}") from None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{METADATA} is missing ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -28,7 +28,6 @@ from ultrascale_jax.huggingface.files import (
     require_empty,
     travelling,
 )
-from ultrascale_jax.launch.run_files import read_regular
 from ultrascale_jax.storage.foreign import parse_json, read_foreign, read_json
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def tokenizer_files(
     from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer, on_disk
     from ultrascale_jax.data.tokenizer_files import MOST_BYTES
 
-    files = {name: read_regular(run_dir / name) for name in travelling(run_dir)}
+    files = {name: (run_dir / name).read_bytes() for name in travelling(run_dir)}
     ids: dict[str, object] | None = None
     if (run_dir / ORIGINAL).is_file():
         original = read_json(run_dir / ORIGINAL)

@@ -35,7 +35,7 @@ from ultrascale_jax.config import AXES, UserError, require
 from ultrascale_jax.launch import events
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.goodput import Ledger, read_ledger
-from ultrascale_jax.launch.run_files import CHECKPOINTS, folder_of
+from ultrascale_jax.launch.run_files import CHECKPOINTS
 from ultrascale_jax.storage.remote import is_url
 from ultrascale_jax.units import size
 
@@ -160,7 +160,7 @@ def inspect(options: Options) -> Inspection:
     saved_config(run_dir)  # refuses what is no run directory
     if options.trace:
         return Inspection(options.run, trace=_trace(run_dir))
-    folder = folder_of(run_dir, CHECKPOINTS, make=False)
+    folder = run_dir / CHECKPOINTS
     chosen = _chosen(options, steps(folder), str(folder))
     result = Inspection(options.run, [_on_disk(folder / str(step), options) for step in chosen])
     if options.checkpoint is not None:

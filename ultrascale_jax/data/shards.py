@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ultrascale_jax.config import UserError
-from ultrascale_jax.launch.run_files import open_regular, write_atomic
+from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.storage.foreign import read_json
 
 FORMAT = "ultrascale_jax tokens 2"
@@ -240,7 +240,9 @@ class IndexWriter:
     def add(self, shard: np.ndarray) -> None:
         """Add a row of the table, of a shard whose files are written."""
         size = self.shards * SHARD.itemsize
-        with open(self._folder / TABLE, "r+b", opener=_open_or_create) as file:
+        table = self._folder / TABLE
+        table.touch()
+        with open(table, "r+b") as file:
             file.truncate(size)
             file.seek(size)
             file.write(shard.tobytes())
@@ -256,10 +258,6 @@ class IndexWriter:
         counts = {"shards": self.shards, "table_sha256": self._digest.hexdigest()}
         entries = self._index.made_with | counts | {"complete": complete, "format": FORMAT}
         write_atomic(self._folder / INDEX, json.dumps(entries, indent=1).encode())
-
-
-def _open_or_create(path: str, flags: int) -> int:
-    return open_regular(path, flags | os.O_CREAT)
 
 
 def write_index(folder: Path, index: Index) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, TypeGuard
 
 from ultrascale_jax.launch.procfs import boot_id
-from ultrascale_jax.launch.run_files import NotRegular, open_regular, read_regular
 
 FILE_NAME = "events.jsonl"
 
@@ -47,10 +46,10 @@ class Events:
         self.attempt = int(os.environ.get(ATTEMPT, "0"))
 
     def check(self) -> None:
-        """Raise `NotRegular` or `PermissionError` if the file is not this user's to write; other faults stop no run."""
+        """Raise `PermissionError` if the file is not this user's to write; other faults stop no run."""
         try:
-            os.close(open_regular(self.path, os.O_WRONLY | os.O_APPEND))
-        except (NotRegular, PermissionError):
+            os.close(os.open(self.path, os.O_WRONLY | os.O_APPEND))
+        except PermissionError:
             raise
         except OSError:
             return
@@ -68,7 +67,7 @@ class Events:
         line = (to_json(row | details) + "\n").encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 os.write(file, line)
             finally:
@@ -102,7 +101,7 @@ def read_events(path: Path) -> list[dict]:
     path = Path(path)
     try:
         path = path / FILE_NAME if path.is_dir() else path
-        lines = read_regular(path).decode(errors="replace").splitlines()
+        lines = path.read_bytes().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

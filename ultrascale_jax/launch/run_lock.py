@@ -16,7 +16,6 @@ from pathlib import Path
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import is_count, is_supervised, parse_object, printable
 from ultrascale_jax.launch.exit_codes import CRASHED
-from ultrascale_jax.launch.run_files import open_regular
 
 NAME = "lock"
 
@@ -54,13 +53,11 @@ class RunLock:
         with contextlib.ExitStack() as stack:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open_regular(self.path, os.O_RDWR | os.O_CREAT)
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
                 stack.callback(os.close, self._file)
                 self._lock()
                 os.truncate(self._file, 0)
                 os.pwrite(self._file, holder_text().encode(), 0)
-            except UserError:  # an `OSError` too may be one
-                raise
             except OSError as error:
                 fix = "make the run directory writable, or choose another with log.run_dir"
                 text = f"cannot write {self.path} ({error}): {fix}"

@@ -31,7 +31,6 @@ from ultrascale_jax.launch.events import (
     is_supervised,
 )
 from ultrascale_jax.launch.procfs import read_stat
-from ultrascale_jax.launch.run_files import folder_of, open_regular, read_regular
 
 HEARTBEATS = "heartbeats"
 STACKS = "stacks"
@@ -92,7 +91,7 @@ def limit(section: str) -> None:
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """Return the heartbeat of `rank`; None if it cannot be read."""
     try:
-        values = {"boot": ""} | json.loads(read_regular(run_dir / HEARTBEATS / str(rank)))
+        values = {"boot": ""} | json.loads((run_dir / HEARTBEATS / str(rank)).read_bytes())
         fields = {name: values[name] for name in Beat.__annotations__}
     except (OSError, TypeError, KeyError, *UNREADABLE):
         return None
@@ -141,10 +140,11 @@ class Watch:
         self._writing = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Watch":
-        path = folder_of(self._run_dir, HEARTBEATS) / str(self._rank)
+        path = self._run_dir / HEARTBEATS / str(self._rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.stacks = stacks_path(self._run_dir, self._rank, self._events.attempt)
-        folder_of(self._run_dir, STACKS)
-        self._file = open_regular(path, os.O_WRONLY | os.O_CREAT)
+        self.stacks.parent.mkdir(exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         self._open_stacks()
         # From now on its stacks may be requested by a signal.
         self._write()
@@ -171,7 +171,7 @@ class Watch:
     def _open_stacks(self) -> None:
         """Start the process that writes the stacks, and have the signal for them answered."""
         words = f"rank {self._rank}: the stacks of its threads, which tell what it waited for, are in {self.stacks}"
-        with open(self.stacks, "ab", 0, opener=open_regular) as file:
+        with open(self.stacks, "ab", 0) as file:
             self._writer = subprocess.Popen(
                 ["sh", "-c", WRITER, words], stdin=subprocess.PIPE, stdout=file, process_group=0
             )

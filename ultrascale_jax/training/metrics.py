@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,12 +25,7 @@ from ultrascale_jax.health.skipped_steps import FAULTS, reason
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.launch.events import say, to_json
 from ultrascale_jax.launch.goodput import read_ledger
-from ultrascale_jax.launch.run_files import (
-    METRICS,
-    open_regular,
-    read_regular,
-    write_atomic,
-)
+from ultrascale_jax.launch.run_files import METRICS, write_atomic
 
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens"),
@@ -48,7 +42,7 @@ COLUMNS = (
 def read_rows(path: Path) -> list[dict]:
     """Read the rows of a `metrics.jsonl`; a last line that a kill cut short is left out."""
     rows = []
-    lines = read_regular(path).splitlines() if os.path.lexists(path) else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -74,7 +68,7 @@ def truncate_rows(
     They are ranges, such as `3 to 7`. A run that is `finished` at `step` will be evaluated again, so its evaluation
     there is dropped too. `tell` gets a line if steps are repeated or out of order; their rows are kept.
     """
-    if not os.path.lexists(path):
+    if not path.exists():
         return _missing([], step)
     rows = read_rows(path)
     for number, row in enumerate(rows, start=1):
@@ -126,9 +120,7 @@ class RunLog(Hook):
         notes: list[str] = []
         missing = truncate_rows(run_dir / METRICS, first_step, finished=finished, tell=notes.append)
         # Without Python's buffer, which loses what it cannot write.
-        self._file = self._stack.enter_context(
-            open(run_dir / METRICS, "ab", 0, opener=open_regular)
-        )
+        self._file = self._stack.enter_context(open(run_dir / METRICS, "ab", 0))
         self._waiting, self._full = b"", False
         if self._console.is_terminal:
             words = TextColumn("loss {task.fields[loss]:.4f}"), TimeRemainingColumn()

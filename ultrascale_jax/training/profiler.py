@@ -8,7 +8,7 @@ import jax
 
 from ultrascale_jax.hooks import Hook, Run, StepFn
 from ultrascale_jax.launch.events import say
-from ultrascale_jax.launch.run_files import folder_of, write_atomic
+from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.plan.profile.trace import CONTEXT, FOLDER, PROGRAM
 
 SESSIONS = "plugins/profile"
@@ -70,19 +70,19 @@ class Profiler(Hook):
 
     def _start(self) -> None:
         """Begin a trace after step `_done`."""
-        # Where the profiler writes, though it would follow links there.
-        folder = folder_of(self._run_dir, f"{FOLDER}/{SESSIONS}").parents[1]
         options = jax.profiler.ProfileOptions()
         # Calls of Python's functions slow the host, and with it the steps that are measured.
         options.python_tracer_level = 0
-        jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+        jax.profiler.start_trace(
+            self._run_dir / FOLDER, create_perfetto_trace=True, profiler_options=options
+        )
         self._active, self._first = True, self._done + 1
 
     def _stop(self) -> None:
         """End the trace, and write its context."""
         self._active = False
         jax.profiler.stop_trace()
-        folder = folder_of(self._run_dir, FOLDER)
+        folder = self._run_dir / FOLDER
         traces = (folder / SESSIONS).glob("*/*.xplane.pb")
         newest = max(traces, key=lambda path: path.stat().st_mtime_ns)
         device = jax.local_devices()[0]

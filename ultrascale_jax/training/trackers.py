@@ -29,7 +29,7 @@ from ultrascale_jax.checkpoint.run_metadata import fields
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.launch.events import parse_object, say
-from ultrascale_jax.launch.run_files import folder_of, read_regular, write_atomic
+from ultrascale_jax.launch.run_files import write_atomic
 
 PROJECT = "ultrascale_jax"
 """Default name of the W&B project and of the MLflow experiment."""
@@ -79,7 +79,8 @@ class TensorBoard:
 
         proto: Any = event_pb2  # its classes are made at run time
         self._event, self._scalar = proto.Event, scalar
-        folder = folder_of(Path(cfg.log.run_dir).absolute(), "tensorboard")
+        folder = Path(cfg.log.run_dir).absolute() / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
         # The library truncates a file that is there: no two starts may choose one name.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter(str(folder / name))
@@ -199,8 +200,8 @@ class Trackers(Hook):
 
     def __enter__(self) -> "Trackers":
         path = Path(self._cfg.log.run_dir) / IDS
-        if self._names and self._step and os.path.lexists(path):
-            self._ids = parse_object(read_regular(path))
+        if self._names and self._step and path.exists():
+            self._ids = parse_object(path.read_bytes())
         for name in self._names:
             self._workers.append(_Worker(name, functools.partial(self._open, name)))
         return self

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ultrascale_jax.launch.events import is_number, parse_object
-from ultrascale_jax.launch.run_files import METRICS, open_regular
+from ultrascale_jax.launch.run_files import METRICS
 
 BLOCK = 1 << 24
 """Bytes that are read at once."""
@@ -46,7 +46,7 @@ class RunMetrics:
     def update(self) -> None:
         """Read the rows that came since the last call; all again if the run cut the file, or wrote it anew."""
         try:
-            opened = open(self.path, "rb", opener=open_regular)
+            opened = open(self.path, "rb")
         except OSError:
             return
         with opened as file:

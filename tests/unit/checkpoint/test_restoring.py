@@ -89,8 +89,6 @@ def test_a_checkpoint_has_its_arrays_on_record_and_restores_bit_for_bit(run, exp
         (lambda place: replace(place / METADATA, b'"item_handlers"', b'"item_handlert"'), ""),
         (lambda place: (place / "params/manifest.ocdbt").write_bytes(b"none"), "cannot be read"),
         (lambda place: (place / "params/manifest.ocdbt").unlink(), "manifest.ocdbt is missing"),
-        (lambda place: (place / "params/a").symlink_to("/etc"), "params/a is a symbolic link"),
-        (lambda place: os.mkfifo(place / "params/a"), "params/a is no ordinary file"),
     ],
 )
 def test_a_damaged_one_is_put_aside_by_name_and_the_one_before_is_used(
@@ -140,15 +138,9 @@ def test_a_host_on_which_nothing_loads_renames_nothing(run, monkeypatch, error):
     assert refused.value.exit_code == 70 and names(folder) == ["2", "4", "6"]
 
 
-@pytest.mark.parametrize("kind", ["flipped", "fifo"])
-def test_an_older_one_that_is_damaged_stops_no_run_that_has_a_newer_one(run, expected, kind):
+def test_an_older_one_that_is_damaged_stops_no_run_that_has_a_newer_one(run, expected):
     cfg, folder = run
-    path = folder / "2" / METADATA
-    if kind == "fifo":
-        path.unlink()
-        os.mkfifo(path)
-    else:
-        replace(path, b'"item_handlers"', b'"item_handlert"')
+    replace(folder / "2" / METADATA, b'"item_handlers"', b'"item_handlert"')
     _, params = load_params(folder.parent, mesh())
     assert bits(params) == expected[6][: len(bits(params))]
     state, step, _ = resume(cfg)

@@ -18,7 +18,7 @@ from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.config import AXES, require
 from ultrascale_jax.hlo.classes import ELSEWHERE, block_of, kernel_of, kind_of
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
-from ultrascale_jax.launch.run_files import folder_of, read_regular, write_atomic
+from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
@@ -208,7 +208,7 @@ def make_report(run_dir: Path) -> dict[str, Any]:
     Raises:
       UserError: there is no trace, or its files are damaged or do not belong together.
     """
-    folder = folder_of(run_dir, FOLDER, make=False)
+    folder = run_dir / FOLDER
     context = _context(folder)
     trace, text = _read(folder / context["trace"]), _read(folder / PROGRAM).decode()
     axes = {axis: int(context["mesh"].get(axis, 1)) for axis in AXES}
@@ -246,11 +246,11 @@ def read_report(run_dir: Path) -> dict[str, Any]:
 
     Raises `UserError` as `make_report`.
     """
-    folder = folder_of(run_dir, FOLDER, make=False)
+    folder = run_dir / FOLDER
     file = folder / REPORT
     if not file.is_file():
         return make_report(run_dir)
-    report = parse_json(read_regular(file), f"run_dir={str(run_dir)!r}: {FOLDER}/{REPORT}")
+    report = parse_json(file.read_bytes(), f"run_dir={str(run_dir)!r}: {FOLDER}/{REPORT}")
     known = (folder / CONTEXT).is_file()
     current = not known or all(report.get(k) == v for k, v in _context(folder).items())
     return report if current and report.get("schema") == SCHEMA else make_report(run_dir)
@@ -260,7 +260,7 @@ def _context(folder: Path) -> dict[str, Any]:
     """Read what the newest trace is of."""
     fix = "holds no finished trace; give the run directory of a run with --profile FIRST:LAST"
     require((folder / CONTEXT).is_file(), "run_dir", str(folder.parent), fix)
-    context = parse_json(read_regular(folder / CONTEXT), f"{FOLDER}/{CONTEXT}")
+    context = parse_json((folder / CONTEXT).read_bytes(), f"{FOLDER}/{CONTEXT}")
     numbers = all(isinstance(context.get(k), int) for k in ("first", "stop", "process"))
     words = all(isinstance(context.get(k), str) for k in ("trace", "platform", "device_kind"))
     inside = words and ".." not in Path(context["trace"]).parts and context["trace"][:1] != "/"
@@ -273,7 +273,7 @@ def _context(folder: Path) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     """Read a file of the trace."""
     try:
-        return read_regular(path)
+        return path.read_bytes()
     except FileNotFoundError:
         require(False, "trace", str(path), "is missing; trace again with --profile FIRST:LAST")
         raise
