@@ -43,7 +43,7 @@ soak: .venv/.installed-dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.faults.soak $(ARGS)
 
 bench: .venv/.installed
-	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(ARGS)
+	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(or $(ARGS),peer)
 
 # The site, in build/site, with the course's figures drawn anew; a link that leads nowhere is an error.
 docs: .venv/.installed-dev

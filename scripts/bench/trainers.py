@@ -1,10 +1,10 @@
-"""Time train steps: this project's, and where asked for the same model in bare JAX, which take turns in one process."""
+"""Time train steps of this project and of the same model in bare JAX, which take turns in one process."""
 
 import dataclasses
 import itertools
-import sys
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,24 @@ import jax
 import numpy as np
 
 from scripts.bench import bare_jax
-from scripts.bench.child import Rows, require_gpu, serve
-from scripts.bench.report import figures
-from ultrascale_jax.cli import command_line, devices
-from ultrascale_jax.config import Config
+from scripts.bench.report import Row, step_deciles
+from ultrascale_jax.config import Config, MeshConfig
+from ultrascale_jax.configs import gpt_peer
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import init_state
 from ultrascale_jax.train_step.step import make_train_step
 from ultrascale_jax.training.setup import make_loader
+
+TINY = {"vocab_size": 256, "d_model": 64, "d_ff": 128, "num_layers": 2, "head_dim": 16}
+
+
+def config(tiny: bool) -> Config:
+    """Return the run that all train, on one device."""
+    cfg = dataclasses.replace(gpt_peer.config, mesh=MeshConfig(fsdp=1))
+    if tiny:
+        model = dataclasses.replace(cfg.model, **TINY)
+        cfg = dataclasses.replace(cfg, model=model, data=dataclasses.replace(cfg.data, seq_len=64))
+    return cfg.check(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,30 +121,34 @@ def pipelined(dispatch: Callable[[], Any], num_steps: int) -> list[float]:
     return times
 
 
-def measure(spec: dict[str, Any]) -> Rows:
+def measure(steps: int, tiny: bool) -> list[Row]:
     """Return a row for each trainer; they make two steps in turn, so that all see the same disturbances."""
-    cfg, options = command_line.parse(spec["arguments"], prog="bench")
-    require_gpu(spec)
-    cfg = devices.on_devices(cfg, options, lambda why: print(why, file=sys.stderr))
-    trainers = [ours(cfg)]
-    if spec["peers"]:
-        trainers += [bare(cfg, unrolled=unrolled) for unrolled in (False, True)]
+    cfg = config(tiny)
+    trainers = [ours(cfg), bare(cfg, unrolled=False), bare(cfg, unrolled=True)]
     for trainer in trainers:
         pipelined(trainer.advance, 2)  # untimed: the first steps may be slower
     taken: list[tuple[list[float], list[float]]] = [([], []) for _ in trainers]
-    for turn in map(len, itertools.batched(range(spec["steps"]), 2)):
+    for turn in map(len, itertools.batched(range(steps), 2)):
         for trainer, (step_s, cpu_s) in zip(trainers, taken, strict=True):
             begun = time.process_time()
             step_s += pipelined(trainer.advance, turn)
             cpu_s.append((time.process_time() - begun) / turn)
-    on_cpu, device = jax.default_backend() == "cpu", jax.devices()[0].device_kind
-    rows = []
-    for trainer, (step_s, cpu_s) in zip(trainers, taken, strict=True):
-        facts = {"compile_s": trainer.compile_s, "loss": trainer.loss, "device": device}
-        row = figures(cfg, facts, step_s, cpu_s if on_cpu else [], trainer.peak_bytes)
-        rows.append({"workload": spec["workload"], "contestant": trainer.name} | row)
-    return rows
+    return [
+        row(cfg, trainer, step_s, cpu_s)
+        for trainer, (step_s, cpu_s) in zip(trainers, taken, strict=True)
+    ]
 
 
-if __name__ == "__main__":
-    serve(measure)
+def row(cfg: Config, trainer: Trainer, step_s: Sequence[float], cpu_s: Sequence[float]) -> Row:
+    """Return one trainer's figures, of the seconds of each step and the CPU-seconds of a step in each turn."""
+    tokens = cfg.train.global_batch * cfg.data.seq_len
+    return {
+        "workload": "gpt_peer, one CPU core",
+        "contestant": trainer.name,
+        **step_deciles(step_s),
+        "tokens_per_s": tokens / statistics.median(step_s),
+        "tokens_per_cpu_s": tokens / statistics.median(cpu_s),
+        "peak_gb": trainer.peak_bytes / 1e9,
+        "compile_s": trainer.compile_s,
+        "loss": trainer.loss,
+    }

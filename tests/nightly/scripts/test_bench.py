@@ -13,41 +13,34 @@ from scripts.bench import __main__ as bench
 
 def test_the_peer_suite_times_every_trainer(tmp_path):
     path = tmp_path / "peer.json"
-    command = [sys.executable, "-m", "scripts.bench", "--tiny", "--out", str(path), "--steps", "3"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["scripts.bench", "peer", "--tiny", "--out", str(path), "--steps", "3"]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(path.read_text())
-    assert report["complete"] and report["command"].startswith("python -m scripts.bench --tiny")
+    assert report["command"].startswith("python -m scripts.bench peer --tiny")
     rows = {row["contestant"]: row for row in report["results"]}
     assert list(rows) == ["ultrascale_jax, remat dots", "bare JAX, scanned", "bare JAX, unrolled"]
     for name, row in rows.items():
-        assert row["status"] == "measured" and row["num_steps"] == 3
+        assert row["num_steps"] == 3
         assert 0 < row["step_s"]["p10"] <= row["step_s"]["median"] <= row["step_s"]["p90"]
+        assert row["tokens_per_s"] == pytest.approx(4 * 64 / row["step_s"]["median"])
         assert row["tokens_per_cpu_s"] > 0 and row["peak_gb"] > 0.001 and row["compile_s"] > 0
         assert row["loss"] == pytest.approx(np.log(256), abs=0.3)
-        assert "mfu" not in row  # the peak of a CPU is not known
         assert name in done.stdout
     assert report["versions"]["jax"] == jax.__version__
 
 
 def test_the_suite_kernels_runs_without_a_gpu_by_xla(tmp_path):
     path = tmp_path / "kernels.json"
-    bench.main(["kernels", "--tiny", "--steps", "1", "--out", str(path)])
+    assert bench.main(["kernels", "--tiny", "--steps", "2", "--out", str(path)]) == 0
     rows = json.loads(path.read_text())["results"]
-    assert {row["status"] for row in rows} == {"measured"}
     assert len(rows) == 9 and all("of_roofline" in row for row in rows[3:])
 
 
-def test_the_benchmark_of_bubbles_measures_every_schedule(tmp_path):
+def test_the_benchmark_of_bubbles_measures_every_schedule(tmp_path, capsys):
     path = tmp_path / "pipelines.json"
-    command = [sys.executable, "-m", "scripts.bench_pipelines", "--ranks", "2", "--ms", "2"]
-    command += ["--microbatches", "4", "--out", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(path.read_text())
-    assert report["complete"] and len(report["goals"]) == 1
-    measured = {row["contestant"]: row for row in report["results"]}
-    assert len(measured) == 7
-    assert all(row["status"] == "measured" for row in measured.values())
-    assert measured["zb_uniform, v 2"]["table_bubble"] == pytest.approx(2 / 24)
-    assert "zb_uniform, v 2" in done.stdout
+    assert bench.main(["pipelines", "--tiny", "--out", str(path)]) == 0
+    rows = {row["contestant"]: row for row in json.loads(path.read_text())["results"]}
+    assert len(rows) == 7
+    assert rows["zb_uniform, v 2"]["table_bubble"] == pytest.approx(2 / 24)
+    assert "zb_uniform, v 2" in capsys.readouterr().out

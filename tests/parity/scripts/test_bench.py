@@ -7,18 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scripts.bench import __main__ as bench
-from scripts.bench import bare_jax
+from scripts.bench import bare_jax, trainers
 from tests.states import some_state
-from ultrascale_jax.cli import command_line
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import step as train_step
 
 
 def test_bare_jax_has_the_loss_and_the_gradients_of_this_projects_model():
-    (part,) = bench.peer_parts(tiny=True)
-    cfg = command_line.parse(part.spec["arguments"], prog="bench")[0].check(1)
+    cfg = trainers.config(tiny=True)
     mesh = make_mesh(cfg.mesh, jax.devices()[:1])
     shape = (cfg.train.global_batch, cfg.data.seq_len + 1)
     rows = np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape, np.int32)

@@ -1,35 +1,24 @@
-"""The bubbles of pipeline schedules, measured: `python -m scripts.bench_pipelines --ranks 4 --microbatches 8 16`.
+"""Measure the bubbles of pipeline schedules.
 
 The executor runs every schedule on fake CPU devices, with layers that sleep instead of computing: so long for the
 forward pass, so long for the input gradient and so long for the weight gradient. Sleeping ranks need no cores, so
-the time measures the table and the executor. The script prints it next to the table's own prediction.
+the time measures the table and the executor, beside the table's own prediction.
 """
 
-import importlib.metadata
-import math
-import os
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
-from scripts.bench.report import Report
-from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError, require
-from ultrascale_jax.config.section import Count, Section, at_least
+from scripts.bench.report import Row
+from ultrascale_jax.config import GROUPED, SCHEDULES, MeshConfig, UserError
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.stages import Stages
@@ -38,30 +27,7 @@ from ultrascale_jax.plan.schedules.measures import bubble, formula
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
-ALLOWANCE = 1.1
-"""The largest allowed ratio of a measured bubble to its table's own."""
-
 WIDTH = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Section):
-    """Options of this benchmark."""
-
-    ranks: Annotated[tuple[int, ...], at_least(2), tyro.conf.arg(metavar="N ...")] = (4,)
-    """Pipeline ranks (p), as many fake CPU devices."""
-    microbatches: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="N ...")] = (8, 16)
-    """Micro-batches of a step (m); each is measured with each number of ranks."""
-    ms: float = 800.0
-    """Milliseconds of each of the three operations of a micro-batch on one rank: 1 / v of it for each of v stages."""
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("out/bench/pipelines.json")
-    """JSON file for the figures."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(len(self.ranks) > 0, "ranks", self.ranks, "must be at least 2")
-        require(len(self.microbatches) > 0, "microbatches", self.microbatches, "name some")
-        require(0 < self.ms < math.inf, "ms", self.ms, "must be positive")
 
 
 class Sleeper:
@@ -143,7 +109,24 @@ def compiled(schedule: Schedule, sleeper: Sleeper) -> Callable[[], float]:
     return seconds
 
 
-def measure(schedule: Schedule, seconds: float) -> dict:
+def measure(ranks: int, microbatches: int, ms: float) -> list[Row]:
+    """Return a row for each schedule, where an operation of a micro-batch takes `ms` milliseconds on one rank.
+
+    One that needs more micro-batches has no row.
+    """
+    rows: list[Row] = []
+    for name in SCHEDULES:
+        try:
+            schedule = schedules.build(name, ranks, microbatches, 2 if name in GROUPED else 0)
+        except UserError:
+            continue
+        title = name if schedule.virtual == 1 else f"{name}, v {schedule.virtual}"
+        row: Row = {"workload": f"{ranks} ranks, {microbatches} micro-batches", "contestant": title}
+        rows.append(row | {"ms": ms} | timed(schedule, ms / 1e3))
+    return rows
+
+
+def timed(schedule: Schedule, seconds: float) -> Row:
     """Return one row's figures, where an operation of a micro-batch takes `seconds` on one rank.
 
     `bubble` is the timed step over the work of one rank less one, where the work counts naps as long as they were;
@@ -167,55 +150,3 @@ def measure(schedule: Schedule, seconds: float) -> dict:
         "tick_ms": 1e3 * tick,
         "naps": [{kind: counts[rank, kind] for kind in KINDS} for rank in range(schedule.ranks)],
     }
-
-
-def rows(ranks: int, microbatches: int) -> list[tuple[str, Schedule | str]]:
-    """Return each contestant and its schedule, or why there is none."""
-    contestants: list[tuple[str, Schedule | str]] = []
-    for name in SCHEDULES:
-        try:
-            made = schedules.build(name, ranks, microbatches, 2 if name in GROUPED else 0)
-        except UserError as error:
-            contestants.append((name, str(error)))
-            continue
-        title = name if made.virtual == 1 else f"{name}, v {made.virtual}"
-        contestants.append((title, made))
-    return contestants
-
-
-def bench(options: Options, report: Report) -> None:
-    """Measure everything and write it down."""
-    console = Console(stderr=True)
-    ratios: list[float] = []
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
-    for ranks in options.ranks:
-        for microbatches in options.microbatches:
-            workload = f"{ranks} ranks, {microbatches} micro-batches"
-            for contestant, made in rows(ranks, microbatches):
-                console.print(f"{workload}: {contestant}", markup=False)
-                if isinstance(made, str):
-                    report.add(workload, contestant, status="skipped", reason=made)
-                    continue
-                row = report.add(workload, contestant, status="running")
-                row |= {"ms": options.ms, "load": os.getloadavg()[0], "versions": versions}
-                row |= measure(made, options.ms / 1e3)
-                row["status"] = "measured"
-                ratios.append(row["bubble"] / row["table_bubble"])
-                report.save()
-    if ratios:
-        text = f"largest measured bubble over its table's, at most {ALLOWANCE}"
-        report.goal(text, max(ratios), max(ratios) <= ALLOWANCE)
-
-
-def main(argv: Sequence[str]) -> None:
-    with command_line.user_errors():
-        prog = "python -m scripts.bench_pipelines"
-        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
-        command_line.use_fake_devices(max(options.ranks))
-        command = ["python", "-m", "scripts.bench_pipelines", *argv]
-        report = Report(options.out, "pipelines", command)
-        report.complete_by(lambda: bench(options, report), output.console(150))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
