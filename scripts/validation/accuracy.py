@@ -27,16 +27,16 @@ LEAST = 4
 TEXT = """\
 # How accurate the planner is
 
-`python -m scripts.validation.accuracy` writes this page from the files that it names, and a test compares the two.
+`python -m scripts.validation.accuracy` writes this page from the files that it names.
 [How the planner knows](explanation/how_the_planner_knows.md) explains the methods. No step of this trainer has been
-timed on a GPU: measured times on this page are those of other trainers.
+timed on a GPU: measured times are those of other trainers.
 
 ## Memory: formulas against XLA's buffer assignment
 
 A row of `docs/planning/NAME.csv` is a training step that XLA compiled for H100s
 (`python -m scripts.validation.xla_tables NAME`). A row is *held out* if no term of the formulas was
-derived from it; the authors saw it while they wrote them. The formulas have no fitted coefficient. The
-error is the distance of formula / XLA from 1, for the peak of one GPU.
+derived from it; the authors saw it while they wrote them. The error is the distance of
+formula / XLA from 1, for the peak of one GPU.
 
 {memory}
 
@@ -70,8 +70,7 @@ of fewer than {least} runs are left out.
 
 {published}
 
-All {runs} runs: median {ratio}, worst group {group}. So a predicted time ranks meshes and estimates days and cost;
-it is no promise.
+All {runs} runs: median {ratio}, worst group {group}.
 """
 
 
