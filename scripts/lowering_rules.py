@@ -159,19 +159,12 @@ def table(rows: Sequence[Row]) -> str:
 
 def read_rows() -> list[Row]:
     """Read the rows that were measured before."""
-    if not TABLE.exists():
-        return []
     with TABLE.open(newline="") as file:
-        return [
-            Row(
-                case=row["case"],
-                without=row["without"],
-                step_s=float(row["step_s"]),
-                peak_gib=float(row["peak_gib"]),
-                error=row["error"],
-            )
+        figures = [
+            (row, {name: float(row[name]) for name in ("step_s", "peak_gib")})
             for row in csv.DictReader(file)
         ]
+    return [Row(**{**row, **numbers}) for row, numbers in figures]
 
 
 def write_rows(rows: Sequence[Row]) -> None:
@@ -188,7 +181,6 @@ def write_rows(rows: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="*", default=list(CASES), help=", ".join(CASES))
-    parser.add_argument("--rules", nargs="*", help="only these rules")
     parser.add_argument("--anew", action="store_true", help="measure rows of the table again")
     options = parser.parse_args(argv)
     os.environ |= {"JAX_PLATFORMS": "cpu"}
@@ -199,9 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         (name, without)
         for name in options.runs
         for without in ["", *applied(config_of(CASES[name])), PLAIN]
-        if options.rules is None or without in ("", *options.rules)
+        if options.anew or (name, without) not in rows
     ]
-    jobs = [job for job in jobs if options.anew or job not in rows]
     start, context = time.perf_counter(), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         for row in pool.map(measure, *zip(*jobs, strict=True)) if jobs else ():
