@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ultrascale_jax.config import Config, Keep, MeshConfig
 from ultrascale_jax.config import lowering as rules
@@ -160,11 +161,10 @@ def table(rows: Sequence[Row]) -> str:
 def read_rows() -> list[Row]:
     """Read the rows that were measured before."""
     with TABLE.open(newline="") as file:
-        figures = [
-            (row, {name: float(row[name]) for name in ("step_s", "peak_gib")})
-            for row in csv.DictReader(file)
-        ]
-    return [Row(**{**row, **numbers}) for row, numbers in figures]
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    for row in rows:
+        row |= {name: float(row[name]) for name in ("step_s", "peak_gib")}
+    return [Row(**row) for row in rows]
 
 
 def write_rows(rows: Sequence[Row]) -> None:
