@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tests.paths import ROOT
 from ultrascale_jax.cli.launch import free_port
@@ -68,6 +69,14 @@ def wait_for[T](condition: Callable[[], T], *processes: subprocess.Popen, second
         assert time.monotonic() < until
         time.sleep(0.02)
     return value
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 JOIN = """

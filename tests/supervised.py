@@ -14,7 +14,8 @@ import os, signal, sys, time
 from pathlib import Path
 from ultrascale_jax.launch.processes import follow_supervisor
 from ultrascale_jax.launch.events import Events
-from ultrascale_jax.launch.watchdog import Watch, read_beat
+from ultrascale_jax.launch.goodput import read_beat
+from ultrascale_jax.launch.watchdog import Watch
 
 follow_supervisor(os.environ)
 run_dir, rank, attempt = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["ULTRASCALE_ATTEMPT"])

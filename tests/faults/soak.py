@@ -28,10 +28,9 @@ from ultrascale_jax.checkpoint.step_dirs import steps as saved_steps
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import require
 from ultrascale_jax.launch.events import Events, read_events
-from ultrascale_jax.launch.goodput import Ledger, read_ledger
+from ultrascale_jax.launch.goodput import Ledger, read_beat, read_ledger
 from ultrascale_jax.launch.processes import SUPERVISOR
 from ultrascale_jax.launch.run_files import METRICS
-from ultrascale_jax.launch.watchdog import read_beat
 from ultrascale_jax.training.metrics import read_rows
 
 PROCESSES, DEVICES = 2, 2
@@ -333,11 +332,7 @@ def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int
     """Return flipped checkpoints that the next start read and kept, and sound checkpoints that it put aside."""
     flips = [(strike.time, strike.flipped) for strike in strikes if strike.flipped is not None]
     aside = [(event["time"], event["step"]) for event in events if event["kind"] == "quarantined"]
-    began = [
-        (event["time"], event.get("step", 0))
-        for event in events
-        if event["kind"] == "section" and event.get("rank") == 0 and event.get("name") == "warm-up"
-    ]
+    began = [(event["time"], event["step"]) for event in events if event["kind"] == "begin"]
     starts = [event["time"] for event in events if event["kind"] == "start"]
     missed = []
     for when, step in flips:

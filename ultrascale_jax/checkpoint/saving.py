@@ -19,6 +19,7 @@ import jax
 from ultrascale_jax.checkpoint.copies import FETCHING
 from ultrascale_jax.checkpoint.restoring import first_line
 from ultrascale_jax.checkpoint.step_dirs import DELETED, PARTIAL, files
+from ultrascale_jax.launch.disk import Disk
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.run_lock import LASTING
@@ -90,38 +91,21 @@ class Writing:
             self._problem = first_line(error) or type(error).__name__
 
 
-class TimedProbe:
-    """Runs a filesystem check in a thread, with a timeout, because the disk may not answer."""
-
-    def __init__(self, ask: Callable[[], str | None], unanswered: str | None):
-        """`ask` returns a problem or None; `unanswered` replaces it while `ask` does not return."""
-        self._ask, self._unanswered = ask, unanswered
-        self._thread: threading.Thread | None = None
-
-    def __call__(self, wait_s: float = PROBE_S) -> str | None:
-        """Return the problem or None, after `wait_s` seconds at most, and at once while a check is unanswered."""
-        if self._thread is None or not self._thread.is_alive():
-            self._answer: str | None = None
-            self._thread = threading.Thread(target=self._run, name="question", daemon=True)
-            self._thread.start()
-            self._thread.join(timeout=wait_s)
-        return self._unanswered if self._thread.is_alive() else self._answer
-
-    def _run(self) -> None:
-        self._answer = self._ask()
-
-
-class Probe(TimedProbe):
+class Probe:
     """Checks, before each save, whether the process can write in a folder."""
 
     def __init__(self, folder: Path):
-        super().__init__(self._try, f"{folder} does not answer")
-        self._folder = folder
+        self._folder, self._disk = folder, Disk()
         self._device: int | None = None
         self.lasting = False
         """Whether the last problem remains until somebody fixes it."""
 
-    def _try(self) -> str | None:
+    def __call__(self) -> str | None:
+        """Return the problem, or None."""
+        problem = self._disk.ask(self._try, PROBE_S)
+        return f"{self._folder} does not answer" if problem is None else problem or None
+
+    def _try(self) -> str:
         self.lasting = False
         path = self._folder / f".probe-{jax.process_index()}"
         try:
@@ -139,7 +123,7 @@ class Probe(TimedProbe):
         except OSError as error:
             self.lasting = error.errno in LASTING
             return f"cannot write in {self._folder} ({error.strerror})"
-        return None
+        return ""
 
 
 def move_aside(path: Path) -> None:

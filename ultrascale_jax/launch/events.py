@@ -6,7 +6,6 @@ stops a run: the writer reports on stderr what it cannot write, and readers skip
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -16,8 +15,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TypeGuard
-
-from ultrascale_jax.launch.procfs import boot_id
 
 FILE_NAME = "events.jsonl"
 
@@ -57,7 +54,7 @@ class Events:
     def record(self, kind: str, **details: object) -> None:
         """Append one event: rank and time, then `details`."""
         row = {
-            **now(),
+            "time": time.time(),
             "kind": kind,
             "rank": self.rank,
             "host": socket.gethostname(),
@@ -74,18 +71,6 @@ class Events:
                 os.close(file)
         except OSError as error:
             say(f"event {kind} was not written to {self.path}: {error}", sys.stderr)
-
-
-def now() -> dict[str, float | str]:
-    """Return this moment in unix seconds, and in seconds since the boot of this machine that `boot` names."""
-    return {"time": time.time(), "monotonic": time.monotonic(), "boot": boot()}
-
-
-@functools.cache
-def boot() -> str:
-    """Name the boot from which `time.monotonic` counts; equal for all processes of this machine."""
-    boot_uuid = boot_id()
-    return socket.gethostname() if boot_uuid is None else boot_uuid[:8]
 
 
 def say(text: str, file: IO[str] | None = None) -> None:

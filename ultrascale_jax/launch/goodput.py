@@ -1,21 +1,18 @@
 """Account for the time of a run over all its restarts: every second falls into one class.
 
-The ledger comes from `events.jsonl`. Rank 0 writes an event whenever it changes what it does, and its supervisor when
-it starts and when it is gone; the time between two of these events is of one class. A process that is killed writes
-nothing: its last heartbeat ends what it did. Its waits for batches, which it counts itself, are taken off its steps.
-
-Seconds within one boot of a machine are its monotonic clock's, which nobody sets; between two boots, or two machines,
-the wall clocks', at least zero.
+A process counts its own seconds by a clock that nobody sets, and writes the sums into its heartbeat
+(`heartbeats/RANK`). The next process of its rank goes on from there, and adds the seconds between the two, by the wall
+clock. So the heartbeat of rank 0 holds the ledger of the run.
 """
 
-import itertools
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from ultrascale_jax.launch.events import is_number, read_events
-from ultrascale_jax.launch.watchdog import last_sign
+from ultrascale_jax.launch.events import is_number, parse_object
+
+HEARTBEATS = "heartbeats"
+STACKS = "stacks"
 
 CLASSES = {
     "productive": "steps done for the first time",
@@ -25,7 +22,7 @@ CLASSES = {
     "checkpoint": "waits for checkpoints",
     "data": "waits for batches",
     "evaluation": "held-out loss, comparisons of replicas, profiles, pauses of other hooks",
-    "hang": "no progress, or waiting to be ended",
+    "hang": "no progress, until the process has ended itself",
     "down": "between the end of one try and the start of the next",
 }
 
@@ -35,7 +32,7 @@ OF_SECTION = {
     "compile": "compile",
     "warm-up": "compile",
     "step": "productive",
-    "again": "again",
+    "data": "data",
     "save": "checkpoint",
     "evaluate": "evaluation",
     "compare": "evaluation",
@@ -43,8 +40,7 @@ OF_SECTION = {
     "hook": "evaluation",
     "end": "start-up",
 }
-
-STEPS = ("productive", "again")
+"""Class of each section of the loop."""
 
 
 @dataclass
@@ -88,153 +84,83 @@ class Ledger:
         return "\n".join([*lines, total, done])
 
 
-def read_ledger(run_dir: Path) -> Ledger:
-    """Return a run's ledger from its start, or from the last start with `checkpoint.resume=never`, to its last sign."""
-    events = list(_of_rank_0(read_events(run_dir)))
-    fresh = [n for n, event in enumerate(events) if event["kind"] == "start" and event.get("fresh")]
-    begin = fresh[-1] if fresh else 0
-    if begin and events[begin - 1]["kind"] == "spawn":
-        begin -= 1  # by the supervisor, of this start
-    book = _Book()
-    # The supervisor writes when the disk answers, which may be after later events.
-    for _, events_of_boot in itertools.groupby(
-        events[begin:], key=lambda event: Moment.of(event).boot
-    ):
-        for event in sorted(events_of_boot, key=lambda event: Moment.of(event).clock):
-            book.enter(event)
-    book.die(last_sign(run_dir), None)
-    return book.ledger
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat: one process's state, and its ledger up to its last progress."""
 
-
-class Moment(NamedTuple):
-    """A moment by the clocks of a machine."""
-
-    boot: str
-    """The boot of the machine; empty if it is not known."""
-    clock: float
-    """Seconds since that boot, or if it is not known the unix time."""
+    pid: int
+    step: int
+    section: str
+    progress: float
+    """Time of the last progress, in unix seconds."""
     time: float
-    """Unix time, by a clock that somebody may set."""
-
-    @classmethod
-    def of(cls, row: dict) -> "Moment":
-        """Return the moment of an event or a heartbeat, which has a `time`."""
-        boot, clock, time = row.get("boot"), row.get("monotonic"), float(row["time"])
-        has_boot = isinstance(boot, str) and boot and is_number(clock)
-        return cls(str(boot), float(clock or 0.0), time) if has_boot else cls("", time, time)
-
-    def before(self, seconds: float) -> "Moment":
-        return Moment(self.boot, self.clock - seconds, self.time - seconds)
-
-    def since(self, earlier: "Moment") -> float:
-        """Return the seconds from `earlier` to here; negative if it is later by one machine's clock."""
-        if self.boot == earlier.boot:
-            return self.clock - earlier.clock
-        return max(0.0, self.time - earlier.time)
+    """Time of the heartbeat: the process was alive."""
+    done: bool
+    """Whether the run's last step is done, so that the time from here on is none of the run."""
+    ledger: Ledger
 
 
-class _Book:
-    """Builds a ledger from events in their order."""
-
-    def __init__(self):
-        self.ledger = Ledger()
-        self._now: Moment | None = None
-        """The moment up to which seconds are booked; None before the first event."""
-        self._class: str | None = None
-        """The class of the time from there on; None if it is not of the run."""
-        self._alive, self._hung = False, False
-        """Whether rank 0 is between its `start` and its `end`, and whether it, or another rank, was stuck there."""
-        self._end: dict | None = None
-        """The `end` of a process whose exit its supervisor has not yet seen."""
-        self._begun, self._step, self._waited_s = False, 0, 0.0
-
-    def enter(self, event: dict) -> None:
-        """Book the time up to `event`, and set the class of the time after it."""
-        kind, now = event["kind"], Moment.of(event)
-        if kind in ("spawn", "start"):
-            self.die(event.get("before"), "down")
-            if self._end is not None:
-                # Nobody saw the process go.
-                self._class, self._end = self._class_after_end(), None
-            if self._class != "start-up":
-                self._book(now.before(max(0.0, _number(event.get("age_s"), 0.0))), "start-up")
-                self.ledger.restarts += self._begun
-                self._begun = True
-            if kind == "start":
-                self._alive, self._hung, self._waited_s = True, False, 0.0
-        elif kind == "section":
-            self._progress(event, OF_SECTION.get(str(event.get("name")), "hang"))
-        elif kind == "end":
-            self._progress(event, "start-up")
-            self._alive, self._end = False, event
-        elif kind in ("hang", "stuck"):
-            self._hung = True
-        elif kind == "exit":
-            self.die(event.get("before"), "hang")
-            self._book(now, self._class_after_end())
-            self._end = None
-
-    def die(self, sign: object, then: str | None) -> None:
-        """Book that rank 0 is gone without an `end`, after its last `sign`; the time after is of class `then`.
-
-        A section other than steps has no signs inside: unless it hung, it lasted until rank 0 was gone.
-        """
-        if not self._alive:
-            return
-        self._alive = False
-        if isinstance(sign, dict) and is_number(sign.get("time")):
-            self._progress(sign, self._class)
-        if then != "hang" or self._hung or self._class in STEPS:
-            self._class = then
-
-    def _class_after_end(self) -> str | None:
-        """Return the class of the time after a process ended by itself: None after the last step."""
-        done = self._end is not None and self._end.get("reason") == "done"
-        return None if done else "down"
-
-    def _progress(self, sign: dict, then: str | None) -> None:
-        """Book the steps up to `sign`, and of their time what was spent waiting for batches as such."""
-        of_steps, passed = self._class, self._book(Moment.of(sign), then)
-        waited = _number(sign.get("data_wait_s"), self._waited_s)
-        new, self._waited_s = min(max(0.0, waited - self._waited_s), passed), waited
-        if of_steps is not None and of_steps in (*STEPS, "compile"):
-            self.ledger.seconds["data"] += new
-            self.ledger.seconds[of_steps] -= new
-        step = int(_number(sign.get("step"), self._step))
-        if of_steps == "again":
-            self.ledger.steps_again += max(0, step - self._step)
-        self._step = step
-        self.ledger.steps = max(self.ledger.steps, step)
-
-    def _book(self, now: Moment, then: str | None) -> float:
-        """Book the time up to `now` in the present class; the time after is of class `then`. Return its seconds."""
-        passed = 0.0 if self._now is None else now.since(self._now)
-        if self._class is not None:
-            self.ledger.seconds[self._class] += max(0.0, passed)
-        if self._now is None or passed >= 0.0:
-            self._now = now
-        self._class = then
-        return max(0.0, passed)
+def read_beat(run_dir: Path, rank: int = 0) -> Beat | None:
+    """Return the heartbeat of `rank`; None if it cannot be read."""
+    try:
+        row = parse_object((run_dir / HEARTBEATS / str(rank)).read_bytes())
+        ledger = Ledger(**row["ledger"])
+        values = {name: row[name] for name in Beat.__annotations__}
+        numbers = [values[name] for name in ("pid", "step", "progress", "time")]
+        numbers += [ledger.restarts, ledger.steps, ledger.steps_again]
+        sound = [*ledger.seconds] == [*CLASSES] and values["section"] in OF_SECTION
+        sound = sound and all(map(is_number, [*numbers, *ledger.seconds.values()]))
+    except (OSError, TypeError, KeyError, AttributeError):
+        return None
+    return Beat(**values | {"ledger": ledger}) if sound else None
 
 
-def _of_rank_0(events: list[dict]) -> Iterator[dict]:
-    """Yield the events that rank 0 and its supervisor wrote, and hangs of any rank."""
-    latest: dict = {}
-    for event in events:
-        ranks = event.get("ranks")
-        supervised = event["kind"] in ("spawn", "exit") and isinstance(ranks, list) and 0 in ranks
-        by_rank_0 = event["kind"] in ("start", "section", "end") and event.get("rank") == 0
-        if supervised or by_rank_0:
-            latest = event
-            yield event
-        elif event["kind"] in ("hang", "stuck"):
-            # Another machine's clock may have written it: only its place among the others counts.
-            yield {**latest, "kind": event["kind"], "time": latest.get("time", event["time"])}
+def read_ledger(run_dir: Path) -> Ledger:
+    """Return a run's ledger from its start, or the last one with `checkpoint.resume=never`, to its last heartbeat."""
+    beat = read_beat(run_dir)
+    return Ledger() if beat is None else _up_to_the_end(run_dir, beat)[0]
 
 
-def _number(value: object, otherwise: float) -> float:
-    """Return `value` if a process can have written it, or else `otherwise`."""
-    return float(value) if is_number(value) else otherwise
+def begun_again(run_dir: Path | None, rank: int, age_s: float) -> Ledger:
+    """Return the ledger with which a process begins that was started `age_s` seconds ago; None: of a new run."""
+    ledger, beat, now = Ledger(), run_dir and read_beat(run_dir, rank), time.time()
+    if run_dir and beat:
+        ledger, end = _up_to_the_end(run_dir, beat)
+        # The run before may have been of this very process.
+        age_s = min(age_s, max(0.0, now - end))
+        ledger.seconds["down"] += 0.0 if beat.done else max(0.0, now - age_s - end)
+        ledger.restarts += 1
+    ledger.seconds["start-up"] += age_s
+    return ledger
+
+
+def _up_to_the_end(run_dir: Path, beat: Beat) -> tuple[Ledger, float]:
+    """Return the ledger up to the end of the process of a heartbeat, and that time.
+
+    A process that was killed in a step had done nothing since its last progress; in another section it was at work.
+    """
+    ledger, end = beat.ledger, beat.time
+    if beat.section == "end":
+        return ledger, end
+    if hangs := [time for time in hung_at(run_dir) if time > beat.progress]:
+        end = max(hangs)
+        ledger.seconds["hang"] += end - beat.progress
+    elif beat.section == "step":
+        end = beat.progress
+    else:
+        ledger.seconds[OF_SECTION[beat.section]] += max(0.0, end - beat.progress)
+    return ledger, end
+
+
+def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
+    """Return the file for the stack traces of `rank`; it is empty unless the process hung."""
+    return run_dir / STACKS / f"rank{rank}.attempt{attempt}.txt"
+
+
+def hung_at(run_dir: Path) -> list[float]:
+    """Return when processes wrote their stacks, because they made no progress, in unix seconds."""
+    written = [path.stat() for path in (run_dir / STACKS).glob("*.txt")]
+    return [status.st_mtime for status in written if status.st_size]
 
 
 def _count(n: int, noun: str) -> str:

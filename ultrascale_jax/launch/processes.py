@@ -5,24 +5,15 @@ Each is the leader of its own process group, so Ctrl-C reaches the supervisor al
 
 import contextlib
 import ctypes
-import math
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future
-
-from ultrascale_jax.launch.procfs import read_stat
+from collections.abc import Mapping, MutableMapping, Sequence
 
 SUPERVISOR = "ULTRASCALE_SUPERVISOR"
 """Environment variable that tells a process the id of its supervisor."""
-
-ANSWER_S = 5.0
-"""Seconds that a disk has to answer."""
 
 NOISE = b"[Gloo] Rank "
 """Start of the lines that gloo writes for every set of communicating devices."""
@@ -35,9 +26,7 @@ class Child:
         self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, plain: bool
     ):
         """Start process `rank` of the job; what it prints gets its rank in front, unless `plain`."""
-        self.rank, self.killed = rank, False
-        """`killed`: by us."""
-        self._stopped_at = math.inf
+        self.rank = rank
         self.process = subprocess.Popen(
             command,
             env={**environ, SUPERVISOR: str(os.getpid())},
@@ -56,17 +45,16 @@ class Child:
         return self.process.poll()
 
     @property
+    def was_killed(self) -> bool:
+        """Return whether a signal of another process ended it, rather than its own abort()."""
+        code = self.code or 0
+        return code < 0 and code != -signal.SIGABRT
+
+    @property
     def exit_code(self) -> int:
         """Exit code as a shell gives it, 128 plus the number of the signal; 0 while the process lives."""
         code = self.code or 0
         return 128 - code if code < 0 else code
-
-    def stopped_s(self) -> float | None:
-        """Return for how long a signal has stopped it, in seconds since this was first seen; None if it is not."""
-        stat, now = read_stat(self.process.pid), time.monotonic()
-        is_stopped = stat is not None and stat.state == "T"
-        self._stopped_at = min(self._stopped_at, now) if is_stopped else math.inf
-        return now - self._stopped_at if is_stopped else None
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it lives."""
@@ -92,39 +80,9 @@ class Child:
                         sys.stdout.buffer.flush()
 
 
-class Disk:
-    """Does in a thread, in order, all that the supervisor does with a disk, which may not answer for hours."""
-
-    def __init__(self):
-        self._calls: queue.SimpleQueue[tuple[Callable[[], object], Future]] = queue.SimpleQueue()
-        self._unanswered: Future | None = None
-        threading.Thread(target=self._run, name="disk", daemon=True).start()
-
-    def ask[T](self, call: Callable[[], T], timeout_s: float | None = None) -> T | None:
-        """Return `call()`; None if the disk fails, or needs more than `timeout_s`: then it is done later."""
-        answer: Future[T] = Future()
-        self._calls.put((call, answer))
-        if self._unanswered is not None and not self._unanswered.done():
-            timeout_s = 0.0
-        # One of these is a `TimeoutError`.
-        with contextlib.suppress(OSError):
-            return answer.result(ANSWER_S if timeout_s is None else timeout_s)
-        self._unanswered = self._unanswered if timeout_s == 0.0 else answer
-        return None
-
-    def _run(self) -> None:
-        while True:
-            call, answer = self._calls.get()
-            try:
-                answer.set_result(call())
-            except Exception as error:
-                answer.set_exception(error)
-
-
 def kill(children: Sequence[Child]) -> None:
     """End them at once, and wait until they are gone."""
     for child in children:
-        child.killed = child.killed or child.code is None
         child.signal(signal.SIGKILL)
     for child in children:
         # One in a disk's wait that cannot be interrupted stays.

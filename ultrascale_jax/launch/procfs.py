@@ -1,43 +1,10 @@
-"""Read Linux's /proc: the state and start of a process, the machine's start, memory and NVIDIA GPUs."""
+"""Read Linux's /proc: memory and NVIDIA GPUs."""
 
 import contextlib
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-
-
-@dataclass(frozen=True)
-class ProcessStat:
-    """A process of this machine."""
-
-    state: str
-    """A letter: R runs, S sleeps, D waits for a disk, T is stopped by a signal, Z and X have ended."""
-    start_ticks: int
-    """Its start, in ticks (`SC_CLK_TCK`) since the machine was switched on."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Return whether it has not ended."""
-        return self.state not in "ZX"
-
-
-def read_stat(pid: int | str) -> ProcessStat | None:
-    """Read the stat of process `pid`, or `self`; none if there is no such process, or no /proc."""
-    try:
-        # The fields after the name, which is in brackets and may hold anything: the third of all is the first here.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return ProcessStat(state, int(fields[18]))
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def boot_id() -> str | None:
-    """Return the name of this boot, equal for all processes of the machine; None without /proc."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
 
 
 @dataclass(frozen=True)

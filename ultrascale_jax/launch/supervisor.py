@@ -1,4 +1,7 @@
-"""Keep the processes of one host alive: start them, end them together (`attempt.py`) and start them again.
+"""Keep the processes of one host alive: start them, end them together and start them again.
+
+When one process of a job dies, the others wait in a collective, so all are ended. One that makes no progress ends
+itself (`watchdog.py`); one that a signal has stopped is killed with those that ended for want of it.
 
 There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
 a row brought no new step and `GIVE_UP_S` seconds have passed since the first failure of that row. SIGTERM stops the run
@@ -8,18 +11,18 @@ Every host has its own supervisor, and none talks to the others: the death of on
 by their heartbeats, and each supervisor restarts its own. So the number of the attempt may differ between hosts.
 """
 
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ultrascale_jax.launch.attempt import READ_S, Attempt
-from ultrascale_jax.launch.events import ATTEMPT, Events, is_count, now, read_events, say
-from ultrascale_jax.launch.exit_codes import REFUSED, STOPPED
-from ultrascale_jax.launch.goodput import read_ledger
-from ultrascale_jax.launch.processes import Child, Disk, kill
+from ultrascale_jax.launch.disk import Disk
+from ultrascale_jax.launch.events import ATTEMPT, Events, is_count, read_events, say
+from ultrascale_jax.launch.exit_codes import HUNG, REFUSED, STOPPED
+from ultrascale_jax.launch.goodput import Beat, read_beat, read_ledger, stacks_path
+from ultrascale_jax.launch.processes import Child, kill
 from ultrascale_jax.launch.sigterm import listener
-from ultrascale_jax.launch.watchdog import last_sign
 
 TRIES = 3
 """Restarts without a new step after which the run may be given up."""
@@ -32,6 +35,15 @@ STOP_REQUESTED = "told to stop"
 
 BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 60.0
+
+GRACE_S = 8.0
+"""Seconds that the others have to end when one has died: they tell each other why, and then the user."""
+
+SHORT_GRACE_S = 2.0
+"""Seconds of grace after a kill: no other process knows the cause."""
+
+READ_S = 60.0
+"""Seconds to read all events of a long run."""
 
 PYTHON = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -66,10 +78,11 @@ class Supervisor:
         self._events, self._disk = Events(run_dir, rank=None), Disk()
         attempts = [event.get("attempt") for event in read_events(run_dir)]
         self._events.attempt = 1 + max(filter(is_count, attempts), default=-1)
-        self._furthest = 0 if fresh else int(last_sign(run_dir, self._ranks[0]).get("furthest", 0))
+        beat = None if fresh else read_beat(run_dir, self._ranks[0])
+        self._furthest = beat.ledger.steps if beat else 0
         """The most steps that the run has done."""
         self._restarts, self._no_progress, self._failing_since = 0, 0, time.monotonic()
-        self._attempt: Attempt | None = None
+        self._children: list[Child] = []
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -86,19 +99,19 @@ class Supervisor:
                 return 0
             return self._run()
         finally:
-            kill([] if self._attempt is None else self._attempt.living)
+            kill(self._children)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _run(self) -> int:
         while True:
             self._start()
-            assert self._attempt is not None
-            code, cause = self._attempt.wait()
-            last_beat = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
-            self._record("exit", ranks=self._ranks, codes=self._attempt.codes, before=last_beat)
+            code, cause = self._wait()
+            codes = {str(child.rank): child.code for child in self._children}
+            self._record("exit", ranks=self._ranks, codes=codes)
             if cause is not None:
-                self._count_progress(self._attempt.furthest())
+                beats = filter(None, map(self._beat, self._children))
+                self._count_progress(max((beat.ledger.steps for beat in beats), default=0))
             ledger = self._disk.ask(lambda: read_ledger(self._run_dir), READ_S)
             if ledger is not None:
                 say(f"supervisor: {ledger.line()}")
@@ -121,18 +134,76 @@ class Supervisor:
             self._events.attempt += 1
 
     def _start(self) -> None:
-        last_beat = self._disk.ask(lambda: last_sign(self._run_dir, self._ranks[0]))
-        self._record("spawn", ranks=self._ranks, before=last_beat)
+        self._record("spawn", ranks=self._ranks)
         variables = {ATTEMPT: str(self._events.attempt)} | PYTHON
         command = self._command(self._restarts)
-        # Known before they are all started, so that what fails meanwhile leaves none.
-        self._attempt = Attempt(
-            self._run_dir, self._events.attempt, self._disk, self._signals, self._record
-        )
+        self._children = []
         for rank, environ in zip(self._ranks, self._environments(), strict=True):
             plain = rank == 0 or len(self._ranks) == 1
-            child = Child(rank, command, {**environ, **variables}, plain=plain)
-            self._attempt.children.append(child)
+            # Each is known before the next is started, so that what fails meanwhile leaves none.
+            self._children.append(Child(rank, command, {**environ, **variables}, plain=plain))
+
+    def _wait(self) -> tuple[int, str | None]:
+        """Wait until all processes are gone; return the exit code of the first that failed, and the cause, if any."""
+        first: Child | None = None
+        deadline, told = math.inf, False
+        while living := [child for child in self._children if child.code is None]:
+            if self._signals and not told:
+                # Once, so that all save and stop; a second Ctrl-C kills them.
+                told = True
+                self._record("told", signal=signal.Signals(self._signals[0]).name)
+                for child in living:
+                    child.signal(signal.SIGTERM)
+            if first is None and (first := self._failed()) is not None:
+                deadline = time.monotonic() + (SHORT_GRACE_S if first.was_killed else GRACE_S)
+            if time.monotonic() > deadline or self._signals.count(signal.SIGINT) > 1:
+                kill(living)
+            time.sleep(0.1)
+        first = first or self._failed()
+        for child in self._children:
+            child.drain_output()
+        if first is None:
+            return 0, None
+        if self._signals and first.code == -signal.SIGTERM and self._beat(first) is None:
+            # It could not listen yet.
+            return 0, "stopped by SIGTERM before the first step"
+        return first.exit_code, self._cause(first)
+
+    def _failed(self) -> Child | None:
+        """Return the process that failed, if any: the first that a signal killed, because the others died of that."""
+        dead = [child for child in self._children if child.code]
+        first = min(dead, key=lambda child: (child.code or 0, child.rank), default=None)
+        if first is not None:
+            self._record("died", of=first.rank, code=first.code)
+        return first
+
+    def _beat(self, child: Child) -> Beat | None:
+        """Return the newest heartbeat of a process; None before its first, and if the disk does not answer."""
+        beat = self._disk.ask(lambda: read_beat(self._run_dir, child.rank))
+        return beat if beat is not None and beat.pid == child.process.pid else None
+
+    def _cause(self, first: Child) -> str:
+        """Return the cause of the processes' end in one line, as far as it is known."""
+        rank, beat = f"rank {first.rank}", self._beat(first)
+        if first.was_killed:
+            return f"{rank} was killed by {signal.Signals(-(first.code or 0)).name}"
+        stacks = stacks_path(self._run_dir, first.rank, self._events.attempt)
+        if first.code == HUNG and beat and self._disk.ask(lambda: stacks.stat().st_size):
+            self._record(
+                "hang", of=first.rank, section=beat.section, step=beat.step, stacks=str(stacks)
+            )
+            where = f"in section {beat.section} after step {beat.step} (stacks: {stacks})"
+            return f"{rank} made no progress {where}"
+        events = self._disk.ask(lambda: read_events(self._run_dir), READ_S) or []
+        failures = [
+            event
+            for event in events
+            if (event["kind"], event.get("attempt")) == ("failure", self._events.attempt)
+        ]
+        for event in sorted(failures, key=lambda event: event.get("first") is not True):
+            return f"rank {event.get('rank')}: {event.get('summary')}"
+        why = "; its error stands above" if first.exit_code in (REFUSED, STOPPED) else ""
+        return f"{rank} ended with exit code {first.exit_code}{why}"
 
     def _count_progress(self, reached: int) -> None:
         """Count the restarts in a row in which the run came no further than before."""
@@ -157,5 +228,5 @@ class Supervisor:
 
     def _record(self, kind: str, **details: object) -> None:
         """Write an event, later if the disk does not answer now."""
-        row = {**now(), "attempt": self._events.attempt, **details}
+        row = {"time": time.time(), "attempt": self._events.attempt, **details}
         self._disk.ask(lambda: self._events.record(kind, **row))

@@ -1,41 +1,27 @@
-"""Report one process's progress, and end the process when there is none.
+"""Report one process's progress, account for its time, and end it when there is no progress.
 
-The loop reports its section (`FIRST_S`) and each completed step. From that come the heartbeat file `heartbeats/RANK`,
-in which a supervisor sees a process that is stuck; the events of `goodput`; and the end of the process when a section
-exceeds its limit: `FACTOR` times the longest that the section, or the step, took so far, at least `FLOOR_S`, and before
-the first one `FIRST_S`. `faulthandler.dump_traceback_later` ends it: a thread in C, which needs neither Python's lock
-nor a disk, because the stacks go through a pipe that never blocks to a process that writes them. The supervisor kills a
-process that is stopped. Another thread writes the heartbeat, so a disk that does not answer delays nothing.
+The loop reports its section (`FIRST_S`) and each completed step. From that come the heartbeat file, which holds the
+ledger (`goodput.py`), and the end of the process when a section exceeds its limit: `FACTOR` times the longest that the
+section, or the step, took so far, at least `FLOOR_S`, and before the first one `FIRST_S`.
+`faulthandler.dump_traceback_later` ends it: a thread in C, which needs neither Python's lock nor a disk, because the
+stacks go through a pipe that never blocks to a process that writes them. Another thread writes the heartbeat, so a disk
+that does not answer delays nothing.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
-import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ultrascale_jax.launch.events import (
-    UNREADABLE,
-    Events,
-    boot,
-    is_count,
-    is_number,
-    is_supervised,
-)
-from ultrascale_jax.launch.procfs import read_stat
-
-HEARTBEATS = "heartbeats"
-STACKS = "stacks"
-DUMP_SIGNAL = signal.SIGUSR2
-"""A process that gets it writes the stacks of all its threads to its file in `STACKS`, and continues."""
+from ultrascale_jax.launch.events import Events, is_supervised
+from ultrascale_jax.launch.goodput import HEARTBEATS, OF_SECTION, Ledger, begun_again, stacks_path
 
 FACTOR = 10.0
 FLOOR_S = 60.0
@@ -57,59 +43,17 @@ last; `watch.hang_s` is for the others."""
 WRITER = 'read -r first && { printf "%s\\n" "$0" >&2 & printf "%s\\n" "$first"; cat; }'
 """Program of `sh` that copies its input, if there is any, and tells its argument on stderr: either may block."""
 
-SIZE = 512
+SIZE = 1024
 """Bytes of a heartbeat file: it is written in place, which a full disk allows."""
 
-
-@dataclass(frozen=True)
-class Beat:
-    """One reading of a heartbeat file."""
-
-    pid: int
-    step: int
-    furthest: int
-    """The most steps that this run, or an earlier try of it, has done."""
-    section: str
-    bound_s: float
-    """Seconds after `monotonic` from which the process counts as stuck."""
-    time: float
-    """Time of the last progress, in unix seconds."""
-    monotonic: float
-    """Time of the last progress on the host's monotonic clock, which all its processes share."""
-    data_wait_s: float
-    """Seconds that this process has waited for batches while its devices were idle."""
-    boot: str
-    """The boot from which `monotonic` counts; empty if unknown."""
+ALIVE_S = 5.0
+"""Seconds after which a heartbeat is written though there was no progress."""
 
 
 def limit(section: str) -> None:
     """End a process under a supervisor, with its stacks on stderr, if `section`, outside a `Watch`, takes too long."""
     if is_supervised(os.environ):
         faulthandler.dump_traceback_later(FIRST_S[section], exit=True)
-
-
-def read_beat(run_dir: Path, rank: int) -> Beat | None:
-    """Return the heartbeat of `rank`; None if it cannot be read."""
-    try:
-        values = {"boot": ""} | json.loads((run_dir / HEARTBEATS / str(rank)).read_bytes())
-        fields = {name: values[name] for name in Beat.__annotations__}
-    except (OSError, TypeError, KeyError, *UNREADABLE):
-        return None
-    fits = {int: is_count, float: is_number, str: lambda value: isinstance(value, str)}
-    return (
-        Beat(**fields) if all(fits[Beat.__annotations__[n]](v) for n, v in fields.items()) else None
-    )
-
-
-def last_sign(run_dir: Path, rank: int = 0) -> dict[str, Any]:
-    """Return the last heartbeat of a process, living or dead, as an event records it; empty if there is none."""
-    beat = read_beat(run_dir, rank)
-    return {} if beat is None else vars(beat)
-
-
-def stacks_path(run_dir: Path, rank: int, attempt: int) -> Path:
-    """Return the file for the stack traces of `rank`."""
-    return run_dir / STACKS / f"rank{rank}.attempt{attempt}.txt"
 
 
 class Watch:
@@ -123,19 +67,19 @@ class Watch:
             hang_s: bound of all sections that are not in `ONCE`; 0: learned.
             fresh: the run starts anew: no step of an earlier try is done again.
         """
-        self._events, self._hang_s, self._fresh = events, hang_s, fresh
+        self._events, self._hang_s = events, hang_s
         self._run_dir, self._rank = events.path.parent, events.rank or 0
         self.reason = "done"
         """Text for the end of a run that no exception ends."""
         self._longest: dict[str, float] = {}
-        self._before = last_sign(self._run_dir, self._rank)
+        self._ledger, self._fresh = Ledger(), fresh
         self._section, self._step = "start", 0
-        self._furthest = 0 if fresh else int(self._before.get("furthest", 0))
-        self._data_wait_s, self._in_data = 0.0, False
+        self._waited_s, self._in_data = 0.0, False
+        """`_waited_s`: seconds since the last progress in which devices were idle for want of a batch."""
         self._mark = time.monotonic()
-        self._host = socket.gethostname()
         self._stacks: int | None = None
         """Descriptor that the stacks are written to, while the watch lasts."""
+        self._host = socket.gethostname()
         self._changed, self._done = threading.Event(), threading.Event()
         self._writing = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
@@ -146,17 +90,20 @@ class Watch:
         self.stacks.parent.mkdir(exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         self._open_stacks()
-        # From now on its stacks may be requested by a signal.
+        self._ledger = begun_again(
+            None if self._fresh else self._run_dir, self._rank, _process_age_s()
+        )
+        self._mark = time.monotonic()
         self._write()
         self._arm()
         self._writing.start()
         if self._rank == 0:
-            details = {"age_s": _process_age_s(), "fresh": self._fresh, "before": self._before}
-            self._events.record("start", **details)
+            self._events.record("start", restarts=self._ledger.restarts)
         return self
 
     def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        self._section, self._mark = "end", time.monotonic()
+        self.reason = self.reason if kind is None else kind.__name__
+        self._enter("end")
         self._done.set()
         self._changed.set()
         self._writing.join(timeout=10.0)
@@ -164,12 +111,10 @@ class Watch:
         if not self._writing.is_alive():
             os.close(self._file)
         if self._rank == 0:
-            reason = self.reason if kind is None else kind.__name__
-            waited = self._data_wait_s
-            self._events.record("end", step=self._step, reason=reason, data_wait_s=waited)
+            self._events.record("end", step=self._step, reason=self.reason)
 
     def _open_stacks(self) -> None:
-        """Start the process that writes the stacks, and have the signal for them answered."""
+        """Start the process that writes the stacks."""
         words = f"rank {self._rank}: the stacks of its threads, which tell what it waited for, are in {self.stacks}"
         with open(self.stacks, "ab", 0) as file:
             self._writer = subprocess.Popen(
@@ -178,12 +123,10 @@ class Watch:
         assert self._writer.stdin is not None
         self._stacks = self._writer.stdin.fileno()
         os.set_blocking(self._stacks, False)
-        faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True)
 
     def _close_stacks(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         limit("end")
-        faulthandler.unregister(DUMP_SIGNAL)
         self._stacks = None
         assert self._writer.stdin is not None
         self._writer.stdin.close()
@@ -202,19 +145,17 @@ class Watch:
         """Begin the steps after `step`; the first, in which NCCL connects and memory is allocated, is `warm-up`."""
         self._step = step
         self._enter("warm-up")
+        if self._rank == 0:
+            self._events.record("begin", step=step)
 
     def beat(self, step: int) -> None:
         """Record that step `step` is done."""
         self._learn("step")
-        if self._section == "warm-up":
-            self._enter("step")
-        again = self._step < self._furthest
-        self._step, self._mark = step, time.monotonic()
-        if again and step >= self._furthest:
-            self._enter("step")
-        self._furthest = max(self._furthest, step)
+        if self._step < self._ledger.steps:
+            self._ledger.steps_again += step - self._step
+        self._enter("step")
+        self._step, self._ledger.steps = step, max(self._ledger.steps, step)
         self._changed.set()
-        self._arm()
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -242,16 +183,19 @@ class Watch:
             self._changed.set()
             self._arm()
             if not hidden():
-                self._data_wait_s += time.monotonic() - begun
+                self._waited_s += time.monotonic() - begun
 
     def _enter(self, name: str) -> None:
-        self._section, self._mark = name, time.monotonic()
+        """Count the time since the last progress, and begin section `name`."""
+        now, kind = time.monotonic(), OF_SECTION[self._section]
+        if kind == "productive" and self._step < self._ledger.steps:
+            kind = "again"
+        passed_s, waited_s = now - self._mark, self._waited_s
+        self._ledger.seconds["data"] += waited_s
+        self._ledger.seconds[kind] += passed_s - waited_s
+        self._section, self._mark, self._waited_s = name, now, 0.0
         self._changed.set()
         self._arm()
-        if self._rank == 0:
-            again = name == "step" and self._step < self._furthest
-            name, waited = "again" if again else name, self._data_wait_s
-            self._events.record("section", name=name, step=self._step, data_wait_s=waited)
 
     def _learn(self, name: str) -> None:
         took = time.monotonic() - self._mark
@@ -265,40 +209,40 @@ class Watch:
         floor_s = max(floor_s, DATA_FLOOR_S) if self._in_data else floor_s
         return FIRST_S[section] if longest is None else max(floor_s, FACTOR * longest)
 
-    def _beat(self) -> Beat:
-        mark, section = self._mark, self._section
-        return Beat(
-            pid=os.getpid(),
-            step=self._step,
-            furthest=self._furthest,
-            section="data" if self._in_data else section,
-            bound_s=self._bound_s(section),
-            time=time.time() - (time.monotonic() - mark),
-            monotonic=mark,
-            data_wait_s=self._data_wait_s,
-            boot=boot(),
-        )
-
     def _write(self) -> None:
-        beat = {"rank": self._rank, "host": self._host, **vars(self._beat())}
+        """Write the fields of `goodput.Beat`."""
+        mark, now = self._mark, time.time()
+        beat = {
+            "rank": self._rank,
+            "host": self._host,
+            "pid": os.getpid(),
+            "step": self._step,
+            "section": "data" if self._in_data else self._section,
+            "progress": now - (time.monotonic() - mark),
+            "time": now,
+            "done": self._section == "end" and self.reason == "done",
+            "ledger": vars(self._ledger),
+        }
         with contextlib.suppress(OSError):
             os.pwrite(self._file, json.dumps(beat).ljust(SIZE - 1).encode() + b"\n", 0)
 
     def _keep(self) -> None:
         """Run in a thread: keep the heartbeat file up to date."""
-        written, over = None, False
+        written, over = 0.0, False
         while not over:
-            self._changed.wait(timeout=0.25)
+            changed = self._changed.wait(timeout=0.25)
             self._changed.clear()
             over = self._done.is_set()
-            if (now := (self._mark, self._in_data)) != written:
-                written = now
+            if changed or time.monotonic() - written > ALIVE_S:
+                written = time.monotonic()
                 self._write()
 
 
 def _process_age_s() -> float:
-    """Return the seconds since this process was started, before Python was; 0 if the system does not say."""
-    stat = read_stat("self")
-    if stat is None:
+    """Return the seconds since this process was started, before Python was; 0 where there is no /proc."""
+    if not sys.platform.startswith("linux"):
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start_ticks / os.sysconf("SC_CLK_TCK")
+    # The fields after the name, which is in brackets and may hold anything; the 22nd is the start in ticks.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from ultrascale_jax.launch.events import parse_object, printable, say
-from ultrascale_jax.launch.procfs import boot_id
-from ultrascale_jax.launch.run_lock import refusal
+from ultrascale_jax.launch.run_lock import holder_text, refusal
 from ultrascale_jax.storage.remote import Remote
 
 NAME = "lock"
@@ -50,7 +49,9 @@ class StoreLock:
     def __enter__(self) -> "StoreLock":
         """Take the lock. Raises `UserError` that names the holder, if there is one, and `RemoteError`."""
         # Read first: a server that knows no conditions would overwrite the lock of a job that lives.
-        while (content := self._remote.read(NAME)) is not None or not self._create():
+        while (content := self._remote.read(NAME)) is not None or not self._remote.create(
+            NAME, self._text()
+        ):
             if content is None:
                 continue
             self._wait_for_death(content)
@@ -78,16 +79,11 @@ class StoreLock:
     def _text(self) -> bytes:
         values = {
             "folder": _identity(self._run_dir),
-            "host": socket.gethostname(),
-            "run_dir": str(self._run_dir),
-            "pid": os.getpid(),
+            "holder": f"{holder_text()[:-1]}, {self._run_dir})",
             "token": self._token,
             "beat": time.time(),
         }
         return json.dumps(values).encode()
-
-    def _create(self) -> bool:
-        return self._remote.create(NAME, self._text())
 
     def _write(self) -> None:
         self._remote.write(NAME, self._text())
@@ -123,8 +119,12 @@ class StoreLock:
 
 def _identity(run_dir: Path) -> str:
     """Return what identifies a folder among all of all machines, until its machine is switched off."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
     status = run_dir.stat()
-    return f"{boot_id() or socket.gethostname()} {status.st_dev}:{status.st_ino}"
+    return f"{machine} {status.st_dev}:{status.st_ino}"
 
 
 def _parse(content: bytes) -> dict:
@@ -133,7 +133,4 @@ def _parse(content: bytes) -> dict:
 
 def _holder(content: bytes) -> str:
     """Return the holder that a lock's content names, fit for a terminal."""
-    holder = _parse(content)
-    if not {"pid", "host", "run_dir"} <= holder.keys():
-        return "an unknown job (the lock is damaged)"
-    return printable(f"pid {holder['pid']} on {holder['host']} ({holder['run_dir']})")
+    return printable(_parse(content).get("holder", "an unknown job (the lock is damaged)"))

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import jax
 
-from ultrascale_jax.checkpoint.saving import TimedProbe
+from ultrascale_jax.checkpoint.saving import PROBE_S
 from ultrascale_jax.config import UserError
+from ultrascale_jax.launch.disk import Disk
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.multihost import agree, broadcast_from_process0
-from ultrascale_jax.launch.run_lock import NotNow, RunLock
+from ultrascale_jax.launch.run_lock import NotNow, run_lock
 from ultrascale_jax.storage.lock import StoreLock
 
 
@@ -22,32 +23,29 @@ def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Ca
     another job holds one: `NotNow` if it may end soon.
     """
     with contextlib.ExitStack() as stack:
-        refusal, locks = None, list[RunLock | StoreLock]()
+        refusal, notes, store_lock = None, list[str | None](), None
         if jax.process_index() == 0:
             try:
-                locks.append(stack.enter_context(RunLock(run_dir)))
+                notes.append(stack.enter_context(run_lock(run_dir)))
                 if store:
-                    locks.append(stack.enter_context(StoreLock(store, run_dir)))
+                    store_lock = stack.enter_context(StoreLock(store, run_dir))
+                    notes.append(store_lock.note)
             except UserError as error:
                 refusal = str(error), error.exit_code
         refusal = broadcast_from_process0(refusal)
         if refusal is not None:
             text, code = refusal
             raise NotNow(text) if code == NotNow.exit_code else UserError(text)
-        for note in (lock.note for lock in locks if lock.note is not None):
+        for note in filter(None, notes):
             say(note)
             events.record("lock", note=note)
-
-        def ask() -> str | None:
-            lost = [lock for lock in locks if isinstance(lock, StoreLock) and not lock.held]
-            return f"{lost[0].path} is another job's now" if lost else None
-
-        # Where storage does not answer nobody can have taken it.
-        probe = TimedProbe(ask, unanswered=None)
+        disk = Disk()
 
         def check() -> None:
-            lost = agree(probe())
+            # Where storage does not answer nobody can have taken it.
+            held = store_lock is None or disk.ask(lambda: store_lock.held, PROBE_S) is not False
+            lost = agree(None if held else f"{store}/lock is another job's now: this one ends")
             if lost is not None:
-                raise UserError(f"{lost}: this one ends")
+                raise UserError(lost)
 
         yield check

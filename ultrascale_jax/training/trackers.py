@@ -14,14 +14,13 @@ import json
 import math
 import os
 import queue
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -51,9 +50,14 @@ class Tracker(Protocol):
     continue, none to begin a new one.
     """
 
-    @property
-    def run_id(self) -> str | None:
-        """Id under which a resumed run continues it; none if it needs none."""
+    module: str
+    """Package that it imports."""
+    extra: str
+    """The extra of this package that brings it."""
+    run_id: str | None
+    """Id under which a resumed run continues it; none if it needs none."""
+
+    def __init__(self, cfg: Config, step: int, run_id: str | None): ...
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send finite numbers by name, of optimizer step `step`; steps do not decrease."""
@@ -63,45 +67,33 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writes one file of events for TensorBoard to `RUN_DIR/tensorboard`.
+    """Writes to `RUN_DIR/tensorboard`, a file for each start."""
 
-    It uses tensorboardX's `RecordWriter`: on a full disk `SummaryWriter`, which writes in a thread, prints three
-    tracebacks of its own in addition to the error.
-    """
-
+    module, extra = "tensorboardX", "tb"
     run_id: str | None = None
 
     def __init__(self, cfg: Config, step: int, run_id: str | None):
         """Open a file; a reader hides the events after `step` in earlier ones."""
-        from tensorboardX import RecordWriter
-        from tensorboardX.proto import event_pb2
-        from tensorboardX.summary import scalar
+        from tensorboardX import SummaryWriter
 
-        proto: Any = event_pb2  # its classes are made at run time
-        self._event, self._scalar = proto.Event, scalar
-        folder = Path(cfg.log.run_dir).absolute() / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
         # The library truncates a file that is there: no two starts may choose one name.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter(str(folder / name))
-        self._write(self._event(file_version="brain.Event:2"))
-        self._write(self._event(step=step + 1, session_log={"status": "START"}))
+        suffix, folder = f".{time.time_ns()}", Path(cfg.log.run_dir, "tensorboard")
+        self._writer = SummaryWriter(
+            str(folder), purge_step=step + 1, flush_secs=10, filename_suffix=suffix
+        )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._write(self._event(step=step, summary=self._scalar(name, value)))
-        self._records.flush()
+            self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        self._records.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
+        self._writer.close()
 
 
 class WandB:
     """Logs to Weights & Biases, whose environment variables (`WANDB_MODE`, `WANDB_PROJECT`) apply."""
+
+    module, extra = "wandb", "wandb"
 
     def __init__(self, cfg: Config, step: int, run_id: str | None):
         import wandb
@@ -117,7 +109,7 @@ class WandB:
             allow_val_change=True,
             settings=wandb.Settings(console="off"),
         )
-        self.run_id = self._run.id
+        self.run_id: str | None = self._run.id
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -129,16 +121,18 @@ class WandB:
 class MLflow:
     """Logs to the MLflow server or store of `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`."""
 
+    module, extra = "mlflow", "mlflow"
+
     def __init__(self, cfg: Config, step: int, run_id: str | None):
         import mlflow
 
         self._mlflow = mlflow
         if run_id is None:
             mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-            self.run_id = mlflow.start_run(run_name=Path(cfg.log.run_dir).name).info.run_id
+        run = mlflow.start_run(run_id, run_name=Path(cfg.log.run_dir).name)
+        self.run_id: str | None = run.info.run_id
+        if run_id is None:
             mlflow.log_params(fields(cfg))
-        else:
-            self.run_id = mlflow.start_run(run_id).info.run_id
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(numbers), step=step)
@@ -147,20 +141,10 @@ class MLflow:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-class Kind(NamedTuple):
-    """A tracker that `log.to` may name."""
-
-    open: Callable[[Config, int, str | None], Tracker]
-    module: str
-    """Module that it imports."""
-    extra: str
-    """The extra of this package that brings it."""
-
-
-TRACKERS = {
-    "tensorboard": Kind(TensorBoard, "tensorboardX", "tb"),
-    "wandb": Kind(WandB, "wandb", "wandb"),
-    "mlflow": Kind(MLflow, "mlflow", "mlflow"),
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
 }
 """Trackers by their names in `log.to`."""
 
@@ -231,9 +215,7 @@ class Trackers(Hook):
     def _open(self, name: str) -> Tracker:
         """Open a tracker and write down the id of its run; called from the workers' threads."""
         run_id = self._ids.get(name)
-        tracker = TRACKERS[name].open(
-            self._cfg, self._step, run_id if isinstance(run_id, str) else None
-        )
+        tracker = TRACKERS[name](self._cfg, self._step, run_id if isinstance(run_id, str) else None)
         if tracker.run_id is not None:
             with self._ids_lock:
                 self._ids[name] = tracker.run_id

@@ -28,7 +28,7 @@ from ultrascale_jax.web.server import Server
 
 FAULTS = (
     *("failure", "hang", "save_failed", "quarantined", "skipped", "rerun", "replicas"),
-    *("straggler", "died", "stuck", "gave_up"),
+    *("straggler", "died", "gave_up"),
 )
 SHOWN = (*FAULTS, "start", "anew", "lock", "saved", "end")
 """Kinds of events that the page shows."""
@@ -46,8 +46,7 @@ AXES = ("step", "time")
 """Fields that a chart may have along its x axis."""
 
 UNTOLD = {
-    *("kind", "time", "monotonic", "boot", "pid", "attempt", "step", "age_s", "before"),
-    *("traceback", "rows", "batch_hash", "rank", "host"),
+    *("kind", "time", "pid", "attempt", "step", "traceback", "rows", "batch_hash", "rank", "host"),
 }
 """Fields of an event that its text leaves out."""
 
@@ -141,7 +140,13 @@ class WatchedRun:
             }
 
     def _read_events(self) -> None:
-        """Read the events and the ledger again if the file has changed."""
+        """Read the ledger, and the events again if their file has changed."""
+        ledger = read_ledger(self.run_dir)
+        self._ledger = {
+            "goodput": ledger.goodput,
+            "seconds": ledger.seconds,
+            "restarts": ledger.restarts,
+        }
         try:
             status = (self.run_dir / FILE_NAME).stat()
         except OSError:
@@ -150,12 +155,6 @@ class WatchedRun:
             return
         self._seen = seen
         self._events = read_events(self.run_dir)
-        ledger = read_ledger(self.run_dir)
-        self._ledger = {
-            "goodput": ledger.goodput,
-            "seconds": ledger.seconds,
-            "restarts": ledger.restarts,
-        }
 
     def _told(self, kinds: Sequence[str]) -> list[dict[str, Any]]:
         """Return the events of some kinds, each with its step and a text."""

@@ -6,10 +6,9 @@ import subprocess
 
 import pytest
 
-from tests.processes import python, wait_for
+from tests.processes import python
 from ultrascale_jax.launch.events import ATTEMPT
 from ultrascale_jax.launch.exit_codes import HUNG
-from ultrascale_jax.launch.watchdog import DUMP_SIGNAL, read_beat
 
 WATCHED = """
 import contextlib, ctypes, os, signal, sys, threading, time
@@ -100,17 +99,18 @@ NO_ANSWER = """
     watch.begin(7)
     watch.beat(8)
     print(watch._writer.pid, flush=True)
+    if silent == "events":
+        # Nobody reads it, so its writer waits for ever.
+        watch._events.path.unlink(missing_ok=True)
+        os.mkfifo(watch._events.path)
+        watch._events.record("saved")
     time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("silent", ["heartbeat", "stacks", "events", "console"])
 def test_a_disk_that_does_not_answer_holds_up_neither_the_loop_nor_the_end(tmp_path, silent):
-    rank, error = 3, subprocess.DEVNULL
-    if silent == "events":
-        # Nobody reads it, so its writer waits for ever.
-        rank = 0
-        os.mkfifo(tmp_path / "events.jsonl")
+    error = subprocess.DEVNULL
     if silent == "console":
         _reader, error = os.pipe()
         os.set_blocking(error, False)
@@ -118,25 +118,8 @@ def test_a_disk_that_does_not_answer_holds_up_neither_the_loop_nor_the_end(tmp_p
             while True:
                 os.write(error, bytes(4096))
         os.set_blocking(error, True)
-    with watched(tmp_path, NO_ANSWER.format(silent=silent), rank=rank, stderr=error) as run:
+    with watched(tmp_path, NO_ANSWER.format(silent=silent), stderr=error) as run:
         output = run.communicate(timeout=60)[0]
     if silent == "stacks":
         os.kill(int(output), signal.SIGKILL)
     assert run.returncode == HUNG
-
-
-def test_a_process_that_is_asked_writes_its_stacks_and_goes_on(tmp_path):
-    body = """
-    watch.begin(0)
-    for step in range(10_000):
-        watch.beat(step)
-        time.sleep(0.02)
-"""
-    with watched(tmp_path, body, hang_s=60.0) as run:
-        wait_for(lambda: read_beat(tmp_path, 3), run)
-        run.send_signal(DUMP_SIGNAL)
-        stacks = tmp_path / "stacks"
-        (path,) = wait_for(lambda: [p for p in stacks.iterdir() if p.stat().st_size], run)
-        step = read_beat(tmp_path, 3).step
-        wait_for(lambda: read_beat(tmp_path, 3).step > step, run)
-        wait_for(lambda: 'File "<string>"' in path.read_text(), run)

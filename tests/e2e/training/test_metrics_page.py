@@ -61,9 +61,9 @@ def test_a_run_writes_the_fields_that_the_page_describes(trained):
     always = {name for name, row in STEP.items() if row[-1].strip() == "always"}
     assert [set(one) for one in step_rows(trained)] == [always, always]
     assert [set(one) for one in eval_rows(trained)] == [{*EVALUATION, "eval_loss_other"}]
-    common = {"time", "monotonic", "boot", "kind", "host", "pid", "attempt", "rank"}
+    common = {"time", "kind", "host", "pid", "attempt", "rank"}
     events = read_events(trained)
-    assert {"start", "section", "saved", "end"} <= {event["kind"] for event in events}
+    assert {"start", "begin", "saved", "end"} <= {event["kind"] for event in events}
     for event in events:
         # Fields without a value are left out.
         assert common <= set(event) <= common | EVENTS[event["kind"]]
@@ -76,7 +76,7 @@ def test_the_page_describes_every_column_and_event_of_the_code():
     for source in sources:
         for node in ast.walk(ast.parse(source)) if "record(" in source else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in ("record", "_record", "_note") and node.args:
+                if node.func.attr in ("record", "_record") and node.args:
                     first = [x.value for x in ast.walk(node.args[0]) if isinstance(x, ast.Constant)]
                     for kind in (kind for kind in first if isinstance(kind, str)):
                         recorded[kind] = {x.arg for x in node.keywords if x.arg} | recorded.get(

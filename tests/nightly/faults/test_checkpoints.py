@@ -11,7 +11,7 @@ from tests.faults.corruptions import check_outcomes
 from tests.faults.saver import check_newest
 from tests.processes import wait_for
 from ultrascale_jax.checkpoint.step_dirs import steps
-from ultrascale_jax.launch.run_lock import RunLock
+from ultrascale_jax.launch.run_lock import run_lock
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_is_damaged_changed_or_taken_is_refused_and_the_run_go
     assert "optim.name: saved 'adamw', now 'muon'" in changed
     assert "--checkpoint.allow-change" not in changed  # Muon's state has other arrays
 
-    with RunLock(folder):
+    with run_lock(folder):
         assert f"is in use by pid {os.getpid()} " in job(folder, **alone).check_ends(2)
 
     for step in steps(folder / "checkpoints"):

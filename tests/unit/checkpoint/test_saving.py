@@ -67,18 +67,3 @@ def test_a_folder_that_is_none_is_refused_for_good(tmp_path, monkeypatch):
     ) as refused:
         Checkpoints(in_folder(BASE, tmp_path))
     assert refused.value.exit_code == 2
-
-
-def test_a_question_that_is_not_answered_is_not_waited_for_twice():
-    go = threading.Event()
-    answers = iter(["first", "second"])
-
-    def ask():
-        assert go.wait(60)
-        return next(answers)
-
-    question = saving.TimedProbe(ask, "no answer")
-    assert question(0.05) == "no answer" and question(1e6) == "no answer"
-    go.set()
-    question._thread.join(timeout=60)
-    assert question() == "second"

@@ -16,10 +16,8 @@ def event(time, kind, **details):
 
 
 def resumed(time, step):
-    """A start, and the first section of its steps."""
-    names = ("restore", "start", "warm-up")
-    sections = [event(time + 0.1, "section", rank=0, name=name, step=step) for name in names]
-    return [event(time, "start", rank=0), *sections]
+    """A start, and the beginning of its steps."""
+    return [event(time, "start", rank=0), event(time + 0.1, "begin", rank=0, step=step)]
 
 
 def test_the_trainer_takes_the_words_of_a_soak(tmp_path):

@@ -1,221 +1,182 @@
 """The ledger gives every second of a run to one class."""
 
 import json
-import math
+import os
+import time
 
 import pytest
 
-from ultrascale_jax.launch.goodput import CLASSES, read_ledger
+from ultrascale_jax.launch import watchdog
+from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.goodput import (
+    CLASSES,
+    Ledger,
+    begun_again,
+    read_beat,
+    read_ledger,
+    stacks_path,
+)
+from ultrascale_jax.launch.watchdog import Watch
 
 
-def write(run_dir, *rows, **heartbeat):
-    rows = [{"rank": 0, "attempt": 0, **row} for row in rows]
-    (run_dir / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if heartbeat:
-        beat = {"pid": 1, "step": 0, "furthest": 0, "section": "step", "bound_s": 60.0}
-        beat |= {"monotonic": 0.0, "data_wait_s": 0.0} | heartbeat
-        (run_dir / "heartbeats").mkdir(exist_ok=True)
-        (run_dir / "heartbeats/0").write_text(json.dumps(beat))
+class Clock:
+    """The wall's and the monotonic seconds of these tests."""
+
+    now = 1e9
+
+    def sleep(self, seconds):
+        self.now += seconds
 
 
-def start(time, began, **details):
-    return {"time": time, "kind": "start", "age_s": time - began, **details}
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now - 9e8)
+    monkeypatch.setattr(time, "time", lambda: clock.now)
+    monkeypatch.setattr(watchdog, "_process_age_s", lambda: 3.0)
+    return clock
 
 
-def section(time, name, step, waited=0.0):
-    return {"time": time, "kind": "section", "name": name, "step": step, "data_wait_s": waited}
-
-
-def end(time, step, reason="done", waited=0.0):
-    return {"time": time, "kind": "end", "step": step, "reason": reason, "data_wait_s": waited}
-
-
-def supervised(time, kind, **details):
-    return {"time": time, "kind": kind, "rank": None, "ranks": [0, 1], **details}
+def tries(run_dir, body, *, killed=False, **options):
+    """Run `body(watch)` in a process of a run, which is `killed` at its end."""
+    watch = Watch(Events(run_dir, 0), **options)
+    watch.__enter__()
+    body(watch)
+    watch._write()
+    last = (run_dir / "heartbeats/0").read_bytes()
+    watch.__exit__(None, None, None)
+    if killed:
+        (run_dir / "heartbeats/0").write_bytes(last)
 
 
 def seconds(run_dir):
     return {name: s for name, s in read_ledger(run_dir).seconds.items() if s}
 
 
-def test_one_run_without_restarts_is_cut_at_its_sections(tmp_path):
-    write(
-        tmp_path,
-        start(103.0, began=100.0),
-        section(104.0, "restore", 0),
-        section(106.0, "start", 0),
-        section(107.0, "warm-up", 0),
-        section(107.5, "compile", 0, waited=0.5),
-        section(117.5, "warm-up", 0, waited=0.5),
-        section(118.5, "step", 0, waited=0.5),
-        section(127.5, "save", 10, waited=2.5),
-        section(128.0, "step", 10, waited=2.5),
-        section(138.0, "evaluate", 20, waited=2.5),
-        section(139.0, "step", 20, waited=2.5),
-        end(139.5, 20, waited=2.5),
-    )
-    ledger = read_ledger(tmp_path)
-    told = {"productive": 17.5, "start-up": 7.0, "compile": 11.0}
-    told |= {"checkpoint": 0.5, "data": 2.5, "evaluation": 1.0}
-    assert seconds(tmp_path) == pytest.approx(told)
-    assert ledger.total_s == pytest.approx(39.5) and ledger.goodput == pytest.approx(17.5 / 39.5)
-    assert (ledger.steps, ledger.steps_again, ledger.restarts) == (20, 0, 0)
+def test_one_run_without_restarts_is_cut_at_its_sections(tmp_path, clock):
+    def body(watch):
+        clock.sleep(1.0)
+        with watch.section("restore"):
+            clock.sleep(2.0)
+        watch.begin(0)
+        clock.sleep(0.5)
+        with watch.section("compile"):
+            clock.sleep(10.0)
+        clock.sleep(1.0)
+        watch.beat(1)
+        with watch.data(lambda: False):
+            clock.sleep(2.0)
+        with watch.data(lambda: True):
+            clock.sleep(1.0)
+        clock.sleep(8.0)
+        watch.beat(2)
+        with watch.section("save"):
+            clock.sleep(0.5)
+        with watch.section("evaluate"):
+            clock.sleep(1.0)
 
-
-KILLED = [
-    supervised(99.0, "spawn"),
-    start(103.0, began=99.0),
-    section(104.0, "step", 0),
-    section(108.0, "save", 4),
-    section(109.0, "step", 4),
-]
-"""A first try; its last step was read at 113."""
-
-SIGN = {"time": 113.0, "step": 8, "furthest": 8, "data_wait_s": 1.0}
-AGAIN = [
-    supervised(116.0, "exit", before=SIGN),
-    supervised(118.0, "spawn", before=SIGN),
-    start(120.0, began=118.0, before=SIGN),
-    section(121.0, "again", 4),
-    section(125.0, "step", 8),
-    section(129.0, "evaluate", 12),
-    section(130.0, "step", 12),
-    end(130.0, 12),
-    supervised(132.0, "exit"),
-]
-
-
-def test_a_killed_process_lasts_until_its_last_sign_and_is_then_waited_for(tmp_path):
-    write(tmp_path, *KILLED, *AGAIN)
-    told = {"productive": 4.0 + 3.0 + 4.0, "again": 4.0, "start-up": 5.0 + 3.0 + 2.0}
-    told |= {"checkpoint": 1.0, "data": 1.0, "hang": 3.0, "down": 2.0, "evaluation": 1.0}
+    tries(tmp_path, body)
+    told = {"productive": 9.0, "start-up": 6.0, "compile": 11.5}
+    told |= {"checkpoint": 0.5, "data": 2.0, "evaluation": 1.0}
     assert seconds(tmp_path) == pytest.approx(told)
     ledger = read_ledger(tmp_path)
-    assert ledger.total_s == pytest.approx(33.0)
-    assert (ledger.steps, ledger.steps_again, ledger.restarts) == (12, 4, 1)
-    assert "1 restart, 4 steps again" in ledger.line()
+    assert ledger.total_s == pytest.approx(30.0) and ledger.goodput == pytest.approx(9.0 / 30.0)
+    assert (ledger.steps, ledger.steps_again, ledger.restarts) == (2, 0, 0)
+
+
+def steps(clock, first, last, tail=0.0, section="step"):
+    """Steps of a second each, and `tail` seconds in a section behind them."""
+
+    def body(watch):
+        watch.begin(first)
+        for step in range(first + 1, last + 1):
+            clock.sleep(1.0)
+            watch.beat(step)
+        if section != "step":
+            watch._enter(section)
+        clock.sleep(tail)
+
+    return body
+
+
+def test_a_killed_process_lasts_until_its_last_progress_and_its_steps_are_done_again(
+    tmp_path, clock
+):
+    tries(tmp_path, steps(clock, 0, 5, tail=0.5), killed=True)
+    # Its start and the first step, which is its warm-up; half a step was lost.
+    assert seconds(tmp_path) == pytest.approx({"start-up": 3.0, "compile": 1.0, "productive": 4.0})
+    clock.sleep(7.0)
+    tries(tmp_path, steps(clock, 3, 8))
+    told = {"start-up": 6.0, "compile": 2.0, "productive": 7.0, "again": 1.0, "down": 4.5}
+    assert seconds(tmp_path) == pytest.approx(told)
+    ledger = read_ledger(tmp_path)
+    assert ledger.total_s == pytest.approx(clock.now - 1e9 + 3.0)
+    assert (ledger.steps, ledger.steps_again, ledger.restarts) == (8, 2, 1)
+    assert "1 restart, 2 steps again" in ledger.line()
     lines = ledger.table().splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [*CLASSES, "total"]
-    assert lines[-2].split() == ["total", "33.0", "s"]
-    assert lines[-1] == "12 steps, 4 again, 1 restart"
+    assert lines[-1] == "8 steps, 2 again, 1 restart"
 
 
-def test_without_a_supervisor_the_time_between_tries_is_down(tmp_path):
-    alone = [row for row in KILLED + AGAIN if row["kind"] not in ("spawn", "exit")]
-    write(tmp_path, *alone)
-    told = seconds(tmp_path)
-    assert told["down"] == pytest.approx(118.0 - 113.0) and "hang" not in told
-    assert read_ledger(tmp_path).total_s == pytest.approx(130.0 - 99.0)
+@pytest.mark.parametrize(("section", "kind"), [("save", "checkpoint"), ("compile", "compile")])
+def test_a_process_that_dies_in_another_section_was_in_it_unless_it_hung(
+    tmp_path, clock, section, kind
+):
+    tries(tmp_path, steps(clock, 0, 2, tail=60.0, section=section), killed=True)
+    assert seconds(tmp_path)[kind] == pytest.approx(60.0 + (kind == "compile"))
+    stacks = stacks_path(tmp_path, 1, 0)
+    stacks.write_text("Timeout")
+    os.utime(stacks, (clock.now + 1.0,) * 2)
+    assert seconds(tmp_path)["hang"] == pytest.approx(61.0)
+    # The stacks of an earlier hang say nothing.
+    os.utime(stacks, (1e9,) * 2)
+    assert "hang" not in seconds(tmp_path)
 
 
-def test_a_run_that_is_under_way_is_known_up_to_its_last_sign(tmp_path):
-    """Also where the clock was set back before it."""
-    set_back = {"time": 113.0 - 3600, "monotonic": 1113.0, "boot": "b"}
-    for rows, last in ((KILLED, {"time": 113.0}), (stamped(KILLED), set_back)):
-        write(tmp_path, *rows, step=8, furthest=8, **last)
-        told = {"productive": 4.0 + 4.0, "start-up": 5.0, "checkpoint": 1.0}
-        assert seconds(tmp_path) == pytest.approx(told)
-        assert read_ledger(tmp_path).steps == 8
+def test_the_time_after_a_finished_run_is_not_its_own_and_after_a_stopped_one_it_is(
+    tmp_path, clock
+):
+    def stopped(watch):
+        steps(clock, 0, 2)(watch)
+        watch.reason = "stopped"
+
+    tries(tmp_path, stopped)
+    clock.sleep(100.0)
+    tries(tmp_path, steps(clock, 2, 4))
+    assert seconds(tmp_path)["down"] == pytest.approx(97.0)
+    clock.sleep(1000.0)
+    tries(tmp_path, steps(clock, 4, 5))
+    assert seconds(tmp_path)["down"] == pytest.approx(97.0)
+    assert read_ledger(tmp_path).restarts == 2
+    # A run that begins anew begins a new ledger.
+    tries(tmp_path, steps(clock, 0, 1), fresh=True)
+    assert seconds(tmp_path) == pytest.approx({"start-up": 3.0, "compile": 1.0})
 
 
-@pytest.mark.parametrize("hung", [False, True])
-def test_a_process_that_dies_in_another_section_was_in_it_unless_it_hung(tmp_path, hung):
-    sign = {"time": 108.0, "step": 4, "furthest": 4, "data_wait_s": 0.0}
-    stuck = [{"time": 167.0, "kind": "hang", "section": "save"}] if hung else []
-    write(tmp_path, *KILLED[:4], *stuck, supervised(168.0, "exit", before=sign))
-    assert seconds(tmp_path)["hang" if hung else "checkpoint"] == pytest.approx(60.0)
+def test_two_runs_of_one_process_and_a_clock_that_is_set_count_no_second_twice(tmp_path, clock):
+    tries(tmp_path, steps(clock, 0, 2))
+    clock.sleep(1.0)
+    tries(tmp_path, steps(clock, 2, 3))
+    assert seconds(tmp_path)["start-up"] == pytest.approx(3.0 + 1.0)
+    clock.now -= 3600.0
+    assert begun_again(tmp_path, 0, 3.0).seconds["down"] == 0.0
 
 
-def test_the_time_after_a_finished_run_is_not_its_own_and_after_a_stopped_one_it_is(tmp_path):
-    def two_tries(reason):
-        first = [start(101.0, 100.0), section(102.0, "step", 0), end(110.0, 8, reason)]
-        return [*first, start(502.0, 500.0), section(503.0, "step", 8), end(511.0, 16)]
-
-    write(tmp_path, *two_tries("done"))
-    assert read_ledger(tmp_path).total_s == pytest.approx(10.0 + 11.0)
-    write(tmp_path, *two_tries("stopped"))
-    assert seconds(tmp_path)["down"] == pytest.approx(390.0)
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}', '{"pid": "x", "step": []}'])
+def test_a_heartbeat_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / "heartbeats").mkdir()
+    (tmp_path / "heartbeats/0").write_text(text)
+    assert read_beat(tmp_path) is None and read_ledger(tmp_path) == Ledger()
 
 
-def test_a_run_that_begins_anew_begins_a_new_ledger(tmp_path):
-    anew = [supervised(200.0, "spawn"), start(203.0, 200.0, fresh=True), section(204.0, "step", 0)]
-    write(tmp_path, *KILLED, supervised(116.0, "exit", before=SIGN), *anew, end(214.0, 5))
-    assert seconds(tmp_path) == pytest.approx({"start-up": 4.0, "productive": 10.0})
-    assert read_ledger(tmp_path).restarts == 0
-
-
-def test_other_hosts_supervisors_and_a_clock_that_is_set_back_add_nothing(tmp_path):
-    other = {"time": 105.0, "kind": "exit", "rank": None, "ranks": [2, 3]}
-    write(tmp_path, *KILLED, other, *AGAIN)
-    assert read_ledger(tmp_path).total_s == pytest.approx(33.0)
-    write(tmp_path, start(103.0, began=200.0), section(104.0, "step", 0), end(110.0, 2))
-    assert seconds(tmp_path) == pytest.approx({"start-up": 1.0, "productive": 6.0})
-
-
-def stamped(rows, boot="b", uptime=1000.0):
-    """The rows of a machine that was started `uptime` seconds before time 0, with its monotonic times."""
-    made = []
-    for row in rows:
-        row = row | {"boot": boot, "monotonic": row["time"] + uptime}
-        if "before" in row:
-            (row["before"],) = stamped([row["before"]], boot, uptime)
-        made.append(row)
-    return made
-
-
-def set_clock(rows, first, by):
-    """The rows of a machine whose clock is set by so many seconds before row `first`."""
-    moved = []
-    for number, row in enumerate(rows):
-        row = dict(row)
-        if number >= first:
-            row |= {"time": row["time"] + by}
-        moved.append(row)
-    return moved
-
-
-@pytest.mark.parametrize("by", [-3600.0, 3600.0])
-def test_a_clock_that_is_set_takes_no_second_and_adds_none(tmp_path, by):
-    rows = stamped(KILLED + AGAIN)
-    write(tmp_path, *rows)
-    right = read_ledger(tmp_path)
-    assert right.total_s == pytest.approx(33.0)
-    for first in range(1, len(rows)):
-        write(tmp_path, *set_clock(rows, first, by))
-        ledger = read_ledger(tmp_path)
-        assert ledger.seconds == pytest.approx(right.seconds), first
-        assert ledger.steps_again == right.steps_again
-
-
-def test_another_machine_whose_clock_is_behind_leaves_no_gap_and_no_overlap(tmp_path):
-    again = [row for row in AGAIN if row["kind"] not in ("spawn", "exit")]
-    behind = set_clock(stamped(again, "c", 5.0), 0, -500.0)
-    behind[0] = behind[0] | {"before": stamped([SIGN])[0]}
-    write(tmp_path, *stamped(KILLED), *behind)
-    # To the last sign on the first machine, and from the start of the process on the second.
-    assert read_ledger(tmp_path).total_s == pytest.approx((113.0 - 99.0) + (130.0 - 118.0))
-    assert seconds(tmp_path)["again"] == pytest.approx(4.0)
-
-
-def test_an_event_that_was_written_late_is_in_its_place(tmp_path):
-    rows = stamped(KILLED + AGAIN)
-    write(tmp_path, *rows)
-    right = seconds(tmp_path)
-    write(tmp_path, *rows[:5], rows[7], rows[8], rows[5], rows[6], *rows[9:])
-    assert seconds(tmp_path) == pytest.approx(right)
-
-
-def test_hostile_events_make_no_more_than_a_wrong_ledger(tmp_path):
-    rows = [
-        start(100.0, 0.0, before=[1]) | {"age_s": "x"},
-        start(100.5, 0.0, before={"time": 1.0, "boot": [1]}, boot={}, monotonic="x")
-        | {"age_s": True},
-        section(100.7, "step", 0) | {"boot": "b", "monotonic": math.inf},
-        section(100.8, "step", 0) | {"boot": "b", "monotonic": -1e9},
-        section(101.0, ["step"], {}, waited="y"),
-        {"time": 102.0, "kind": "exit", "ranks": 0},
-        supervised(103.0, "exit", before={"time": "z", "step": None}),
-        {"time": 104.0, "kind": "end"},
-    ]
-    write(tmp_path, *rows)
-    assert math.isfinite(read_ledger(tmp_path).total_s)
+@pytest.mark.parametrize("name", ["step", "progress", "time", "section", "ledger", "again"])
+def test_a_heartbeat_with_numbers_that_cannot_be_is_none(tmp_path, name):
+    with Watch(Events(tmp_path, 0)) as watch:
+        watch.begin(4)
+    path = tmp_path / "heartbeats/0"
+    sound = json.loads(path.read_bytes())
+    place = sound["ledger"]["seconds"] if name == "again" else sound
+    for hostile in ("9" * 5000, "9" * 400, "NaN", "Infinity", "true", "[" * 5000):
+        place[name] = "?"
+        path.write_text(json.dumps(sound).replace('"?"', hostile))
+        assert read_beat(tmp_path) is None

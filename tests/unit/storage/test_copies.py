@@ -359,10 +359,10 @@ def test_the_lock_of_a_dead_job_is_taken_over(url, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     dead = StoreLock(url, tmp_path / "a")
-    dead._create()
+    dead._write()
     with StoreLock(url, tmp_path / "a", stale_s=1e9) as lock:
         assert "took over" in lock.note and not dead.held
-    dead._create()
+    dead._write()
     with StoreLock(url, tmp_path / "b", stale_s=0.2) as lock:
         assert "took over" in lock.note and lock.held and not dead.held
         dead._write()  # it was not dead after all: the one that took over ends at its next save

@@ -55,7 +55,7 @@ def test_a_question_about_what_is_not_there_is_refused(server, query):
 @pytest.mark.parametrize(
     ("kind", "details", "text"),
     [
-        ("start", {"fresh": False, "before": {"step": 3, "time": 1.0}}, "fresh no"),
+        ("start", {"restarts": 2}, "restarts 2"),
         ("failure", {"summary": "out of memory", "traceback": "x", "code": 1, "first": True}, ""),
         ("saved", {"bytes": 3 << 30, "write_s": 12.345, "hash_s": 0.5}, ""),
         ("replicas", {"certain": True, "devices": [{"device": 3, "arrays": ["a.w", "b.w"]}]}, ""),
