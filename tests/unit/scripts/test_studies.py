@@ -1,47 +1,46 @@
-"""`scripts/studies.py`: the pictures of the pages have the numbers of the formulas, and of a table of runs."""
-
-import dataclasses
-from pathlib import Path
+"""`scripts/studies.py`: the pictures of the pages have the numbers of the formulas."""
 
 import pytest
 
 from scripts import studies
-from tests.recipes import pinned
-from ultrascale_jax.config import MeshConfig, UserError
-from ultrascale_jax.configs import llama3_8b
+from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.plan.formulas.memory import breakdown
-from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
 
-RUNS = Path(__file__).parents[2] / "data/plan/playbook_runs.csv"
+WORDS = "llama3_8b --gpus 64 --mesh fsdp=8,sp=8 --train.remat {panel} --data.seq-len {x}".split()
 
 
-@pytest.fixture(scope="module")
-def scenario() -> studies.Scenario:
-    cfg = dataclasses.replace(pinned(llama3_8b.config), mesh=MeshConfig(fsdp=8, sp=8))
-    return studies.Scenario(name="llama3_8b", cfg=cfg, cluster=find_cluster(None, "h100", 64))
+def test_a_stack_is_as_high_as_the_breakdown_at_one_sequence():
+    study = studies.Study(words=WORDS, panels=["full", "selective"], xs=["2Ki", "4Ki"])
+    figure = studies.memory(study)
+    assert list(figure.panels) == ["train.remat full", "train.remat selective"]
+    bars = {bar.label: bar for bar in figure.panels["train.remat selective"]}
+    assert list(bars) == ["2Ki", "4Ki"] and figure.x == "data.seq-len"
+    words = "llama3_8b --gpus 64 --mesh fsdp=8,sp=8 --train.remat selective --data.seq-len 4096"
+    words += " --train.global-batch 512 --train.microbatches 64"
+    cfg, _, _ = common.parse(words.split(), "memory", common.Options, "")
+    run = Run.of(cfg, 64)
+    assert run.sequences == 1
+    assert bars["4Ki"].total == pytest.approx(breakdown(run).peak_bytes / GIB, rel=1e-6)
 
 
-def test_a_stack_is_as_high_as_the_breakdown(scenario):
-    figure = studies.by_sequence(scenario)
-    bars = {bar.label: bar for bar in figure.panels["recompute selective"]}
-    assert list(bars) == ["2k", "4k", "8k", "16k", "32k"]
-    run = dataclasses.replace(scenario.run, remat="selective", seq_len=4096, sequences=1)
-    assert bars["4k"].total == pytest.approx(breakdown(run).peak_bytes / GIB, rel=1e-6)
-    assert figure.limit == scenario.cluster.gpu.usable_bytes / GIB
+def test_a_variant_that_is_not_legal_is_left_out():
+    words = "llama3_8b --gpus {x} --mesh {panel}={x} --data.seq-len 2048".split()
+    study = studies.Study(words=words, panels=["tp", "dp"], xs=["8", "64"])
+    steps = study.steps()
+    assert {panel: list(by_x) for panel, by_x in steps.items()} == {"tp": ["8"], "dp": ["8", "64"]}
+    figure = studies.heat(study)
+    assert set(figure.cells) <= {("tp", "8"), ("dp", "8"), ("dp", "64")}
 
 
-def test_the_fastest_measured_run_stands_in_its_cell(tmp_path):
-    figure = studies.measured(RUNS)
-    assert set(figure.rows) == {"1B", "8B"} and "64" in figure.columns
-    assert all(cell.value > 0 for cell in figure.cells.values())
-    path = tmp_path / "runs.csv"
-    path.write_text("model,nodes\n8B,1\n")
-    with pytest.raises(UserError, match=r"lacks the column\(s\) mbs, gas"):
-        studies.measured(path)
-
-
-def test_the_command_writes_a_picture(tmp_path, capsys):
+def test_the_command_writes_a_picture_or_says_why_not(tmp_path, capsys):
     path = tmp_path / "zero.png"
-    studies.main(["memory_zero", "llama3_8b", "--gpus", "16", "--out", str(path)])
+    words = "lines llama3_8b --gpus {x} --train.zero {panel} --panels 1 3 --x 8 16 --out".split()
+    studies.main([*words, str(path)])
     assert f"wrote {path}" in capsys.readouterr().out and path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit):
+        studies.main(
+            "time llama3_8b --gpus 8 --mesh {panel} --panels tp=3 --x 1 --out x.png".split()
+        )
+    assert "tp=3" in capsys.readouterr().err
