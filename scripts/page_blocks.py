@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
 from ultrascale_jax.config import require
 
 REST = "..."
@@ -70,25 +73,22 @@ type Block = Command | PythonBlock
 
 
 def read_page(path: Path) -> list[Block]:
-    """Return the commands and Python blocks of a page in order. `UserError` for a block that cannot run."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """Return the commands and Python blocks of a page in order. `UserError` for a command that cannot run."""
+    text = path.read_text(encoding="utf-8")
+    tokens = MarkdownIt().parse(text)
     blocks: list[Block] = []
-    at = 0
-    while at < len(lines):
-        fence = re.match(r"(`{3,}|~{3,})(.*)", lines[at])
-        at += 1
-        if fence is None:
+    for token, after in itertools.pairwise([*tokens, Token("end", "", 0)]):
+        if token.type != "fence" or token.map is None:
             continue
-        end = next((n for n in range(at, len(lines)) if lines[n].rstrip() == fence[1]), None)
-        require(end is not None, "block", f"{path.name}:{at}", f"must end with a line {fence[1]}")
-        assert end is not None
-        if fence[2].strip() == "console":
-            blocks += _commands(path, lines, at, end)
-        elif fence[2].strip() == "python":
-            blocks.append(
-                PythonBlock(line=at + 1, source=lines[at:end], output=_output(lines, end + 1))
-            )
-        at = end + 1
+        start, end = token.map
+        source = token.content.splitlines()
+        if token.info.strip() == "console":
+            blocks += _commands(path, text.splitlines(), start + 1, end - 1)
+        elif token.info.strip() == "python":
+            output = Output(lines=[], start=end, fenced=False)
+            if after.type == "fence" and after.info == "text" and after.map:
+                output = Output(lines=after.content.splitlines(), start=after.map[0] + 1)
+            blocks.append(PythonBlock(line=start + 2, source=source, output=output))
     return blocks
 
 
@@ -111,17 +111,6 @@ def _commands(path: Path, lines: Sequence[str], start: int, end: int) -> list[Co
         commands.append(Command(line=line, block=start, words=words, output=expected))
         at += len(output)
     return commands
-
-
-def _output(lines: Sequence[str], at: int) -> Output:
-    """Return the block ```text that begins at line `at` or after blank lines."""
-    start = at
-    while start < len(lines) and not lines[start].strip():
-        start += 1
-    if start == len(lines) or lines[start].rstrip() != "```text":
-        return Output(lines=[], start=at, fenced=False)
-    inside = itertools.takewhile(lambda text: text.rstrip() != "```", lines[start + 1 :])
-    return Output(lines=list(inside), start=start + 1)
 
 
 def tidy(text: str) -> list[str]:
