@@ -162,6 +162,7 @@ class Run:
             values = jax.device_get(metrics)
         row["batch_hash"] = row["batch_hash"]()
         row |= {name: value.tolist() for name, value in values.items()}
+        self.watch.beat(row["step"])
         for hook in self.hooks:
             hook.on_metrics(self, row)
 

@@ -10,7 +10,6 @@ A checkpoint that does not restore with its fingerprints is skipped, and renamed
 With `checkpoint.store` a copy of each goes to object storage, which is read where the disk has none (`copies.py`).
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -100,9 +99,6 @@ class Checkpoints:
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
         self._prepare()
         restoring.quieten_orbax()
-        # A private part of Orbax; where another version has none, saves cost memory and work all the same.
-        with contextlib.suppress(ImportError, AttributeError):
-            saving.spare_memory()
         has_checkpoint = bool(self._listed() or copied)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         require(cfg.checkpoint.resume != "must" or has_checkpoint, "checkpoint.resume", "must", fix)

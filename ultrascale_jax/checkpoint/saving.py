@@ -4,8 +4,6 @@ Orbax writes in its own threads, and one rename completes a checkpoint; a thread
 wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
 """
 
-import copy
-import functools
 import os
 import shutil
 import threading
@@ -35,9 +33,6 @@ PROBE_S = 30.0
 
 LEAVE_S = 30.0
 """Seconds that a process whose disk does not answer may take to end."""
-
-FOLDERS = 16
-"""Folders of arrays whose spec is remembered; a save writes into two."""
 
 STALLED = "is still being written"
 
@@ -158,30 +153,3 @@ def leave_in_time() -> None:
     timer = threading.Timer(LEAVE_S, leave)
     timer.daemon = True
     timer.start()
-
-
-@functools.cache
-def spare_memory() -> None:
-    """Keep Orbax from most of tensorstore's JSON, of which each key and value stays in memory for ever.
-
-    tensorstore's JsonToPyObject (python/tensorstore/json_type_caster.cc, seen in 0.1.80 to 0.1.86) hands PyDict_SetItem
-    references that this does not take. Orbax asks for metrics before and after each save, which it logs alone, and for
-    each array for the spec of the same folder, which is remembered here.
-    """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    spec_type, answers = tensorstore_utils.ts.KvStore.Spec, {}
-    to_json = spec_type.to_json
-
-    def remembered(spec: Any, *args: Any, **options: Any) -> Any:
-        key = repr(spec), args, *options.items()
-        answer = answers.get(key)
-        if answer is None:
-            answer = to_json(spec, *args, **options)
-            if len(answers) >= FOLDERS:
-                answers.clear()
-            answers[key] = answer
-        return copy.deepcopy(answer)
-
-    spec_type.to_json = remembered
-    tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0

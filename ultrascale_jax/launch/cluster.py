@@ -327,47 +327,43 @@ def _ompi_address(environ: Mapping[str, str]) -> str | None:
 
 
 def _given_address(environ: Mapping[str, str], address: Setting) -> str:
-    text = address.value or ""
-    port = environ.get("JAX_COORDINATOR_PORT", "")
-    if text and port and re.fullmatch(r"[^:]+|\[.*\]", text):
-        text = f"{text}:{port}"
-    fix = "set it to host:port of process 0, or --dist.address"
-    match = re.fullmatch(r"([^:\s]+|\[[^\]\s]+\]):(\d+)", text)
-    usable = match is not None and _is_number(match[2]) and 0 < int(match[2]) < 65536
-    require(usable, address.source, text, fix)
-    return f"{_host(address.source, text, match[1])}:{match[2]}" if match else text
+    text, fix = address.value or "", "set it to host:port of process 0, or --dist.address"
+    return _host_and_port(address.source, text, environ.get("JAX_COORDINATOR_PORT", ""), fix)
 
 
 def _bind_address(environ: Mapping[str, str], address: str | None) -> str | None:
     """Return where the environment lets process 0 listen; without a port, at that of `address`."""
     text = environ.get(BIND, "")
-    if not text:
-        return None
-    match = re.fullmatch(r"([^:]+|\[.*\]):([^:\]]*)", text)
-    host, port = (match[1], match[2]) if match else (text, (address or "").rpartition(":")[2])
+    port = (address or "").rpartition(":")[2]
     fix = "must be host:port, with a port from 1 to 65535"
-    require(_is_number(port) and 0 < int(port) < 65536, BIND, text, fix)
-    return f"{_host(BIND, text, host)}:{port}"
+    return _host_and_port(BIND, text, port, fix) if text else None
+
+
+def _host_and_port(name: str, text: str, port: str, fix: str) -> str:
+    """Return the `host:port` in `text`, with `port` where it has none. Raises `UserError` about `name`."""
+    match = re.fullmatch(r"([^:\[\]\s]+|\[[^\]\s]+\])(?::(.*))?", text)
+    host, given = (match[1], match[2]) if match else (text, None)
+    port = port if given is None else given
+    require(_is_number(port) and 0 < int(port) < 65536, name, text, fix)
+    return f"{_host(name, text, host)}:{port}"
 
 
 def _host(name: str, text: str, host: str) -> str:
     """Return `host` in the form before a port. Raises `UserError` about `name` if no host can have this name."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    fix = "is no host name and no IP address"
+    fits, is_ipv6 = len(bare) < 254, ":" in bare or bare != host
     try:
-        if ":" in bare or bare != host:
+        if is_ipv6:
             ipaddress.IPv6Address(bare)
-            return f"[{bare}]"
-        if re.fullmatch(r"[\d.]+", bare):
+        elif re.fullmatch(r"[\d.]+", bare):
             ipaddress.IPv4Address(bare)
-            return bare
-        letters = bare.encode("idna").decode()
+        else:
+            labels = bare.removesuffix(".").split(".")
+            fits &= all(re.fullmatch(r"\w([\w-]{0,61}\w)?", label) for label in labels)
     except ValueError:
-        raise UserError(f"{name}={text!r}: {fix}") from None
-    labels = letters.removesuffix(".").split(".")
-    fits = all(re.fullmatch(r"\w([\w-]{0,61}\w)?", label, re.ASCII) for label in labels)
-    require(fits and len(letters) < 254, name, text, fix)
-    return bare
+        fits = False
+    require(fits, name, text, "is no host name and no IP address")
+    return f"[{bare}]" if is_ipv6 else bare
 
 
 def own_gpus(

@@ -35,7 +35,8 @@ def reserved(address: str, tell: Callable[[str], None]) -> Iterator[str]:
         UserError: the port is taken, under a supervisor `NotNow`, or this process may not have it.
     """
     host, _, port = address.rpartition(":")
-    ip, name = _interface(host.strip("[]")), socket.gethostname()
+    every = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    ip, name = _interface(host.strip("[]")) or every, socket.gethostname()
     try:
         listener = _bind(ip, int(port))
     except OSError as error:
@@ -49,49 +50,35 @@ def reserved(address: str, tell: Callable[[str], None]) -> Iterator[str]:
             f"note: {address} is no address of this host ({name}); process 0 should run where it is. It listens on "
             "all interfaces"
         )
-        ip = _every_interface()
-        listener = _bind(ip, int(port))
+        ip, listener = every, _bind(every, int(port))
     with listener:
         # From here on JAX can bind the port, as it sets this option too; other programs cannot.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
-def _interface(host: str) -> str:
-    """Return the address of this host that `host` means; the address of all interfaces where the name is ambiguous."""
+def _interface(host: str) -> str | None:
+    """Return the address of this host that `host` means; None where the name is unknown or ambiguous."""
     try:
-        numbers = [
-            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        ]
+        numbers = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
     except OSError:
-        return _every_interface()
+        return None
     ip = min(numbers, key=lambda number: ":" in number)
     is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
     # Some hosts know their own name as 127.0.1.1, where nobody else would reach them.
-    meant = host == ip or host.split(".")[0] == "localhost"
-    return _every_interface() if is_loopback and not meant else ip
-
-
-def _every_interface() -> str:
-    try:
-        socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
-    except OSError:
-        return "0.0.0.0"  # a host without IPv6
-    return "::"
+    return None if is_loopback and host not in (ip, "localhost") else ip
 
 
 def _bind(ip: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
         # Ignore closed connections of an earlier job, but not a socket that listens.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind((ip, port))
-    except OSError:
-        listener.close()
-        raise
+        stack.pop_all()
     return listener
 
 

@@ -72,9 +72,11 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
             fix = "make the run directory writable, or choose another with log.run_dir"
             text = f"cannot write {path} ({error}): {fix}"
             raise refusal(text, lasting=error.errno in LASTING) from None
-        yield note
-        with contextlib.suppress(OSError):
-            file.truncate(0)
+        try:
+            yield note
+        finally:
+            with contextlib.suppress(OSError):
+                file.truncate(0)
 
 
 def holder_text() -> str:

@@ -53,10 +53,13 @@ def train(
     """
     with open_run(cfg, mesh, model=model, hooks=hooks, profile=profile) as run:
         run.check_stop()
+        run.watch.begin(run.step)
         for hook in run.hooks:
             hook.on_start(run)
         with contextlib.closing(_batches(run)) as batches:
             _run_steps(run, batches)
+        if run.stopped:
+            run.watch.reason = "stopped"
         for hook in run.hooks:
             hook.on_end(run)
         steps = {"step": run.step, "stopped": run.stopped, "run_dir": cfg.log.run_dir}

@@ -7,12 +7,11 @@ every step is in the file once. Only process 0 writes.
 """
 
 import contextlib
-import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +55,11 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def truncate_rows(
-    path: Path,
-    step: int,
-    *,
-    finished: bool = False,
-    tell: Callable[[str], object] = lambda text: None,
-) -> list[str]:
+def truncate_rows(path: Path, step: int, *, finished: bool = False) -> list[str]:
     """Drop the rows of `path` after `step`, and a last line that was cut short; return the steps without a row.
 
     They are ranges, such as `3 to 7`. A run that is `finished` at `step` will be evaluated again, so its evaluation
-    there is dropped too. `tell` gets a line if steps are repeated or out of order; their rows are kept.
+    there is dropped too.
     """
     if not path.exists():
         return _missing([], step)
@@ -78,12 +71,6 @@ def truncate_rows(
     again = [finished and row["step"] == step and "eval_loss" in row for row in rows]
     kept = [json.dumps(row) + "\n" for row, drop in zip(rows, again, strict=True) if not drop]
     write_atomic(path, "".join(kept).encode())
-    steps = [row["step"] for row in rows if "eval_loss" not in row]
-    if wrong := [second for first, second in itertools.pairwise(steps) if second <= first]:
-        where = (
-            f"{path}: {len(wrong)} rows, the first of step {wrong[0]}, stand twice or out of order"
-        )
-        tell(f"{where}: another run wrote there, or a hand; all are kept")
     return _missing(rows, step)
 
 
@@ -117,8 +104,7 @@ class RunLog(Hook):
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         finished = first_step >= num_steps
-        notes: list[str] = []
-        missing = truncate_rows(run_dir / METRICS, first_step, finished=finished, tell=notes.append)
+        missing = truncate_rows(run_dir / METRICS, first_step, finished=finished)
         # Without Python's buffer, which loses what it cannot write.
         self._file = self._stack.enter_context(open(run_dir / METRICS, "ab", 0))
         self._waiting, self._full = b"", False
@@ -131,8 +117,6 @@ class RunLog(Hook):
             self._task = self._progress.add_task(
                 "train", total=num_steps, completed=first_step, loss=math.nan
             )
-        for text in notes:
-            self.note(text)
         if missing:
             omitted = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
             where = f"{', '.join(missing[:3])}{omitted}"

@@ -18,7 +18,6 @@ from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_d
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.data.corpus import Corpus
 from ultrascale_jax.data.loader import Loader
-from ultrascale_jax.health.heartbeat import Heartbeat
 from ultrascale_jax.health.replicas import ReplicaCheck
 from ultrascale_jax.health.rerun import Rerun
 from ultrascale_jax.health.skipped_steps import SkippedSteps
@@ -152,7 +151,6 @@ def _all_hooks(
     """Return the hooks of a run in the order in which they are called, with `user_hooks` among them."""
     return [
         profiler,  # it reads the compiled step, before others wrap it
-        Heartbeat(),
         *([Rerun()] if cfg.watch.rerun else []),
         StragglerCheck(cadence(cfg.train.steps)),
         Throughput(cfg, mesh),

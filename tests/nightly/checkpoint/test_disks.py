@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 
 from tests.checkpoints import BASE, state_of
@@ -95,7 +94,8 @@ def test_saves_leave_no_objects_behind(tmp_path, state):
             checkpoints.save(state, meta(step), wait=True)
             gc.collect()
             blocks[step] = sys.getallocatedblocks()
-    assert (blocks[25] - blocks[15]) / 10 < len(jax.tree.leaves(state))
+    # tensorstore's JSON leaves some 700, 60 kB; a trace or a state that stays would be more.
+    assert (blocks[25] - blocks[15]) / 10 < 1000
 
 
 @needs_mount

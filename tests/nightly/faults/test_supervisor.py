@@ -39,7 +39,7 @@ def test_a_stopped_worker_is_killed_with_the_one_that_waits_for_it(launch, undis
     run = launch("--watch.hang-s", "10", fault="stop@10@1")
     run.check_ends(0)
     assert run.losses() == undisturbed
-    [hang] = run.events("hang")
+    hang = run.events("hang")[0]
     assert hang["of"] == 0 and Path(hang["stacks"]).stat().st_size > 0
     assert read_ledger(run.run_dir).seconds["hang"] >= 10.0
 

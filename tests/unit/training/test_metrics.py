@@ -60,21 +60,6 @@ def test_a_resumed_run_drops_the_rows_after_its_checkpoint_and_a_cut_line(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("there", "first"), [([1, 2, 3], None), ([1, 2, 2, 3, 3], 2), ([1, 3, 2], 2)]
-)
-def test_a_resumed_run_says_once_that_rows_stand_twice_or_out_of_order(tmp_path, there, first):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row(step)) + "\n" for step in there))
-    log, text = run_log(tmp_path, first_step=3)
-    log.close()
-    wanted = (
-        "" if first is None else f" rows, the first of step {first}, stand twice or out of order"
-    )
-    assert wanted in text.getvalue() and text.getvalue().count("\n") == (first is not None)
-    assert [row["step"] for row in read_rows(path)] == there
-
-
-@pytest.mark.parametrize(
     ("there", "words"),
     [
         ([1, 2, 3, 4, 5, 6, 7], None),
