@@ -38,7 +38,7 @@ from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS
-from ultrascale_jax.launch.run_lock import LASTING, refusal
+from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.train_step.state import (
     TrainState,
     checkpoint_layout_shapes,
@@ -104,8 +104,9 @@ class Checkpoints:
         require(cfg.checkpoint.resume != "must" or has_checkpoint, "checkpoint.resume", "must", fix)
 
     def _prepare(self) -> None:
-        problem, lasting = None, False
-        try:
+        """Make the folder, clear it of leftovers, and look whether it can be written; raise on all processes."""
+
+        def clear() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._cfg.checkpoint.resume == "never" and jax.process_index() == 0:
                 saving.move_aside(self.folder)
@@ -115,19 +116,12 @@ class Checkpoints:
                     self._events.record("anew")
             if jax.process_index() == 0:
                 saving.sweep(self.folder)
-        except OSError as error:
-            problem = f"cannot write in {self.folder} ({error.strerror})"
-            lasting = error.errno in LASTING
-        problem = agree(problem)
-        if problem is None:
-            problem = self._probe()
-            lasting, problem = problem is not None and self._probe.lasting, agree(problem)
-        lasting = agree("lasting" if lasting else None) is not None
+
+        on_all(clear)
+        problem = agree(self._probe())
         if problem is not None:
             fix = "mount it, make room or make it writable; or choose another log.run_dir"
-            raise refusal(
-                f"log.run_dir={self._cfg.log.run_dir!r}: {problem}; {fix}", lasting=lasting
-            )
+            raise refusal(f"log.run_dir={self._cfg.log.run_dir!r}: {problem}; {fix}")
 
     def _listed(self) -> list[int]:
         """Return the steps on the disk as process 0 sees them: on NFS other hosts may see an old listing."""

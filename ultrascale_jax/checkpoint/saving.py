@@ -20,7 +20,6 @@ from ultrascale_jax.checkpoint.step_dirs import DELETED, PARTIAL, files
 from ultrascale_jax.launch.disk import Disk
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
-from ultrascale_jax.launch.run_lock import LASTING
 
 TOLD_S = 60.0
 """Seconds between two messages about a save that the process waits for."""
@@ -92,8 +91,6 @@ class Probe:
     def __init__(self, folder: Path):
         self._folder, self._disk = folder, Disk()
         self._device: int | None = None
-        self.lasting = False
-        """Whether the last problem remains until somebody fixes it."""
 
     def __call__(self) -> str | None:
         """Return the problem, or None."""
@@ -101,7 +98,6 @@ class Probe:
         return f"{self._folder} does not answer" if problem is None else problem or None
 
     def _try(self) -> str:
-        self.lasting = False
         path = self._folder / f".probe-{jax.process_index()}"
         try:
             device = os.stat(self._folder).st_dev
@@ -116,7 +112,6 @@ class Probe:
             os.replace(path, path.with_suffix(".renamed"))
             path.with_suffix(".renamed").unlink()
         except OSError as error:
-            self.lasting = error.errno in LASTING
             return f"cannot write in {self._folder} ({error.strerror})"
         return ""
 

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.launch.sigterm import SigtermListener
 
@@ -45,7 +46,8 @@ def reserved(address: str, tell: Callable[[str], None]) -> Iterator[str]:
                 f"dist.address={address!r}: process 0 ({name}) cannot listen there: {error.strerror}. If another job, "
                 "or a second process 0, has the port, give another one"
             )
-            raise refusal(text, lasting=error.errno != errno.EADDRINUSE) from None
+            in_use = error.errno == errno.EADDRINUSE
+            raise refusal(text) if in_use else UserError(text) from None
         tell(
             f"note: {address} is no address of this host ({name}); process 0 should run where it is. It listens on "
             "all interfaces"

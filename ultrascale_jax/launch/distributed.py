@@ -189,8 +189,8 @@ def find_devices() -> list[jax.Device]:
         why = printable(str(cause).partition(" (set ")[0]) or "its plugin did not start"
         text = f"JAX_PLATFORMS={platforms!r}: JAX finds no such device on {socket.gethostname()} ({why})"
         fix = "leave it out to take the devices that are there, or say JAX_PLATFORMS=cpu"
-        has_gpu = os.path.exists("/dev/nvidiactl")
-        raise refusal(f"{text}; {fix}", lasting=not has_gpu) from None
+        error_kind = refusal if os.path.exists("/dev/nvidiactl") else UserError
+        raise error_kind(f"{text}; {fix}") from None
     finally:
         log.removeFilter(hold)
 

@@ -42,8 +42,11 @@ INTERRUPTED = 130
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 """Names of environment variables whose values are removed from all that is written."""
 
-DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of a file that last until somebody changes its mode, its owner or its disk."""
+DENIED = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+}
+"""Errors of a file that last until somebody changes its mode, its owner, its disk, or what is in its place."""
 
 
 @dataclass(frozen=True)
@@ -228,12 +231,12 @@ def _flush() -> None:
 
 
 def denied(error: BaseException) -> UserError | None:
-    """Return the refusal of a file whose mode, owner or disk forbids what was tried; None for another error."""
+    """Return the refusal of a file that forbids what was tried until somebody fixes it; None for another error."""
     if isinstance(error, UserError) or not isinstance(error, OSError):
         return None
     if error.errno not in DENIED or error.filename is None:
         return None
-    fix = "give this user the right to it (chmod, chown), or choose another place"
+    fix = "give this user a place to write (chmod, chown), or choose another"
     return UserError(f"{error.filename}: {error.strerror}; {fix}")
 
 

@@ -16,14 +16,9 @@ from pathlib import Path
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import is_supervised, printable
 from ultrascale_jax.launch.exit_codes import CRASHED
+from ultrascale_jax.launch.failures import denied
 
 NAME = "lock"
-
-LASTING = {
-    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
-    *(errno.EROFS, errno.EACCES, errno.EPERM),
-}
-"""Errors of a folder that last until somebody fixes them."""
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of a disk without locks, such as Lustre mounted without `flock`."""
@@ -35,9 +30,9 @@ class NotNow(UserError):
     exit_code = CRASHED
 
 
-def refusal(text: str, *, lasting: bool = False) -> UserError:
-    """Return the error for a resource that a run cannot use: `NotNow` if a supervisor can try again later."""
-    return NotNow(text) if is_supervised(os.environ) and not lasting else UserError(text)
+def refusal(text: str) -> UserError:
+    """Return the error for a resource that a run cannot use now: `NotNow` if a supervisor can try again later."""
+    return NotNow(text) if is_supervised(os.environ) else UserError(text)
 
 
 @contextlib.contextmanager
@@ -70,8 +65,7 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
             file.write(holder_text().encode())
         except OSError as error:
             fix = "make the run directory writable, or choose another with log.run_dir"
-            text = f"cannot write {path} ({error}): {fix}"
-            raise refusal(text, lasting=error.errno in LASTING) from None
+            raise denied(error) or refusal(f"cannot write {path} ({error}): {fix}") from None
         try:
             yield note
         finally:
