@@ -6,7 +6,11 @@ import shutil
 import subprocess
 import time
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or "chromium"
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="apt-get install chromium")
 
 PATIENCE_S = 30.0
 
@@ -20,7 +24,7 @@ class Chromium:
         # Chromium reads commands from file 3 and writes answers to file 4.
         command = f'exec "$0" {options} 3<&{theirs_in} 4>&{theirs_out}'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, CHROMIUM],
+            ["bash", "-c", command, str(CHROMIUM)],
             pass_fds=(theirs_in, theirs_out),
             stderr=subprocess.DEVNULL,
         )

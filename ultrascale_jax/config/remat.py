@@ -16,8 +16,9 @@ AttentionTensor = Literal["attn_norm", "q", "k", "v", "attn_core", "attn_out"]
 
 MlpTensor = Literal["mlp_norm", "dispatched", "gate", "up", "mlp_out"]
 
-Tensor = Literal[AttentionTensor, MlpTensor]
-"""Tensors of a block that may be kept by name, in the order in which the block computes them."""
+Tensor = Literal["layer_input", AttentionTensor, MlpTensor]
+"""Tensors of a block that may be kept by name, in the order in which the block computes them. It keeps its input in any
+case; offloaded, that waits in the host's memory too."""
 
 REMAT_NAMES: tuple[Tensor, ...] = get_args(Tensor)
 

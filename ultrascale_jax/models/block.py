@@ -206,6 +206,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cache | None, Any, Terms]:
         """Run the first half: the residual stream, the cache, the feed-forward layer as the second half uses it, and
         the attention's terms."""
+        x_BRD = checkpoint_name(x_BRD, "layer_input")
         with jax.named_scope("attention"):
             h_BRD = self._before(x_BRD, "attn_norm")
             h_BRD, attn = _together(inputs, h_BRD, self.attn)

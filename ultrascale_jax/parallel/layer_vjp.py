@@ -84,17 +84,19 @@ class LayerVJP:
         constants = [*traced.inputs[:x_start], *traced.inputs[context_start:]]
         self._derive = traced.function(constants, derived)
         names = _names(traced.eqns)
-        self.names = [names.get(variable) for variable in kept]
-        """Names that `checkpoint_name` gave to each of `kept`; None without one."""
+        self.names = [names.get(variable, frozenset()) for variable in kept]
+        """Names that `checkpoint_name` gave to each of `kept`."""
 
 
-def _names(eqns: Iterable) -> dict:
+def _names(eqns: Iterable) -> dict[Any, frozenset[str]]:
     """Return the names of variables, also of rounded values and of values inside a call that returns them."""
     names = {}
     for eqn in eqns:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.primitive.name == "name":
-            names |= dict.fromkeys((*eqn.invars, *eqn.outvars), eqn.params["name"])
+            # A value may have several names, one by one.
+            both = names.get(eqn.invars[0], frozenset()) | {eqn.params["name"]}
+            names |= dict.fromkeys((*eqn.invars, *eqn.outvars), both)
         elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in names:
             names[eqn.outvars[0]] = names[eqn.invars[0]]
         elif inner is not None and eqn.primitive.name in ("shard_map", *CALLS):

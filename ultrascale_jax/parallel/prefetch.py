@@ -281,14 +281,17 @@ class _Scan:
 
     def part(self, vjp: LayerVJP, kept: list) -> tuple[list, list]:
         """Part a layer's residuals: on the device, and on the host."""
-        on_host = [name in self.offload for name in vjp.names]
-        pairs = list(zip(kept, on_host, strict=True))
+        pairs = list(zip(kept, self.on_host(vjp), strict=True))
         return [a for a, leaves in pairs if not leaves], [a for a, leaves in pairs if leaves]
 
     def join(self, vjp: LayerVJP, on_device: list, on_host: list) -> list:
         """Undo `part`."""
         arrays = {False: iter(on_device), True: iter(on_host)}
-        return [next(arrays[name in self.offload]) for name in vjp.names]
+        return [next(arrays[leaves]) for leaves in self.on_host(vjp)]
+
+    def on_host(self, vjp: LayerVJP) -> list[bool]:
+        """Return for each residual whether it waits in the host's memory."""
+        return [not names.isdisjoint(self.offload) for names in vjp.names]
 
     def scatter(self, stacks: tuple, unscattered: list) -> Any:
         """Run the transpose of a layer's all-gathers, which no value of a parameter enters."""

@@ -7,7 +7,7 @@ selective   the tensors of a block that have a name: no attention scores, no flo
 dots        the results of matmuls with parameters, or what alone is read of them (`name_product`), of routed experts
             only the sum that returns to a token; and those of attention, which does not run again: cuDNN's residuals,
             or what blocks or documents are joined to
-Keep        its tensors alone, in the memory of the device or of the host
+Keep        its tensors alone, in the memory of the device or of the host; the layer's input in any case
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def remat(cfg: Config) -> Callable[[Callable], Callable]:
     if name == "none":
         policy = _keep_all_but_gathered
     elif name == "selective":
-        policy = policies.save_only_these_names(*REMAT_NAMES)
+        policy = policies.save_only_these_names(*set(REMAT_NAMES) - {"layer_input"})
     elif name == "full":
         policy = policies.nothing_saveable
     elif name == "dots":

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from tests.chromium import Chromium
+from tests.chromium import Chromium, needs_chromium
 from ultrascale_jax.cli import plan
+
+pytestmark = needs_chromium
 
 CELL = "document.querySelector('#summary tbody tr')?.cells[{}].textContent"
 MEMORY, STEP = CELL.format(2), CELL.format(4)

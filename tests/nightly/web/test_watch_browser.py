@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from tests.chromium import Chromium
+from tests.chromium import Chromium, needs_chromium
 from tests.pages import running, write_run
 from ultrascale_jax.web import watch
+
+pytestmark = needs_chromium
 
 
 @pytest.fixture

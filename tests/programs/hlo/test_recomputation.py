@@ -10,6 +10,8 @@ from ultrascale_jax.plan.compiled.compile import CompiledStep, simulate_step
 from ultrascale_jax.plan.hardware import find_cluster
 
 NAMED = Keep(saved=("q", "k", "v", "attn_core"), offloaded=("gate", "up"))
+INPUTS = Keep(offloaded=("layer_input",))
+ATTENTION = Keep(offloaded=("layer_input", "attn_core"))
 
 
 def run(remat: str | Keep) -> tuple[Config, CompiledStep]:
@@ -78,6 +80,19 @@ def test_offloaded_tensors_live_on_the_host():
     cfg, step = run(NAMED)
     assert step.host_bytes == 2 * cfg.model.num_layers * tokens(cfg) * 2 * cfg.model.d_ff
     assert run("full")[1].host_bytes == 0
+
+
+@pytest.mark.parametrize(("remat", "as_policy"), [(INPUTS, "full"), (ATTENTION, "selective")])
+def test_nothing_of_a_layer_stays_on_the_device(remat, as_policy):
+    (cfg, full), (_, step), (_, alike) = run("full"), run(remat), run(as_policy)
+    m = cfg.model
+    widths = 2 * m.d_model + (2 * m.num_heads * m.head_dim + 4 * m.num_heads) * (remat == ATTENTION)
+    assert step.host_bytes == m.num_layers * tokens(cfg) * widths
+    assert attention_calls(step) == attention_calls(alike)
+    assert layer_flops(cfg, step) == layer_flops(cfg, full)
+    # Rows on their way there and back are on the device.
+    inputs = m.num_layers * tokens(cfg) * 2 * m.d_model
+    assert full.temporary_bytes - step.temporary_bytes > inputs * (1 - 2 * LAYERS / m.num_layers)
 
 
 def test_copy_engines_move_offloaded_tensors():

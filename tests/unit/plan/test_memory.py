@@ -82,6 +82,7 @@ def test_more_shards_higher_stages_more_recomputation_and_narrower_numbers_take_
         Keep(saved=names),
         Keep(saved=names[:3], offloaded=("gate", "up")),
         "full",
+        Keep(offloaded=("layer_input",)),
     )
     for series in (
         [peak({"fsdp": n}) for n in (1, 2, 8, 64, 512)],
@@ -104,6 +105,8 @@ def test_the_host_holds_what_is_offloaded_of_one_micro_batch():
     assert host_bytes(run) == m.layers * run.tokens * widths / 2
     assert host_bytes(dataclasses.replace(run, microbatches=4)) == host_bytes(run)
     assert host_bytes(run_8b({"fsdp": 8}, remat="dots")) == 0
+    inputs = run_8b({"fsdp": 4, "sp": 2}, remat=Keep(offloaded=("layer_input",)))
+    assert host_bytes(inputs) == m.layers * inputs.tokens * 2 * m.d_model / 2
 
 
 def test_sequence_parallelism_splits_the_residual_stream_and_tensor_parallelism_does_not():

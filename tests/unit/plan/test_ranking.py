@@ -7,7 +7,7 @@ import pytest
 
 from tests.recipes import pinned
 from ultrascale_jax.cli.plan_commands.words import parse_choices
-from ultrascale_jax.config import SCHEDULES, UserError
+from ultrascale_jax.config import SCHEDULES, UserError, remat_names
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
@@ -26,7 +26,6 @@ from ultrascale_jax.plan.search.ranking import (
 )
 from ultrascale_jax.plan.search.ranking import search as search_meshes
 from ultrascale_jax.plan.search.search_space import (
-    OFFLOADED,
     POLICIES,
     UNEVEN,
     configured,
@@ -98,7 +97,8 @@ def test_recomputation_is_left_out_where_less_fits_with_room():
         == search.counts["candidates"]
     )
     alike = Counter(c.run.zero for c in search.ranking)
-    every = {zero: len(POLICIES) - (zero < 3) * len(OFFLOADED) for zero in alike}
+    offload = [remat for remat in POLICIES if remat_names(remat)[1]]
+    every = {zero: len(POLICIES) - (zero < 3) * len(offload) for zero in alike}
     assert search.counts["candidates"] == sum(
         count * every[zero] / len(tried) for zero, count in alike.items()
     )

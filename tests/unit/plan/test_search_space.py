@@ -26,6 +26,7 @@ from ultrascale_jax.configs.mixtral_8x7b import config as mixtral
 from ultrascale_jax.plan.formulas.memory import breakdown, least_bytes
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
+    LEANEST,
     OFFLOADED,
     OFFLOADED_EXPERTS,
     POLICIES,
@@ -38,6 +39,7 @@ from ultrascale_jax.plan.workload import Run
 
 SPLIT = ("pp", "dp", "fsdp", "sp", "tp")
 SIZES = (1, 2, 4, 8)
+ON_DEVICE = {remat for remat in POLICIES if not remat_names(remat)[1]}
 
 
 def cluster(num_gpus=8):
@@ -84,7 +86,7 @@ def test_every_candidate_comes_with_every_recompute_policy_and_a_pipeline_with_e
         variants.setdefault(key, set()).add((run.remat, run.stash, pipeline))
     for (mesh, zero, microbatches), found in variants.items():
         if mesh.pp == 1:
-            tried = set(POLICIES) if zero == 3 else set(POLICIES) - set(OFFLOADED)
+            tried = set(POLICIES) if zero == 3 else ON_DEVICE
             assert {remat for remat, _, _ in found} == tried
             assert len(found) == len(tried)
             continue
@@ -129,10 +131,13 @@ def test_layers_offload_what_the_host_has_the_memory_for():
 
     usual = cluster()
     some = {Keep(saved=("q", "k", "v", "attn_core", "attn_out", "up"), offloaded=("gate",))}
-    assert {remat for remat, _ in offloaded(llama3_8b, usual)} == set(OFFLOADED)
-    # 8,192 tokens of 32 layers' gate are 7 GiB.
+    of_inputs = set(LEANEST) - ON_DEVICE
+    assert {remat for remat, _ in offloaded(llama3_8b, usual)} == {*OFFLOADED, *of_inputs}
+    # 8,192 tokens of 32 layers' gate are 7 GiB, and their inputs 2.
     small = find_cluster(f"1x8,450,50,{8 * 8 / HOST_MEMORY_SHARE},63", None, 8)
-    assert offloaded(llama3_8b, small) == {(remat, 1) for remat in some}
+    fits = offloaded(llama3_8b, small)
+    assert {pair for pair in fits if pair[0] not in of_inputs} == {(remat, 1) for remat in some}
+    assert {sequences for remat, sequences in fits if remat == LEANEST[-1]} == {1, 2, 4}
     assert not offloaded(llama3_8b, find_cluster("1x8,450,50,0,63", None, 8))
     # An expert has a rank for itself, or two share one.
     assert {remat for remat, _ in offloaded(mixtral, usual, "ep")} == set(OFFLOADED_EXPERTS)

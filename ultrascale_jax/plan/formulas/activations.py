@@ -100,7 +100,8 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     core = held["attn_core"]
     mlp = 2 * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
-    parts = {"layer inputs": a * residual}
+    on_host = "layer_input" in remat_names(run.remat)[1]
+    parts = {"layer inputs": 0 if on_host else a * residual}
     if run.remat == "full":
         return parts
     if run.remat == "selective":
@@ -153,7 +154,7 @@ def offloaded_bytes(run: Run) -> float:
     if not names:
         return 0.0
     kept = saved_bytes(replace(run, remat=Keep(saved=names)), layer_of(run))
-    return sum(size for kind, size in kept.items() if kind != "layer inputs")
+    return sum(kept.values()) - ("layer_input" not in names) * kept["layer inputs"]
 
 
 def returning_bytes(run: Run) -> float:

@@ -23,6 +23,7 @@ from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
+    INPUTS_AND_ATTENTION,
     OFFLOADED,
     POLICIES,
     Choices,
@@ -229,7 +230,7 @@ class Search:
                 continue
             self.counts[verdict] += 1
             self._candidates[run] = self._candidate(run, peak)
-            slower = () if run.mesh.pp > 1 else ("none", *OFFLOADED)
+            slower = () if run.mesh.pp > 1 else ("none", *OFFLOADED, INPUTS_AND_ATTENTION)
             if run.mesh.pp == 1 and run.shape.experts is not None:
                 slower += ("dots",)
             is_fastest = run.remat in POLICIES and run.remat not in slower

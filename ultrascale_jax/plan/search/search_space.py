@@ -77,8 +77,13 @@ OFFLOADED_EXPERTS = (
 """The same with one expert a rank: tokens are sent again in the backward pass, so `dispatched` is not kept. More
 experts on a rank were not compared with a compiled program."""
 
-POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, REMAT_POLICIES[-1])
-"""Recompute policies that are tried, from the one that repeats nothing to the one that repeats all."""
+INPUTS_AND_ATTENTION = Keep(offloaded=("layer_input", "attn_core"))
+LEANEST = (INPUTS_AND_ATTENTION, REMAT_POLICIES[-1], Keep(offloaded=("layer_input",)))
+"""Policies that repeat nearly all of a layer. Two keep nothing of it on the device: with long sequences the inputs of
+the layers are most of the memory, and attention most of the time."""
+
+POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, *LEANEST)
+"""Recompute policies that are tried, from the one that repeats nothing to the one that keeps the least."""
 
 NORMED: dict[Remat, Remat] = {
     remat: dataclasses.replace(remat, saved=("mlp_out", *remat.saved))
@@ -419,12 +424,9 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
         experts = run.shape.experts
         alone = OFFLOADED_EXPERTS if experts and experts.num == run.mesh.ep else ()
         offloaded = OFFLOADED if experts is None else alone
-        tried = [
-            *REMAT_POLICIES[:-1],
-            *(remat for remat in offloaded if _can_offload(run, remat, cluster)),
-            *NAMED,
-            REMAT_POLICIES[-1],
-        ]
+        leanest = LEANEST if experts is None else REMAT_POLICIES[-1:]
+        ordered = (*REMAT_POLICIES[:-1], *offloaded, *NAMED, *leanest)
+        tried = [r for r in ordered if not remat_names(r)[1] or _can_offload(run, r, cluster)]
         if run.shape.norm_placement != "pre":
             tried = [NORMED.get(remat, remat) for remat in tried]
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
