@@ -23,7 +23,7 @@ from ultrascale_jax.checkpoint.run_metadata import config_text
 from ultrascale_jax.cli.devices import on_fake_devices, use_fake_devices
 from ultrascale_jax.cli.errors import PATIENCE_S, user_errors
 from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe, recipes
-from ultrascale_jax.cli.suggestions import expanded, meant, options_of, with_switches
+from ultrascale_jax.cli.suggestions import expanded, meant, options_of
 from ultrascale_jax.config import (
     AUTO,
     REMAT_NAMES,
@@ -211,21 +211,21 @@ def parse[O: Options](
             recipe = dataclasses.replace(recipe, mesh=MeshConfig.parse(mesh))
         # The fields of a model that comes from a folder are checked with the folder's, not with the recipe's.
         from_folder = "train.init_from" in names or bool(recipe.train.init_from)
-        command = read_over(recipe, _without_model(arguments) if from_folder else arguments)
-        cfg, chosen = command.config, command.options
-        if cfg.train.init_from:
-            from ultrascale_jax.checkpoint.init_from import with_source
+        default, init_from = recipe, ""
+        if from_folder:
+            cfg = read_over(recipe, _without_model(arguments)).config
+            if cfg.train.init_from:
+                from ultrascale_jax.checkpoint.init_from import with_source
 
-            source = with_source(cfg)
-            data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
-            default = dataclasses.replace(recipe, model=source.model, data=data)
-            command = read_over(default, arguments)
-            cfg, chosen = command.config, command.options
-            train = dataclasses.replace(cfg.train, init_from=source.train.init_from)
+                source = with_source(cfg)
+                init_from = source.train.init_from
+                data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
+                default = dataclasses.replace(recipe, model=source.model, data=data)
+        command = read_over(default, arguments)
+        cfg, chosen = command.config, command.options
+        if init_from:
+            train = dataclasses.replace(cfg.train, init_from=init_from)
             cfg = dataclasses.replace(cfg, train=train)
-        elif from_folder:  # --train.init-from '' takes the recipe's away
-            command = read_over(recipe, arguments)
-            cfg, chosen = command.config, command.options
         if "moe.a2a_groups" not in names:
             cfg = _with_exchange_of(cfg, ep)
         chosen = dataclasses.replace(chosen, named=names)
@@ -338,8 +338,6 @@ def read[T](
       UserError: what is wrong, in one line: the error of a section as it was, or tyro's with a fix.
     """
     defaults: dict[str, Any] = {} if default is None else {"default": default}
-    options = dict(options_of(default or form))
-    arguments = with_switches(arguments, options)
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
@@ -361,7 +359,9 @@ def read[T](
         if stop.code == 0:
             raise
         complaint = _unboxed(report.getvalue())
-        fix = expanded(complaint, arguments) or complaint + _hint(complaint, list(options), prog)
+        fix = expanded(complaint, arguments) or complaint + _hint(
+            complaint, [*options_of(default or form)], prog
+        )
         raise UserError(fix) from None
     # A `Config` has done so itself.
     chosen: Any = made.options if isinstance(made, Command) else made
@@ -394,6 +394,8 @@ def _hint(complaint: str, options: Sequence[str], prog: str) -> str:
     first = prog.replace("[RECIPE]", late[0] if late else "").strip()
     hint = f"; the recipe comes first: {first} ..." if late and "[RECIPE]" in prog else ""
     unknown = [word for word in words if word.startswith("--")]
+    if words[0].lower() in ("true", "false"):
+        return "; a switch takes no value: --a.x turns it on, --a.no-x off"
     if unknown and (names := meant(unknown[0], options)):
         return f"{hint}; did you mean {' or '.join(names)}?"
     return hint or (f"; see {first} --help" if unknown else "")

@@ -66,16 +66,11 @@ EXPERTS = Experts(top_k=3, normalize=False)
         # A part that the recipe lacks is added by one of its fields.
         ("--model.rope-scaling.kind yarn", model(rope_scaling=ROPE)),
         ("--model.experts.top-k 3 --model.experts.no-normalize", model(experts=EXPERTS)),
-        # Numbers and switches as other programs write them.
+        # Numbers as other programs write them.
         ("--train.steps 1k", change(debug, train={"steps": 1000})),
         ("--train.steps=1e3", change(debug, train={"steps": 1000})),
         ("--data.seq-len 4Ki", change(debug, data={"seq_len": 4096})),
-        ("--data.document-mask False", change(debug, data={"document_mask": False})),
-        ("--no-data.document-mask", change(debug, data={"document_mask": False})),
-        ("--no-data.document-mask false", debug),
-        ("--data.no-document-mask=true", change(debug, data={"document_mask": False})),
-        ("--moe.overlap yes", change(debug, moe={"overlap": True})),
-        ("--print-config=false", debug),
+        ("--data.no-document-mask", change(debug, data={"document_mask": False})),
         # Values that are chosen later.
         ("--train.remat auto", change(debug, train={"remat": "auto"})),
         ("--train.microbatches auto", change(debug, train={"microbatches": AUTO})),
@@ -227,6 +222,7 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, line, said):
         ("--train.stpes 7", "--train.stpes, 7; did you mean --train.steps?"),
         ("--optim.min_lr=0", "--optim.min_lr=0; did you mean --optim.min-lr-ratio?"),
         ("--no-document-mask", "did you mean --data.no-document-mask?"),
+        ("--no-data.document-mask", "did you mean --data.no-document-mask?"),
         ("--data.no-documentmask", "did you mean --data.no-document-mask?"),
         ("--train.learning-rate 1e-3", "did you mean --optim.lr?"),
         ("--train.seqlen 32", "did you mean --data.seq-len?"),
@@ -235,6 +231,7 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, line, said):
         ("--moe.bound=2", "--moe.bound=2; see ultrascale train --help"),
         ("--no-train.zero", "options: --no-train.zero; see ultrascale train --help"),
         ("--data.document-mask=maybe", "options: maybe"),
+        ("--data.document-mask False", "options: False; a switch takes no value: --a.x turns"),
         ("--optim.name adam", "'--optim.name'. Expected one of ('adamw', 'muon')"),
         ("--optim.betas 0.9", "'--optim.betas'. Expected 2 values"),
     ],
