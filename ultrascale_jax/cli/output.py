@@ -106,18 +106,17 @@ def write_figure(figure: Figure, path: Path) -> str:
     Raises `UserError` if the file is no PNG or cannot be written, or matplotlib is missing.
     """
     require(path.suffix == ".png", "figure", str(path), "must end in .png")
-    return write_file("figure", path, figure.draw)
-
-
-def write_file(option: str, path: Path, write: Callable[[Path], object]) -> str:
-    """Let `write` write the file that an option asks for, into a folder that is made, and return the line that says so.
-
-    Raises `UserError` if the file cannot be written.
-    """
-    try:
+    with writing("figure", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
+        figure.draw(path)
+    return f"wrote {path}"
+
+
+@contextlib.contextmanager
+def writing(option: str, path: object) -> Iterator[None]:
+    """Turn an error of the file system in the block into a `UserError` that names the option."""
+    try:
+        yield
     except OSError as error:
         fix = f"cannot be written: {error.strerror}"
         raise UserError(f"{option}={str(path)!r}: {fix}") from None
-    return f"wrote {path}"

@@ -12,7 +12,7 @@ import tyro
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
-from ultrascale_jax.config.section import between
+from ultrascale_jax.config.section import Section, between
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.search.search_space import named_choices
@@ -29,7 +29,22 @@ MOST_SEQ_LEN = 2**27
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(command_line.Options):
+class Answer(Section):
+    """Options of a verb that answers by tables, JSON or a figure."""
+
+    json: command_line.Flag = False
+    """Print one JSON object instead of tables."""
+    figure: Annotated[Path | None, command_line.option("FILE.png")] = None
+    """Draw the answer."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        is_picture = self.figure is None or self.figure.suffix == ".png"
+        require(is_picture, "figure", str(self.figure), "must end in .png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Answer, command_line.Options):
     """Options that name the machine to plan for, and the step by its tokens."""
 
     gpus: Annotated[int, between(1, MOST_GPUS), tyro.conf.arg(metavar="N")] = 8
@@ -42,18 +57,12 @@ class Options(command_line.Options):
     follow, the memory of a host and the GB/s of one GPU to it."""
     global_batch_tokens: Annotated[str | None, command_line.option("4Mi", "the recipe's")] = None
     """Tokens of one optimizer step, instead of --train.global-batch; 4Mi is 4 * 1,024 * 1,024, 4M is 4,000,000."""
-    json: command_line.Flag = False
-    """Print one JSON object instead of tables."""
-    figure: Annotated[Path | None, command_line.option("FILE.png")] = None
-    """Draw the answer."""
 
     # A plan runs on no devices.
     fake_devices: tyro.conf.Suppress[int | None] = None
 
     def __post_init__(self):
         super().__post_init__()
-        is_picture = self.figure is None or self.figure.suffix == ".png"
-        require(is_picture, "figure", str(self.figure), "must end in .png")
         require(self.gpu != "", "gpu", self.gpu, f"choose one of {', '.join(GPUS)}")
 
 

@@ -126,10 +126,7 @@ def _folder(name: str) -> Path:
     """Make the directory and check that it can be written to, before XLA compiles for minutes."""
     require(name != "", "dump", name, "name a directory")
     folder = Path(name)
-    try:
+    with output.writing("dump", name):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        require(False, "dump", name, f"cannot be written: {error.strerror}")
+        tempfile.TemporaryFile(dir=folder).close()
     return folder

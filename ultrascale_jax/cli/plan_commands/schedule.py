@@ -5,24 +5,28 @@ and --memory-cap. --csv writes a table that you can edit and train with: --pp.sc
 table and the micro-batches that each rank keeps, or all schedules.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from ultrascale_jax.cli import command_line, output
+from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import GROUPED, SCHEDULES, UserError, require
-from ultrascale_jax.config.section import Count, Section
+from ultrascale_jax.config.section import Count
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
-from ultrascale_jax.plan.report.layout import table
+from ultrascale_jax.plan.report.layout import line, table
+from ultrascale_jax.plan.report.schedules import comparison, drawing
 from ultrascale_jax.plan.schedules.from_costs import from_costs
-from ultrascale_jax.plan.schedules.measures import bubble, formula, in_flight, w_queue
+from ultrascale_jax.plan.schedules.measures import Runtime, bubble, formula, in_flight, w_queue
 from ultrascale_jax.plan.schedules.text import as_text, write_csv
 
 WHEN = {
@@ -35,9 +39,19 @@ WHEN = {
     "dualpipe_v": "for its numerics alone: in lock step a larger bubble than 1f1b",
 }
 
+LEGEND = """\
+bubble: idle over ideal time; formula: in closed form, for equal times (zb_uniform's and zb_v's are
+ours, zb_v's paper leaves out the first ticks and has none); lock step: as this trainer runs it;
+dependencies: of a runtime in which ranks wait for their data alone.
+in flight, W queue: micro-batches through all layers of a rank, on the fullest rank.
+"""
+
+type Costs = tuple[float, float, float]
+"""Times of F, B and W."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Section):
+class Options(common.Answer):
     """Options of `ultrascale plan schedule`."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|FILE.csv")] = ""
@@ -48,30 +62,19 @@ class Options(Section):
     """Micro-batches of a step (m); a table brings its own."""
     virtual: Annotated[int | None, command_line.option("N", "the schedule's")] = None
     """Stages of one rank (v)."""
-    group: Annotated[int, command_line.option("N", "RANKS")] = 0
-    """Micro-batches that a rank runs in a row before its next stage."""
     costs: Annotated[str, tyro.conf.arg(metavar="F,B,W")] = "1,1,1"
     """Times of forward pass, input gradient and weight gradient of one micro-batch on one rank."""
     memory_cap: Annotated[Count | None, command_line.option("N", "1F1B's")] = None
     """For `auto`: most chunks that a rank may keep at once."""
-    figure: Annotated[Path | None, command_line.option("FILE.png")] = None
-    """Draw the table, or without a name all."""
-    runtime: Annotated[Literal["lockstep", "dependencies"], tyro.conf.arg(metavar="NAME")] = (
-        "lockstep"
-    )
+    runtime: Annotated[Runtime, tyro.conf.arg(metavar="NAME")] = "lockstep"
     """Runtime that the figure shows: lock step, as this trainer runs, or true dependencies alone."""
     csv: Annotated[Path | None, command_line.option("FILE.csv")] = None
     """Write the table."""
-    json: command_line.Flag = False
-    """Print one JSON object instead of tables."""
 
     def __post_init__(self):
         super().__post_init__()
         named = self.name != ""
         require(self.csv is None or named, "csv", str(self.csv), "name one schedule")
-        if self.figure is not None:
-            fix = "must end in .png"
-            require(self.figure.suffix == ".png", "figure", str(self.figure), fix)
         cap, auto = self.memory_cap, self.name == "auto"
         require(cap is None or auto, "memory_cap", cap, "means nothing without the name auto")
         if self.name.lower().endswith(".csv"):
@@ -85,22 +88,16 @@ def main(argv: list[str]) -> None:
         options = command_line.read(
             Options, argv, prog="ultrascale plan schedule", description=__doc__ or ""
         )
-        costs = times(options.costs)
-        if not options.name:
-            overview(options, costs)
-            return
-        with output.working("making the schedule"):
-            schedule = schedule_of(options, costs)
-            written = write(schedule, costs, options)
-            numbers = measure(schedule, costs)
-    if options.json:
-        cells = [[dict(cell) for cell in row] for row in schedule.ticks]
-        print(output.verb_json("schedule", {"costs": costs, **numbers, "table": cells}))
-        return
-    print(f"{as_text(schedule)}\n\n{describe(numbers)}", *written, sep="\n")
+        report = one(options) if options.name else overview(options)
+        if options.csv is not None:
+            with output.writing("csv", options.csv):
+                write_csv(report.tables[0], options.csv)
+        output.show("schedule", report, as_json=options.json, figure=options.figure, width=100)
+    if options.csv is not None and not options.json:
+        print(f"wrote {options.csv}; train it: --pp.schedule {options.csv}")
 
 
-def times(text: str) -> tuple[float, float, float]:
+def times(text: str) -> Costs:
     """Parse the times of F, B and W, such as `1,1,1`."""
     try:
         f, b, w = (float(part) for part in text.split(","))
@@ -110,7 +107,7 @@ def times(text: str) -> tuple[float, float, float]:
     return f, b, w
 
 
-def schedule_of(options: Options, costs: tuple[float, float, float]) -> Schedule:
+def schedule_of(options: Options, costs: Costs) -> Schedule:
     """Return the schedule that the options ask for."""
     name, p, m = options.name, options.ranks or 4, options.microbatches or 8
     if name.lower().endswith(".csv"):
@@ -121,10 +118,10 @@ def schedule_of(options: Options, costs: tuple[float, float, float]) -> Schedule
         return from_costs(p, m, *costs, cap, virtual=virtual)
     fix = f"choose one of {', '.join(SCHEDULES)}, auto, or a table FILE.csv"
     require(name in SCHEDULES, "schedule", name, fix)
-    return schedules.build(name, p, m, options.virtual or 0, options.group)
+    return schedules.build(name, p, m, options.virtual or 0)
 
 
-def measure(schedule: Schedule, costs: tuple[float, float, float]) -> dict[str, Any]:
+def measure(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     """Return the schedule's numbers; bubbles are idle over ideal time, activations count chunks of each rank."""
     return {
         "name": schedule.name,
@@ -142,105 +139,105 @@ def measure(schedule: Schedule, costs: tuple[float, float, float]) -> dict[str, 
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class One:
+    """A schedule's table and numbers."""
+
+    tables: Sequence[Schedule]
+    """The schedule alone."""
+    costs: Costs
+    runtime: Runtime
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return measure(self.tables[0], self.costs)
+
+    def asdict(self) -> dict[str, Any]:
+        cells = [[dict(cell) for cell in row] for row in self.tables[0].ticks]
+        return {"costs": self.costs, **self.numbers, "table": cells}
+
+    def figure(self) -> Figure:
+        return drawing(self.tables[0], self.costs, self.runtime)
+
+    def __rich__(self) -> Text:
+        return line(f"{as_text(self.tables[0])}\n\n{describe(self.numbers)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """All schedules side by side; the bubbles are for `costs`, the formula for equal ones."""
+
+    tables: Sequence[Schedule]
+    rows: Mapping[str, dict[str, Any] | str]
+    """The numbers of each schedule by name, or why it does not exist."""
+    costs: Costs
+    runtime: Runtime
+    title: str
+
+    def asdict(self) -> dict[str, Any]:
+        rows = [
+            {"name": name, "refused": row} if isinstance(row, str) else row
+            for name, row in self.rows.items()
+        ]
+        return {"costs": self.costs, "schedules": rows}
+
+    def figure(self) -> Figure:
+        return comparison(self.tables, self.costs, self.runtime)
+
+    def __rich__(self) -> Group:
+        words = [
+            f"{name:12} {row if isinstance(row, str) else WHEN.get(name, '')}"
+            for name, row in self.rows.items()
+        ]
+        return Group(compared(self.rows, self.title), line("\n".join([LEGEND, *words])))
+
+
+def one(options: Options) -> One:
+    """Return the schedule that the options name."""
+    costs = times(options.costs)
+    with output.working("making the schedule"):
+        return One(tables=[schedule_of(options, costs)], costs=costs, runtime=options.runtime)
+
+
+def overview(options: Options) -> Overview:
+    """Return all schedules."""
+    costs, p, m = times(options.costs), options.ranks or 4, options.microbatches or 8
+    tables: list[Schedule] = []
+    rows: dict[str, dict[str, Any] | str] = {}
+    with output.working("making the schedules") as tell:
+        for name in SCHEDULES:
+            tell(f"making {name}")
+            virtual = options.virtual or 2 if name in GROUPED else 0
+            try:
+                tables.append(schedules.build(name, p, m, virtual))
+                rows[name] = measure(tables[-1], costs)
+            except UserError as error:
+                rows[name] = str(error)
+    title = f"{p} ranks, {m} micro-batches; times of F, B, W {options.costs}"
+    return Overview(tables=tables, rows=rows, costs=costs, runtime=options.runtime, title=title)
+
+
 def describe(numbers: dict[str, Any]) -> str:
     """Describe the numbers of one schedule in words."""
     bubbles, virtual = numbers["bubble"], numbers["virtual"]
     closed = "" if bubbles["formula"] is None else f"formula {bubbles['formula']:.1%}, "
     chunk = "micro-batches" if virtual == 1 else f"chunks of 1/{virtual} of a rank's layers"
     queue = max(numbers["w_queue"])
-    lines = [
-        f"{numbers['name']}: {numbers['ranks']} ranks x {virtual} stages, {numbers['microbatches']} micro-batches, "
-        f"{numbers['ticks']} ticks",
-        f"bubble: {closed}lock step {bubbles['lockstep']:.1%}, true dependencies "
-        f"{bubbles['dependencies']:.1%} of the work",
-        f"in flight, by rank: {', '.join(map(str, numbers['in_flight']))} {chunk}"
-        + (f"; waiting for W: at most {queue}" if queue else ""),
-    ]
-    return "\n".join([*lines, *([WHEN[numbers["name"]]] if numbers["name"] in WHEN else [])])
+    waiting = f"; waiting for W: at most {queue}" if queue else ""
+    return f"""\
+{numbers["name"]}: {numbers["ranks"]} ranks x {virtual} stages, {numbers["microbatches"]} micro-batches, \
+{numbers["ticks"]} ticks
+bubble: {closed}lock step {bubbles["lockstep"]:.1%}, true dependencies {bubbles["dependencies"]:.1%} of the work
+in flight, by rank: {", ".join(map(str, numbers["in_flight"]))} {chunk}{waiting}
+{WHEN.get(numbers["name"], "")}""".rstrip()
 
 
-@contextmanager
-def writing() -> Iterator[None]:
-    """Turn an error of the file system into one line that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{error.filename!r}: cannot be written: {error.strerror}") from None
-
-
-def write(schedule: Schedule, costs: tuple[float, float, float], options: Options) -> list[str]:
-    """Write the CSV file and the figure that the options ask for; return a line about each."""
-    said = []
-    with writing():
-        if options.csv is not None:
-            write_csv(schedule, options.csv)
-            said.append(f"wrote {options.csv}; train it: --pp.schedule {options.csv}")
-        if options.figure is not None:
-            from ultrascale_jax.plan.report.schedules import drawing
-
-            drawing(schedule, costs, options.runtime).draw(options.figure)
-            said.append(f"wrote {options.figure}")
-    return said
-
-
-def overview(options: Options, costs: tuple[float, float, float]) -> None:
-    """Print all schedules side by side; the bubbles are for `costs`, the formula for equal ones."""
-    p, m = options.ranks or 4, options.microbatches or 8
-    with output.working("making the schedules") as tell:
-        found = _every_schedule(options, costs, p, m, tell)
-    if options.json:
-        rows = [r if isinstance(r, dict) else {"name": name, "refused": r} for name, r in found]
-        print(output.verb_json("schedule", {"costs": costs, "schedules": rows}))
-        return
-    console = output.console(100)
-    console.print(
-        compared(found, f"{p} ranks, {m} micro-batches; times of F, B, W {options.costs}")
-    )
-    words = [
-        f"{name:12} {row if isinstance(row, str) else WHEN.get(name, '')}" for name, row in found
-    ]
-    console.print(
-        "bubble: idle over ideal time; formula: in closed form, for equal times (zb_uniform's and zb_v's are\n"
-        "ours, zb_v's paper leaves out the first ticks and has none); lock step: as this trainer runs it;\n"
-        "dependencies: of a runtime in which ranks wait for their data alone.\n"
-        "in flight, W queue: micro-batches through all layers of a rank, on the fullest rank.\n",
-        *words,
-        sep="\n",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    if options.figure is not None:
-        print(f"wrote {options.figure}")
-
-
-def _every_schedule(
-    options: Options, costs: tuple[float, float, float], p: int, m: int, tell: output.Tell
-) -> list[tuple[str, dict[str, Any] | str]]:
-    """Return the numbers of each schedule, or why there is none, by name; draw them where the options ask for it."""
-    found, tables = [], []
-    for name in SCHEDULES:
-        tell(f"making {name}")
-        virtual, group = (options.virtual or 2, options.group) if name in GROUPED else (0, 0)
-        try:
-            tables.append(schedules.build(name, p, m, virtual, group))
-            found.append((name, measure(tables[-1], costs)))
-        except UserError as error:
-            found.append((name, str(error)))
-    if options.figure is not None:
-        from ultrascale_jax.plan.report.schedules import comparison
-
-        with writing():
-            comparison(tables, costs, options.runtime).draw(options.figure)
-    return found
-
-
-def compared(found: Sequence[tuple[str, dict[str, Any] | str]], title: str) -> Table:
+def compared(rows: Mapping[str, dict[str, Any] | str], title: str) -> Table:
     """Return the table of all schedules; one that does not exist for the numbers has an empty row."""
     numbers = ("v", "ticks", "formula", "lock step", "dependencies", "in flight", "W queue")
     made = table(["schedule"], numbers)
     made.title = title
-    for name, row in found:
+    for name, row in rows.items():
         if isinstance(row, str):
             made.add_row(name)
             continue
