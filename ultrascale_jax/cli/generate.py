@@ -10,20 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.cli.models import (
-    ModelOptions,
-    huggingface_config,
-    kept_tokenizer,
-    load_huggingface,
-)
+from ultrascale_jax.cli.models import ModelOptions, described, loaded
 from ultrascale_jax.config import Config, MeshConfig, require
 from ultrascale_jax.config.section import Count, Natural, NonNegative
-from ultrascale_jax.huggingface.files import GENERATION, is_huggingface
+from ultrascale_jax.huggingface.files import GENERATION
 from ultrascale_jax.storage.foreign import read_json
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from ultrascale_jax.data.chat import ChatTemplate
     from ultrascale_jax.data.tokenizer import JsonTokenizer, Tokenizer
     from ultrascale_jax.models.transformer import Transformer
@@ -62,21 +55,6 @@ def _require_utf8(name: str, text: str) -> None:
     """Refuse a text in which Python keeps bytes of the command line or of stdin that it could not decode."""
     fix = "has bytes that are not UTF-8, or the locale is not; convert it, as by iconv, or set LC_ALL=C.UTF-8"
     require(text == text.encode(errors="replace").decode(), name, text, fix)
-
-
-def loaded(options: Options, mesh: "Mesh") -> tuple[Config, "Transformer"]:
-    """Return config and parameters of the run's checkpoint or the Hugging Face folder, all layers on every rank."""
-    from ultrascale_jax.checkpoint.load_params import load_params
-    from ultrascale_jax.train_step.state import gather_stages
-
-    folder = Path(options.model)
-    if is_huggingface(folder):
-        cfg, _ = huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
-        cfg = replace(cfg, mesh=MeshConfig(**dict(mesh.shape)))
-        params = load_huggingface(folder, cfg, mesh)
-    else:
-        cfg, params = load_params(folder, mesh, options.step)
-    return cfg, gather_stages(params)
 
 
 def sample(
@@ -182,6 +160,7 @@ def texts(options: Options) -> Iterator[str]:
 
     from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer
     from ultrascale_jax.sharding.mesh import make_mesh
+    from ultrascale_jax.train_step.state import gather_stages
 
     present = options.find_devices()
     if options.mesh is None:
@@ -189,8 +168,10 @@ def texts(options: Options) -> Iterator[str]:
     else:
         mesh = make_mesh(MeshConfig.parse(options.mesh))
     with output.working(f"loading {options.model}"):
-        cfg, params = loaded(options, mesh)
-    name = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, Path(options.model))
+        cfg, _ = described(options)
+        cfg, params = loaded(options, replace(cfg, mesh=MeshConfig(**dict(mesh.shape))), mesh)
+        params = gather_stages(params)
+    name = cfg.data.tokenizer
     tokenizer = load_tokenizer(name, options.special_tokens or cfg.data.special_tokens)
     with jax.set_mesh(mesh):
         if options.prompt is None:

@@ -127,16 +127,31 @@ def opened(options: ScoreOptions) -> Opened:
 
 
 def described(options: ModelOptions) -> tuple[Config, int]:
-    """Return the model's config, its mesh still open, and the number of positions that it knows."""
+    """Return the model's config, its mesh still open, and the number of positions that it knows.
+
+    A tokenizer that a run trained with and that is gone is the one kept in its folder. Raises `UserError` for a Hugging
+    Face folder without a tokenizer where the options name none, and for a step of it.
+    """
     from ultrascale_jax.checkpoint.run_metadata import saved_config
+    from ultrascale_jax.data.tokenizer import on_disk
 
     folder = Path(options.model)
+    kept = folder / TOKENIZER
     if not is_huggingface(folder):
         cfg = saved_config(folder)  # refuses what is no run directory
-        tokenizer = kept_tokenizer(options.tokenizer or cfg.data.tokenizer, folder)
-        cfg = replace(cfg, data=replace(cfg.data, tokenizer=tokenizer))
-        return cfg, known_context(cfg, folder)
-    return huggingface_config(folder, tokenizer=options.tokenizer, step=options.step)
+        path = on_disk(options.tokenizer or cfg.data.tokenizer)
+        gone = path != "bytes" and not Path(path).is_file() and kept.is_file()
+        data = replace(cfg.data, tokenizer=str(kept) if gone else path)
+        return replace(cfg, data=data), known_context(cfg, folder)
+    require(options.step is None, "step", options.step, "a Hugging Face folder has no steps")
+    known = read_json(folder / "config.json").get("max_position_embeddings")
+    known = known if isinstance(known, int) and known > 1 else LONGEST_ROW
+    fix = f"{folder} brings no {TOKENIZER}; name the model's own by --tokenizer FILE"
+    fix = conversion(folder) or fix
+    require(options.tokenizer is not None or kept.is_file(), "tokenizer", None, fix)
+    data = DataConfig(tokenizer=options.tokenizer or str(kept), seq_len=min(LONGEST_ROW, known))
+    # Neither generation nor evaluation runs modules of multi-token prediction.
+    return Config(model=replace(read_config(folder), mtp_layers=0), data=data), known
 
 
 def on_mesh(options: ScoreOptions, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
@@ -184,35 +199,6 @@ def loaded(options: ModelOptions, cfg: Config, mesh: "Mesh") -> tuple[Config, "T
     saved, params = load_params(options.model, mesh, options.step)
     # The parameters rest as the checkpoint's own ZeRO stage has them.
     return replace(cfg, train=replace(cfg.train, zero=saved.train.zero)), params.without_mtp()
-
-
-def huggingface_config(
-    folder: Path, *, tokenizer: str | None = None, step: int | None = None
-) -> tuple[Config, int]:
-    """Return the config of a Hugging Face folder's model, and the number of positions that it knows.
-
-    Raises `UserError` for a folder without a tokenizer where `tokenizer` names none, and for a `step`.
-    """
-    require(step is None, "step", step, "a Hugging Face folder has no steps")
-    known = read_json(folder / "config.json").get("max_position_embeddings")
-    known = known if isinstance(known, int) and known > 1 else LONGEST_ROW
-    own = folder / TOKENIZER
-    fix = f"{folder} brings no {TOKENIZER}; name the model's own by --tokenizer FILE"
-    fix = conversion(folder) or fix
-    require(tokenizer is not None or own.is_file(), "tokenizer", None, fix)
-    data = DataConfig(tokenizer=tokenizer or str(own), seq_len=min(LONGEST_ROW, known))
-    # Neither generation nor evaluation runs modules of multi-token prediction.
-    model = replace(read_config(folder), mtp_layers=0)
-    return Config(model=model, data=data), known
-
-
-def kept_tokenizer(name: str, folder: Path) -> str:
-    """Return the tokenizer `name` on this disk, or where it is gone the one in the model's `folder`."""
-    from ultrascale_jax.data.tokenizer import on_disk
-
-    path, kept = on_disk(name), folder / TOKENIZER
-    gone = path != "bytes" and not Path(path).is_file()
-    return str(kept) if gone and kept.is_file() else path
 
 
 def load_huggingface(folder: Path, cfg: Config, mesh: "Mesh") -> "Transformer":
