@@ -171,16 +171,7 @@ def faults(
     for part, answer in zip(wanted, answers, strict=True):
         [(verdict, words)] = answer.items()
         tell(f"kernels.{part.field}={part.implementation}: {part}: {verdict}: {words}")
-        events.record(
-            "kernel_check",
-            field=part.field,
-            implementation=part.implementation,
-            check=part.check,
-            sizes=part.sizes,
-            options=part.options,
-            dtype=part.dtype,
-            answer=answer,
-        )
+        events.record("kernel_check", **dataclasses.asdict(part), answer=answer)
         if verdict == "wrong":
             fix = (
                 f"{part} is wrong on a {kind} ({words}); use xla, and report the line with the versions of driver, "

@@ -118,5 +118,5 @@ def writing(option: str, path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = f"cannot be written: {error.strerror}"
+        fix = f"cannot be written ({error.strerror or error}); name a place that can be"
         raise UserError(f"{option}={str(path)!r}: {fix}") from None

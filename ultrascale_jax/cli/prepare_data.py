@@ -43,9 +43,7 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import SpecialTokens, UserError, put_home, require
 from ultrascale_jax.config.section import Count, Section
 from ultrascale_jax.data import chat, preferences, shards, tokenizer
-from ultrascale_jax.data.documents import (
-    File,
-)
+from ultrascale_jax.data.documents import File
 from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.data.mixture import Mixture, source_of
 from ultrascale_jax.data.reading import find_kind, read_documents
@@ -167,24 +165,10 @@ def require_writable(args: Options) -> None:
     fix = "is a name that data.source would read as several sources; choose another"
     require(Mixture.parse(source_of(out)).names == (f"tokens:{out}",), "out", out, fix)
     existing = next(one for one in (args.folder, *args.folder.parents) if os.path.lexists(one))
-    with writing(args):
+    with output.writing("out", args.out):
         with contextlib.suppress(FileNotFoundError):
             args.folder.stat()  # for a name that is too long
         tempfile.TemporaryFile(dir=existing).close()
-
-
-@contextlib.contextmanager
-def writing(args: Options) -> Iterator[None]:
-    """Turn an error of the disk inside the block into a `UserError` that names `out`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as error:
-        fix = "name a folder that can be written; after a repair the same command goes on"
-        raise UserError(
-            f"out={str(args.out)!r}: cannot be written ({error.strerror or error}); {fix}"
-        ) from None
 
 
 def inputs(args: Options) -> Sequence[File]:
@@ -208,11 +192,8 @@ def renderer(args: Options) -> Callable[[Any], str] | None:
         return None
     fix = "is for text; train a tokenizer on text first, and give it by --tokenizer"
     require(not args.train_bpe, "train_bpe", args.train_bpe, fix)
-    own, path, template = (
-        load_tokenizer(args.tokenizer, args.special_tokens),
-        Path(args.tokenizer),
-        None,
-    )
+    own = load_tokenizer(args.tokenizer, args.special_tokens)
+    path, template = Path(args.tokenizer), None
     is_json = isinstance(own, tokenizer.JsonTokenizer)
     if is_json and (args.chat or chat.has_template(path)):
         template = chat.ChatTemplate(path, own, day(args.date))
@@ -247,9 +228,9 @@ def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shar
     require(found is None or found.settings == args.settings, "out", str(args.folder), fix)
     if args.train_bpe and found is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
-        with writing(args):
+        with output.writing("out", args.out):
             tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
-    chosen = chosen_tokenizer(args)
+    chosen = load_tokenizer(args.work.tokenizer, args.special_tokens)
     if chosen.rule:
         progress.console.print(chosen.rule, soft_wrap=True, markup=False, highlight=False)
     index = shards.Index(
@@ -268,11 +249,6 @@ def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shar
             progress.console.print(f"{fault}; writing this shard and all after it again")
             return replace(found, shards=found.shards[:number], complete=False)
     return found
-
-
-def chosen_tokenizer(args: Options) -> tokenizer.Tokenizer:
-    """Load the trained tokenizer, or else the given one."""
-    return load_tokenizer(args.work.tokenizer, args.special_tokens)
 
 
 def skip_documents(
@@ -304,7 +280,7 @@ def write_shards(
         tokens, lengths, hashes, answers = zip(*pending, strict=True)
         joined = np.concatenate(lengths), np.concatenate(hashes)
         answers = answers if args.kind != "text" else ()
-        with writing(args):
+        with output.writing("out", args.out):
             copy_tokenizer(args)
             shard = shards.write_shard(args.folder, number, tokens, *joined, answers)
             writer.add(shard)
@@ -327,14 +303,14 @@ def write_shards(
     if pending:
         finish_shard()
     require(writer.shards > 0, "input", args.input, "holds no text")
-    with writing(args):
+    with output.writing("out", args.out):
         writer.save(complete=True)
     return shards.load_index(args.folder)
 
 
 def tell_quoted(args: Options, progress: Progress) -> None:
     """Print which names of special tokens are text in the messages."""
-    used = chosen_tokenizer(args)
+    used = load_tokenizer(args.work.tokenizer, args.special_tokens)
     if isinstance(used, tokenizer.JsonTokenizer) and used.quoted:
         names = ", ".join(sorted(used.quoted))
         words = f"names of special tokens in messages are text: {names}"

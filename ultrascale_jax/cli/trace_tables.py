@@ -11,6 +11,9 @@ from ultrascale_jax.cli import output
 ALONE = "one device"
 """The axes of a collective whose groups have one member."""
 
+SECONDS = ("total_s", "exposed_s")
+"""Times of a collective."""
+
 
 def tables(report: Mapping[str, Any]) -> Group:
     """Return a report as tables; times in milliseconds of a step."""
@@ -19,44 +22,40 @@ def tables(report: Mapping[str, Any]) -> Group:
     of = f"a step of {steps} ({report['first']} to {report['stop'] - 1})"
     slowest = max(devices, key=lambda device: device["step_s"])
     mean = f", mean of {len(devices)} devices, the slowest {slowest['name']}" * (len(devices) > 1)
-    parts = [
-        output.plain(f"profile of {of} on {report['device_kind']}{mean}"),
-        _time(found, forecast),
-        _blocks(found, forecast),
-    ]
-    if found["collectives"]:
-        parts.append(_collectives(found, forecast))
     predicted = f"predicted for {report['predicted_for']}, links as usual"
-    return Group(*parts, output.plain(report["no_prediction"] or predicted))
+    return Group(
+        output.plain(f"profile of {of} on {report['device_kind']}{mean}"),
+        _shares("where a step went", found, forecast, ("kernels_s", "exposed_s", "step")),
+        _shares("kernels by block", found, forecast, ("blocks_s",)),
+        *([_collectives(found, forecast)] if found["collectives"] else []),
+        output.plain(report["no_prediction"] or predicted),
+    )
 
 
-def _time(found: dict[str, Any], forecast: dict[str, Any] | None) -> Table:
-    """Return the table of classes of kernels, exposed communication and idle time, which add up to the step."""
-    table = output.table(["where a step went"], ["ms", "of the step", "predicted ms"])
-
-    def row(name: str, *path: str) -> None:
-        seconds = _at(found, *path)
-        share = seconds / found["step_s"] if found["step_s"] else 0.0
-        table.add_row(name, _ms(seconds), f"{share:.1%}", _predicted(forecast, *path))
-
-    for name in _names("kernels_s", found, forecast):
-        row(name, "kernels_s", name)
-    for axes in _names("exposed_s", found, forecast):
-        row(f"exposed communication, {axes or ALONE}", "exposed_s", axes)
-    row("waiting for copies", "waiting_for_copies_s")
-    row("idle", "idle_s")
-    row("step", "step_s")
+def _shares(
+    title: str, found: dict[str, Any], forecast: dict[str, Any] | None, parts: tuple[str, ...]
+) -> Table:
+    """Return the table of parts of a step: what was measured, and what only the prediction has."""
+    table = output.table([title], ["ms", "of the step", "predicted ms"])
+    for part in parts:
+        measured, predicted = _seconds(found, part), _seconds(forecast or {}, part)
+        for name in measured | predicted:
+            seconds = measured.get(name, 0.0)
+            share = seconds / found["step_s"] if found["step_s"] else 0.0
+            told = None if forecast is None else predicted.get(name, 0.0)
+            table.add_row(name, _ms(seconds), f"{share:.1%}", _ms(told))
     return table
 
 
-def _blocks(found: dict[str, Any], forecast: dict[str, Any] | None) -> Table:
-    """Return the table of the kernels' time by block."""
-    table = output.table(["kernels by block"], ["ms", "of the step", "predicted ms"])
-    for name in _names("blocks_s", found, forecast):
-        seconds = _at(found, "blocks_s", name)
-        share = seconds / found["step_s"] if found["step_s"] else 0.0
-        table.add_row(name, _ms(seconds), f"{share:.1%}", _predicted(forecast, "blocks_s", name))
-    return table
+def _seconds(breakdown: Mapping[str, Any], part: str) -> dict[str, float]:
+    """Return the seconds of a part by name; `step` is the time in which nothing runs, and the sum of all parts."""
+    if part == "step":
+        names = {"waiting_for_copies_s": "waiting for copies", "idle_s": "idle", "step_s": "step"}
+        return {words: breakdown.get(name, 0.0) for name, words in names.items()}
+    seconds = breakdown.get(part, {})
+    if part == "exposed_s":
+        return {f"exposed communication, {axes or ALONE}": s for axes, s in seconds.items()}
+    return seconds
 
 
 def _collectives(found: dict[str, Any], forecast: dict[str, Any] | None) -> Table:
@@ -65,33 +64,11 @@ def _collectives(found: dict[str, Any], forecast: dict[str, Any] | None) -> Tabl
     table = output.table(["collective", "axes"], columns)
     known = {(c["kind"], c["axes"]): c for c in (forecast or {}).get("collectives", ())}
     for c in sorted(found["collectives"], key=lambda c: -c["exposed_s"]):
-        other = known.get((c["kind"], c["axes"]))
-        table.add_row(
-            c["kind"],
-            c["axes"] or ALONE,
-            _ms(c["total_s"]),
-            _ms(c["exposed_s"]),
-            _predicted(other, "total_s"),
-            _predicted(other, "exposed_s"),
-        )
+        other = known.get((c["kind"], c["axes"]), {})
+        seconds = *(c[name] for name in SECONDS), *(other.get(name) for name in SECONDS)
+        table.add_row(c["kind"], c["axes"] or ALONE, *map(_ms, seconds))
     return table
 
 
-def _names(part: str, found: dict[str, Any], forecast: dict[str, Any] | None) -> list[str]:
-    """Return the names in a part of the measured step, and those that only the prediction has."""
-    return list(found[part] | (forecast or {}).get(part, {}))
-
-
-def _at(part: dict[str, Any], *path: str) -> float:
-    """Return a number of a report; 0 if it has none."""
-    for name in path[:-1]:
-        part = part[name]
-    return part.get(path[-1], 0.0)
-
-
-def _predicted(forecast: dict[str, Any] | None, *path: str) -> str:
-    return "-" if forecast is None else _ms(_at(forecast, *path))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f}"
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.2f}"
