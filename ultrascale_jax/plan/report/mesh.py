@@ -1,7 +1,4 @@
-"""Show what each axis of a mesh splits, between which GPUs of which nodes, over which link: `--explain mesh`.
-
-The bytes are counted by the playbook's cheat-sheet.
-"""
+"""Show what each axis of a mesh splits, between which GPUs of which nodes, over which link: `--explain mesh`."""
 
 from dataclasses import dataclass
 from typing import Any
