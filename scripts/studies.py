@@ -66,7 +66,7 @@ class Study:
         with warnings.catch_warnings():
             # Tensor groups larger than a node warn; the study shows that they are slow.
             warnings.simplefilter("ignore")
-            cfg, _ = common.choose_open(cfg, options, cluster)
+            cfg = common.choose_open(cfg, options, cluster)
             return Run.of(cfg, cluster.num_gpus), cluster
 
     def steps(self, *, one_sequence: bool = False) -> dict[str, dict[str, StepPrediction]]:

@@ -6,7 +6,6 @@ Kubernetes, Open MPI or the user's environment say of its place among others is 
 each of several hosts, whose launcher started one supervisor a host.
 """
 
-import math
 import os
 import socket
 import sys
@@ -18,7 +17,7 @@ from typing import Annotated
 from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import UserError, require
-from ultrascale_jax.config.section import Count, Natural, Section
+from ultrascale_jax.config.section import Count, Natural, NonNegative, Section
 from ultrascale_jax.launch.cluster import detect
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.processes import follow_supervisor
@@ -40,12 +39,8 @@ class Options(Section):
         None
     )
     """Give up after so many restarts."""
-    give_up_s: Annotated[float, command_line.option("S")] = GIVE_UP_S
+    give_up_s: Annotated[NonNegative, command_line.option("S")] = GIVE_UP_S
     """Give up when three restarts or more, and so many seconds, have brought no new step."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(0 <= self.give_up_s < math.inf, "give_up_s", self.give_up_s, "must be 0 or more")
 
 
 @dataclass(frozen=True)

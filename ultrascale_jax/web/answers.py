@@ -3,14 +3,13 @@
 The formulas and the numbers equal the ones of `ultrascale plan memory` and `search`.
 """
 
-import shlex
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ultrascale_jax.cli.plan_commands.memory import find_hints
-from ultrascale_jax.cli.plan_commands.words import machine_words, train_command, words
+from ultrascale_jax.cli.plan_commands.words import plan_command, train_command
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -162,14 +161,7 @@ def takes_rest(over: str, request: Asked) -> dict[str, str]:
 
 def commands(request: Asked, cfg: Config) -> dict[str, str]:
     """Return the command lines of the shown run; `cfg` has no open field but an axis of the mesh."""
-    machine = machine_words(request.options)
-
-    def plan(verb: str, of: Config) -> str:
-        return shlex.join(["ultrascale", "plan", verb, *words(request.recipe, of), *machine])
-
-    return {
-        "train": train_command(request.recipe, cfg),
-        "memory": plan("memory", cfg),
-        "compile": plan("compile", cfg),
-        "serve": plan("serve", request.cfg),
+    verbs = {"memory": cfg, "compile": cfg, "serve": request.cfg}
+    return {"train": train_command(request.recipe, cfg)} | {
+        verb: plan_command(verb, request.recipe, of, request.options) for verb, of in verbs.items()
     }

@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> None:
     cfg, options, cluster = common.parse(arguments, "serve", Options, __doc__)
     with command_line.user_errors():
         if options.mesh == "auto":
-            chosen, why = common.choose_open(cfg, options, cluster)
-            common.tell(why)
+            chosen = common.choose_open(cfg, options, cluster)
             cfg = dataclasses.replace(cfg, mesh=chosen.mesh)
         bases = Bases(recipe=recipe_of(arguments), cfg=cfg, options=options)
         answers, suggestions = Answers(bases), Suggestions(bases)

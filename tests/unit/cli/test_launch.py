@@ -78,7 +78,7 @@ def test_a_place_that_is_not_known_is_refused():
     ("words", "message"),
     [
         (["--processes", "0"], "processes=0: must be at least 1"),
-        (["--give-up-s", "-1"], "give_up_s=-1.0: must be 0 or more"),
+        (["--give-up-s", "-1"], "give_up_s=-1.0: must not be negative"),
         (["--max-restarts", "-1"], "max_restarts=-1: must not be negative"),
         (["--process", "2"], "Unrecognized"),
         (["--processes", "2", "debug"], r"debug; what is the run's stands after --: .* -- RECIPE"),

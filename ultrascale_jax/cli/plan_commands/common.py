@@ -13,6 +13,7 @@ import tyro
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.config.section import Section, between
+from ultrascale_jax.launch.events import say
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.search.search_space import named_choices
@@ -84,13 +85,10 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     Raises `UserError` for a step larger than anyone's, a machine that is not known, or one without such a precision.
     """
     if options.global_batch_tokens is not None:
-        fix = "gives the batch too; leave out one of them"
-        ramp = "train.batch_ramp" in options.named
-        require(not ramp, "train.batch_ramp", cfg.train.batch_ramp, f"--global-batch-tokens {fix}")
-        both = "train.global_batch" in options.named
-        require(
-            not both, "train.global_batch", cfg.train.global_batch, f"--global-batch-tokens {fix}"
-        )
+        fix = "--global-batch-tokens gives the batch too; leave out one of them"
+        for field in ("batch_ramp", "global_batch"):
+            named = f"train.{field}" in options.named
+            require(not named, f"train.{field}", getattr(cfg.train, field), fix)
         count = tokens("global_batch_tokens", options.global_batch_tokens)
         fix = f"must be at least one sequence of data.seq_len={cfg.data.seq_len}"
         sequences = count // cfg.data.seq_len
@@ -109,21 +107,18 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     return cfg, cluster
 
 
-def choose_open(cfg: Config, options: Options, cluster: Cluster) -> tuple[Config, str]:
-    """Return `cfg` with its `auto` fields chosen for `cluster`, and the line for `tell`; call it inside `user_errors`.
+def choose_open(cfg: Config, options: Options, cluster: Cluster) -> Config:
+    """Return `cfg` with its `auto` fields chosen for `cluster`; stderr says what was chosen and why.
 
-    Where nothing fits, the choice is the one that needs the least memory.
+    Where nothing fits, the choice is the one that needs the least memory. Call it inside `user_errors`.
     """
     choose_mesh = options.mesh == "auto"
     with output.working("choosing what the command line leaves open"):
         fixed = named_choices(cfg, options.named, options.gpus)
-        return choose_auto(cfg, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=False)
-
-
-def tell(why: str) -> None:
-    """Show on stderr what was chosen and why, if anything was; stdout may be JSON."""
+        cfg, why = choose_auto(cfg, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=False)
     if why:
-        print(why, file=sys.stderr, flush=True)
+        say(why, sys.stderr)
+    return cfg
 
 
 def tokens(name: str, text: str) -> int:

@@ -52,8 +52,7 @@ def main(argv: list[str]) -> None:
         folder = None if options.dump is None else _folder(options.dump)
         alone = options.storage_gbs is not None and options.failure_hours is None
         require(not alone, "storage_gbs", options.storage_gbs, "counts only with --failure-hours")
-        cfg, why = common.choose_open(cfg, options, cluster)
-        common.tell(why)
+        cfg = common.choose_open(cfg, options, cluster)
         step, timeline = interruptible(lambda: compiled(cfg, options, cluster))
         report = CompiledReport.of(cfg, step, timeline, cluster)
         if options.asks_for_bill:

@@ -15,7 +15,7 @@ from rich.table import Table
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
 from ultrascale_jax.cli.plan_commands.bill import Options, terms
-from ultrascale_jax.cli.plan_commands.words import compile_command, recipe_of, train_command
+from ultrascale_jax.cli.plan_commands.words import plan_command, recipe_of, train_command
 from ultrascale_jax.config import Config, MeshConfig, Remat, UserError, require, with_changes
 from ultrascale_jax.figures.charts import Bar, Bars
 from ultrascale_jax.plan.bill import Bill, Terms, bill, energy
@@ -228,7 +228,7 @@ def explain(
         changes=changes(found),
         answer=found.answer,
         command=train_command(recipe, configured(cfg, best.run)) if best else None,
-        check=compile_command(recipe, configured(cfg, best.run), options) if best else None,
+        check=plan_command("compile", recipe, configured(cfg, best.run), options) if best else None,
         step=best.summary() if best else None,
         checkpoint=checkpoint(best.run, cluster.gpu, asked.storage_gbs) if best else None,
         bill=bill(best, asked) if best else None,

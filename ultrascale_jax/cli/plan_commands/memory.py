@@ -14,7 +14,7 @@ from typing import Annotated
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import bill, common
 from ultrascale_jax.cli.plan_commands.limits import Question
-from ultrascale_jax.cli.plan_commands.words import recipe_of
+from ultrascale_jax.cli.plan_commands.words import differences, recipe_of
 from ultrascale_jax.config import AUTO, Config, UserError, with_changes
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.step_time import estimate
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
     with command_line.user_errors():
         asked = cfg
-        cfg, why = common.choose_open(asked, options, cluster)
+        cfg = common.choose_open(asked, options, cluster)
         with output.working("looking for options that fit"):
             hints = find_hints(cfg, options, cluster)
         step = estimate(Run.of(cfg, options.gpus), cluster)
@@ -62,7 +62,6 @@ def main(argv: list[str]) -> None:
             storage_gbs=options.storage_gbs,
             terms=bill.terms(cfg, options) if options.asks_for_bill else None,
         )
-        common.tell(why)
         output.show("memory", report, as_json=options.json, figure=options.figure, width=150)
 
 
@@ -135,8 +134,5 @@ def _hints(cfg: Config, tried: Config, cluster: Cluster, *, meshes: bool) -> Ite
 
 def _options(before: Config, after: Config) -> str:
     """Return the words of the command line that turn one configuration into the other."""
-    words = [] if after.mesh == before.mesh else ["--mesh", after.mesh.text]
-    for section in ("train", "optim", "pp", "moe", "cp"):
-        old, new = getattr(before, section), getattr(after, section)
-        words += command_line.changes(section, old, new)
-    return " ".join(words)
+    mesh = [] if after.mesh == before.mesh else ["--mesh", after.mesh.text]
+    return " ".join([*mesh, *differences(before, after)])

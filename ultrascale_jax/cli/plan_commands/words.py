@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from ultrascale_jax.cli import command_line
@@ -23,13 +24,16 @@ def recipe_of(argv: list[str]) -> str:
 
 def words(recipe: str, cfg: Config) -> list[str]:
     """Return the recipe, the mesh, and every field in which `cfg` differs from the recipe."""
-    found = [recipe, "--mesh", cfg.mesh.text]
     default = command_line.load_recipe(recipe)
-    for section in dataclasses.fields(cfg):
-        if section.name != "mesh":
-            always = ALWAYS if section.name == "train" else ()
-            before, after = getattr(default, section.name), getattr(cfg, section.name)
-            found += command_line.changes(section.name, before, after, always)
+    return [recipe, "--mesh", cfg.mesh.text, *differences(default, cfg, ALWAYS)]
+
+
+def differences(before: Config, after: Config, always: Sequence[str] = ()) -> list[str]:
+    """Return the words that turn one configuration into the other but the mesh; `always` are fields of `train`."""
+    found = []
+    for section in (field.name for field in dataclasses.fields(after) if field.name != "mesh"):
+        old, new = getattr(before, section), getattr(after, section)
+        found += command_line.changes(section, old, new, always if section == "train" else ())
     return found
 
 
@@ -45,11 +49,10 @@ def train_command(recipe: str, cfg: Config) -> str:
     return shlex.join(["ultrascale", "train", *words(recipe, cfg)])
 
 
-def compile_command(recipe: str, cfg: Config, options: Options) -> str:
-    """Return the command line that compiles `cfg` for the machine of `options`."""
-    return shlex.join(
-        ["ultrascale", "plan", "compile", *words(recipe, cfg), *machine_words(options)]
-    )
+def plan_command(verb: str, recipe: str, cfg: Config, options: Options) -> str:
+    """Return the command line of a verb of `plan` for `cfg` on the machine of `options`."""
+    machine = machine_words(options)
+    return shlex.join(["ultrascale", "plan", verb, *words(recipe, cfg), *machine])
 
 
 def machine_words(options: Options) -> list[str]:
