@@ -299,8 +299,8 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
             )
             for name in ("q_rank", "kv_rank")
         ),
-        ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 stages"),
-        ({**PP4, "pp__virtual": 3}, 8, "model.num_layers=8", "12 stages"),
+        ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 ranks"),
+        ({**PP4, "model__num_layers": 3}, 8, "model.num_layers=3", "4 ranks"),
         ({"mesh__pp": 3, "mesh__fsdp": 1}, 3, "model.vocab_size=256", "mesh.pp*mesh.sp*mesh.tp=3"),
         ({**PP4, "train__microbatches": 2}, 8, "train.microbatches=2", "at least 4"),
         ({**PP4, "pp__schedule": "dualpipe_v"}, 8, "train.microbatches=4", "2*mesh.pp=8"),

@@ -6,13 +6,17 @@ disk or a network that fails ends the run instead (`Unreadable`): the next start
 """
 
 import errno
+import functools
 import gc
 import logging
 import os
 import socket
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -281,10 +285,22 @@ def first_line(error: BaseException) -> str:
 
 def quieten_orbax() -> None:
     """Drop Orbax's own log of an error, a thousand lines long: Orbax raises the error as well."""
+    # When a load fails, reads that were not begun are dropped, and the others end after their event loop.
+    warnings.filterwarnings("ignore", r"coroutine '[\w.]+' was never awaited", RuntimeWarning)
     for library in ("absl", "asyncio"):
-        logging.getLogger(library).addFilter(_not_of_orbax)
+        logger = logging.getLogger(library)
+        if _not_of_orbax not in logger.filters:
+            logger.addFilter(_not_of_orbax)
+    if getattr(sys.unraisablehook, "func", None) is not _unless_loop_is_closed:
+        sys.unraisablehook = functools.partial(_unless_loop_is_closed, sys.unraisablehook)
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
     source = record.getMessage() if record.name == "asyncio" else record.pathname
     return "orbax" not in source and "tensorstore" not in source
+
+
+def _unless_loop_is_closed(hook: Callable[[Any], object], raised: Any) -> None:
+    """Pass what was raised where nobody can catch it on to `hook`, but for a read that ends after its event loop."""
+    if str(raised.exc_value) != "Event loop is closed":
+        hook(raised)

@@ -172,9 +172,9 @@ class Config(Section, name=""):
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         model, train = self.model, self.train
         self.pp.check(mesh.pp, train.microbatches)
-        stages, parts = mesh.pp * self.pp.stages_per_rank, mesh.pp * mesh.tensor
-        if model.num_layers < stages:
-            fix = f"{stages} stages (mesh.pp times pp.virtual) want a layer each; use fewer"
+        parts = mesh.pp * mesh.tensor
+        if model.num_layers < mesh.pp:
+            fix = f"mesh.pp={mesh.pp} ranks want a layer each; use fewer"
             self.refuse("model.num_layers", fix)
         if model.vocab_size % parts:
             fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"

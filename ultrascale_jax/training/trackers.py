@@ -14,6 +14,7 @@ import json
 import math
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -67,27 +68,42 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writes to `RUN_DIR/tensorboard`, a file for each start."""
+    """Writes to `RUN_DIR/tensorboard`, a file for each start.
+
+    It uses tensorboardX's `RecordWriter`: `SummaryWriter` writes in a thread, so that on a full disk nothing is told
+    before the end of the run.
+    """
 
     module, extra = "tensorboardX", "tb"
     run_id: str | None = None
 
     def __init__(self, cfg: Config, step: int, run_id: str | None):
         """Open a file; a reader hides the events after `step` in earlier ones."""
-        from tensorboardX import SummaryWriter
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.summary import scalar
 
+        proto: Any = event_pb2  # its classes are made at run time
+        self._event, self._scalar = proto.Event, scalar
+        folder = Path(cfg.log.run_dir).absolute() / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
         # The library truncates a file that is there: no two starts may choose one name.
-        suffix, folder = f".{time.time_ns()}", Path(cfg.log.run_dir, "tensorboard")
-        self._writer = SummaryWriter(
-            str(folder), purge_step=step + 1, flush_secs=10, filename_suffix=suffix
-        )
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(str(folder / name))
+        self._write(self._event(file_version="brain.Event:2"))
+        self._write(self._event(step=step + 1, session_log={"status": "START"}))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            self._write(self._event(step=step, summary=self._scalar(name, value)))
+        self._records.flush()
 
     def close(self, *, failed: bool) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
 
 
 class WandB:

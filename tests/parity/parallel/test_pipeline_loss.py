@@ -166,7 +166,7 @@ def wrapped(change):
         ({"block_specs": P(None, "data")}, "^block_specs=.*must begin with 'stage'"),
         ({"block_specs": {"up": P("stage")}}, "^block_specs=.*tree of specs like its argument"),
         ({"blocks": {"up": np.ones((4, D, D), np.int32)}}, "^blocks=.*: must hold floats alone"),
-        ({"blocks": {"up": np.ones((1, D, D))}}, "^layers of blocks=1: the schedule has 2 stages"),
+        ({"blocks": {"up": np.ones((1, D, D))}}, "^layers of blocks=1: the schedule has 2 ranks"),
         ({"blocks": {"up": np.ones((4, D)), "down": np.ones((5, D))}}, r"^blocks=\[4, 5\]: .*one number"),
         ({"batches": {"x": np.ones((M, 3, 3))}}, "^rows of a micro-batch=3: must be divisible by the 2"),
         ({"batches": {"x": np.ones((M, 4, 3)), "time": np.ones((M, 5))}}, "give batch_specs"),

@@ -11,7 +11,6 @@ from ultrascale_jax.config import (
     SCHEDULES,
     Config,
     MeshConfig,
-    ModelConfig,
     PipelineConfig,
     TrainConfig,
     UserError,
@@ -221,10 +220,6 @@ def test_a_random_change_is_refused_exactly_where_it_is_illegal(data, table, tmp
     [
         ({"mesh": MeshConfig(pp=4, fsdp=1)}, "mesh.pp=4: the table {file} is for 2"),
         ({"train": TrainConfig(microbatches=4)}, "train.microbatches=4: the table {file} is for 2"),
-        (
-            {"model": ModelConfig(num_layers=1)},
-            "model.num_layers=1: the table {file} has 2 stages",
-        ),
     ],
 )
 def test_a_run_takes_a_table_that_is_made_for_it(file, section, message):

@@ -382,9 +382,9 @@ class _Call:
             require(not non_floats, name, non_floats, fix)
         counts = sorted({jnp.shape(a)[0] if jnp.ndim(a) else 0 for a in self.blocks})
         require(len(counts) == 1, "blocks", counts, "leaves must be stacks of one number of layers")
-        stages = self.program.schedule.num_stages
-        fix = f"the schedule has {stages} stages, which want a layer each"
-        require(counts[0] >= stages, "layers of blocks", counts[0], fix)
+        ranks = self.program.schedule.ranks
+        fix = f"the schedule has {ranks} ranks, which want a layer each"
+        require(counts[0] >= ranks, "layers of blocks", counts[0], fix)
         for spec in self.specs[0]:
             first = spec[0] if len(spec) else None
             fix = f"must begin with {self.program.stage_axis!r}, the axis that splits the layers"

@@ -451,9 +451,11 @@ def mostly_padded(run: Run) -> bool:
 
 
 def _require_parts(run: Run, choices: Choices) -> None:
-    """Raise a `UserError` if stages are mostly padding, or the micro-batch is not one that is pinned."""
+    """Raise a `UserError` if stages are mostly padding, unless pinned, or the micro-batch is not one that is pinned."""
     layers, padded = run.shape.num_layers, run.rank_layers * run.mesh.pp
-    wasted = mostly_padded(run) and "pp" not in choices
+    no_stage_is_empty = layers >= run.mesh.pp * run.virtual_stages
+    is_pinned = "virtual_stages" in choices or ("pp" in choices and no_stage_is_empty)
+    wasted = mostly_padded(run) and not is_pinned
     require(not wasted, "model.num_layers", layers, f"{padded - layers} of {padded} are padding")
     pinned = choices.get("sequences", (run.sequences,))
     require(run.sequences in pinned, "sequences", run.sequences, "pinned")
