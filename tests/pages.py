@@ -58,4 +58,4 @@ def write_run(folder: Path) -> None:
 def bases_of(*argv: str) -> Bases:
     """Configuration and machine with which the command line `plan serve argv` begins."""
     cfg, options, _ = common.parse(list(argv), "serve", serve.Options, "")
-    return Bases(recipe=argv[0], cfg=cfg, options=options)
+    return Bases(cfg=cfg, options=options)

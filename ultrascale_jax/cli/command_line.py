@@ -147,7 +147,9 @@ class Options(Section):
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
     """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
-    named: tyro.conf.Suppress[tuple[str, ...]] = ()
+    recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]] = DEFAULT_RECIPE
+    """The first word of the command line, if it is no option."""
+    named: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
     """The options that the command line has: what they set is not chosen."""
 
 
@@ -205,7 +207,8 @@ def parse[O: Options](
     with user_errors(patience_s=PATIENCE_S):
         has_recipe = bool(argv) and not argv[0].startswith("-")
         arguments = _with_auto(argv[1:] if has_recipe else argv)
-        recipe = load_recipe(argv[0] if has_recipe else DEFAULT_RECIPE)
+        name = argv[0] if has_recipe else DEFAULT_RECIPE
+        recipe = load_recipe(name)
         ep, names = recipe.mesh.ep, named(arguments)
         if (mesh := _mesh_argument(arguments)) not in (None, "auto"):
             recipe = dataclasses.replace(recipe, mesh=MeshConfig.parse(mesh))
@@ -228,7 +231,7 @@ def parse[O: Options](
             cfg = dataclasses.replace(cfg, train=train)
         if "moe.a2a_groups" not in names:
             cfg = _with_exchange_of(cfg, ep)
-        chosen = dataclasses.replace(chosen, named=names)
+        chosen = dataclasses.replace(chosen, recipe=name, named=names)
         free = chosen.mesh != "auto" or cfg.mesh == recipe.mesh
         require(free, "mesh", "auto", "chooses every axis; leave out --mesh.AXIS")
         if chosen.print_config:

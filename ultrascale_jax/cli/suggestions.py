@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import tyro
+
 from ultrascale_jax.config import Keep
 
 SYNONYMS = {
@@ -48,6 +50,8 @@ SYNONYMS = {
 def options_of(form: Any, prefix: str = "") -> Iterator[str]:
     """Yield the options of a dataclass, or an instance of it."""
     for field in dataclasses.fields(form):
+        if tyro.conf.Suppress in getattr(field.type, "__metadata__", ()):
+            continue
         value, name = getattr(form, field.name, None), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, Keep):
             whole = not prefix and field.name in ("options", "config")

@@ -162,6 +162,6 @@ def takes_rest(over: str, request: Asked) -> dict[str, str]:
 def commands(request: Asked, cfg: Config) -> dict[str, str]:
     """Return the command lines of the shown run; `cfg` has no open field but an axis of the mesh."""
     verbs = {"memory": cfg, "compile": cfg, "serve": request.cfg}
-    return {"train": train_command(request.recipe, cfg)} | {
-        verb: plan_command(verb, request.recipe, of, request.options) for verb, of in verbs.items()
+    return {"train": train_command(request.options.recipe, cfg)} | {
+        verb: plan_command(verb, of, request.options) for verb, of in verbs.items()
     }

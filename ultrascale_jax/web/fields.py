@@ -104,7 +104,6 @@ FIELDS = {name: Field.of(name) for names in FORM.values() for name in names.spli
 class Asked:
     """The run and the machine that a state describes."""
 
-    recipe: str
     cfg: Config
     """With the mesh of the state, which may have an axis of size -1, and `auto` fields open."""
     options: common.Options
@@ -115,30 +114,28 @@ class Asked:
         """The texts of all fields."""
         machine = {name: str(getattr(self.options, name) or "") for name in MACHINE}
         machine["gpu"] = self.cluster.gpu.name
-        return {RECIPE: self.recipe} | machine | state_of(self.cfg)
+        return {RECIPE: self.options.recipe} | machine | state_of(self.cfg)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bases:
     """The configurations that states change: the recipes of this version, and the one of the command line."""
 
-    recipe: str
-    """The recipe of the command line."""
     cfg: Config
-    """Its configuration, as the command line changes it."""
+    """The recipe of the command line, as this changes it."""
     options: common.Options
-    """The machine of the command line."""
+    """The recipe and the machine of the command line."""
 
     @property
     def recipes(self) -> list[str]:
         """Names that a state may have."""
-        return sorted({self.recipe, *command_line.recipes()})
+        return sorted({self.options.recipe, *command_line.recipes()})
 
     @property
     def start(self) -> dict[str, str]:
         """The command line's state: its recipe and machine, and the fields that differ from the recipe's."""
         state = self.ask({}).state
-        default = state_of(command_line.load_recipe(self.recipe))
+        default = state_of(command_line.load_recipe(self.options.recipe))
         return {name: text for name, text in state.items() if text != default.get(name, "")}
 
     def form(self) -> dict[str, Any]:
@@ -157,25 +154,25 @@ class Bases:
         """Return the request of `state`; raise a `UserError` that begins with the name of a wrong field."""
         for name, text in state.items():
             require(name == RECIPE or name in FIELDS, name, text, "is no field of the page")
-        recipe = state.get(RECIPE, self.recipe)
+        recipe = state.get(RECIPE, self.options.recipe)
         fix = f"choose one of {', '.join(self.recipes)}"
         require(recipe in self.recipes, RECIPE, recipe, fix)
-        cfg = self.cfg if recipe == self.recipe else command_line.load_recipe(recipe)
+        cfg = self.cfg if recipe == self.options.recipe else command_line.load_recipe(recipe)
         defaults = state_of(cfg)
         changes = {n: state[n] for n in defaults if state.get(n, defaults[n]) != defaults[n]}
         cfg = _changed(cfg, {name: _value(name, text) for name, text in changes.items()})
-        options = self._machine(state)
+        options = self._machine(state, recipe)
         cfg, cluster = common.described(cfg, options)
-        return Asked(recipe=recipe, cfg=cfg, options=options, cluster=cluster)
+        return Asked(cfg=cfg, options=options, cluster=cluster)
 
-    def _machine(self, state: State) -> common.Options:
-        """Return the options that name the machine; another cluster brings its GPU, unless the state names one."""
+    def _machine(self, state: State, recipe: str) -> common.Options:
+        """Return the options of a state; another cluster brings its GPU, unless the state names one."""
         default = self.options
         gpu = state.get("gpu", None if "cluster" in state else default.gpu)
         require(gpu in (None, *GPUS, default.gpu), "gpu", gpu, f"choose one of {', '.join(GPUS)}")
         cluster = state.get("cluster", default.cluster) or None
         gpus = _integer("gpus", state["gpus"]) if "gpus" in state else default.gpus
-        return common.Options(gpus=gpus, gpu=gpu, cluster=cluster)
+        return common.Options(recipe=recipe, gpus=gpus, gpu=gpu, cluster=cluster)
 
 
 def rest_of(sizes: Mapping[str, int]) -> str:

@@ -18,7 +18,6 @@ import tyro
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.cli.plan_commands.words import recipe_of
 from ultrascale_jax.web.answers import Answers
 from ultrascale_jax.web.fields import Bases
 from ultrascale_jax.web.server import Server
@@ -42,13 +41,12 @@ class Options(common.Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    arguments = list(argv)
-    cfg, options, cluster = common.parse(arguments, "serve", Options, __doc__)
+    cfg, options, cluster = common.parse(argv, "serve", Options, __doc__)
     with command_line.user_errors():
         if options.mesh == "auto":
             chosen = common.choose_open(cfg, options, cluster)
             cfg = dataclasses.replace(cfg, mesh=chosen.mesh)
-        bases = Bases(recipe=recipe_of(arguments), cfg=cfg, options=options)
+        bases = Bases(cfg=cfg, options=options)
         answers, suggestions = Answers(bases), Suggestions(bases)
         routes = {
             **{"/form": answers.form, "/plan": answers.plan, "/sweep": answers.sweep},

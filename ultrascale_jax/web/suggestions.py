@@ -66,7 +66,7 @@ class Suggestions:
 def search_words(request: Asked) -> list[str]:
     """Return the arguments of `plan search` for a request, with every field open that a search chooses."""
     machine = machine_words(request.options)
-    open_words = words.search_words(request.recipe, request.cfg)
+    open_words = words.search_words(request.options.recipe, request.cfg)
     return [*open_words, *machine, "--compile", "0", "--top", str(TOP), "--json"]
 
 

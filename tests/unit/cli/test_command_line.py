@@ -228,6 +228,7 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, line, said):
         ("--train.seqlen 32", "did you mean --data.seq-len?"),
         ("--batch_size=8", "did you mean --train.global-batch?"),
         ("--tp 2", "did you mean --mesh.tp?"),
+        ("--recipe debug", "--recipe, debug; the recipe comes first: ultrascale train debug"),
         ("--moe.bound=2", "--moe.bound=2; see ultrascale train --help"),
         ("--no-train.zero", "options: --no-train.zero; see ultrascale train --help"),
         ("--data.document-mask=maybe", "options: maybe"),

@@ -1,7 +1,6 @@
 """Options that all verbs of `ultrascale plan` share, and the `Run` that they describe."""
 
 import dataclasses
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +17,6 @@ from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
 from ultrascale_jax.plan.search.search_space import named_choices
 from ultrascale_jax.units import whole_number
-
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that SIGINT ended, as shells expect it."""
-
 
 MOST_GPUS = 2**20
 MOST_TOKENS = 2**36

@@ -17,6 +17,7 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import bill, common
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.config.section import Count
+from ultrascale_jax.launch.failures import INTERRUPTED
 from ultrascale_jax.plan.bill import bill as bill_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.report.compiled import CompiledReport, Executed
@@ -118,7 +119,7 @@ def interruptible[T](work: Callable[[], T], what: str = "compiling") -> T:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
             # XLA compiles on, and would crash if Python went away under it.
-            os._exit(common.INTERRUPTED)
+            os._exit(INTERRUPTED)
 
 
 def _folder(name: str) -> Path:

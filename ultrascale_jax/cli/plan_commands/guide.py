@@ -15,9 +15,10 @@ from rich.table import Table
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common, search
 from ultrascale_jax.cli.plan_commands.bill import Options, terms
-from ultrascale_jax.cli.plan_commands.words import plan_command, recipe_of, train_command
+from ultrascale_jax.cli.plan_commands.words import plan_command, train_command
 from ultrascale_jax.config import Config, MeshConfig, Remat, UserError, require, with_changes
 from ultrascale_jax.figures.charts import Bar, Bars
+from ultrascale_jax.launch.failures import INTERRUPTED
 from ultrascale_jax.plan.bill import Bill, Terms, bill, energy
 from ultrascale_jax.plan.formulas.checkpoint import Checkpoint, checkpoint
 from ultrascale_jax.plan.formulas.memory import breakdown
@@ -191,18 +192,15 @@ class GuideReport:
 
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "guide", Options, __doc__)
-    recipe = recipe_of(argv)
     with command_line.user_errors():
         with output.working("step 1: fit the model") as tell:
-            report = explain(cfg, options, cluster, recipe, tell)
+            report = explain(cfg, options, cluster, tell)
         output.show("guide", report, as_json=options.json, figure=options.figure, width=150)
     if report.command is None:
         raise SystemExit(1)
 
 
-def explain(
-    cfg: Config, options: Options, cluster: Cluster, recipe: str, tell: output.Tell
-) -> GuideReport:
+def explain(cfg: Config, options: Options, cluster: Cluster, tell: output.Tell) -> GuideReport:
     """Return the results of all steps; `tell` gets what is computed.
 
     Raises `UserError` where nothing is legal, `SystemExit` where Ctrl-C interrupts the search.
@@ -211,12 +209,13 @@ def explain(
     fit = ladder(cfg, cluster, options)
     found = Search(cfg, cluster, named_choices(cfg, options.named, options.gpus))
     if search.predict(found, tell):
-        raise SystemExit(common.INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
     fix = search.illegal(found, options.gpus)
     require(found.counts["candidates"] > 0, "gpus", options.gpus, fix)
     best = None if found.winner is None else found.winner.best
+    trained = configured(cfg, best.run) if best else None
     return GuideReport(
-        label=f"{recipe} on {options.gpus} {cluster.gpu.name}",
+        label=f"{options.recipe} on {options.gpus} {cluster.gpu.name}",
         gpus=cluster.num_gpus,
         usable_bytes=cluster.gpu.usable_bytes,
         parameters=ModelShape.of(cfg.model).num_params,
@@ -227,8 +226,8 @@ def explain(
         throughput=throughput(found),
         changes=changes(found),
         answer=found.answer,
-        command=train_command(recipe, configured(cfg, best.run)) if best else None,
-        check=plan_command("compile", recipe, configured(cfg, best.run), options) if best else None,
+        command=train_command(options.recipe, trained) if trained else None,
+        check=plan_command("compile", trained, options) if trained else None,
         step=best.summary() if best else None,
         checkpoint=checkpoint(best.run, cluster.gpu, asked.storage_gbs) if best else None,
         bill=bill(best, asked) if best else None,

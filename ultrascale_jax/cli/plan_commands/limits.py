@@ -28,7 +28,6 @@ class Question:
     options: common.Options
     """They name what stays."""
     cluster: Cluster
-    recipe: str
 
     def answer(self) -> LimitsReport:
         """Find how far it reaches; stderr says what is tried."""
@@ -102,5 +101,5 @@ class Question:
     def _limit(self, question: str, found: Reach | None, tried: str) -> Limit:
         if found is None:
             return Limit(question=question, step=None, tried=tried)
-        command = train_command(self.recipe, found.config)
+        command = train_command(self.options.recipe, found.config)
         return Limit(question=question, step=found.step, tried="", command=command)

@@ -14,7 +14,7 @@ from typing import Annotated
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import bill, common
 from ultrascale_jax.cli.plan_commands.limits import Question
-from ultrascale_jax.cli.plan_commands.words import differences, recipe_of
+from ultrascale_jax.cli.plan_commands.words import differences
 from ultrascale_jax.config import AUTO, Config, UserError, with_changes
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.step_time import estimate
@@ -51,9 +51,7 @@ def main(argv: list[str]) -> None:
         with output.working("looking for options that fit"):
             hints = find_hints(cfg, options, cluster)
         step = estimate(Run.of(cfg, options.gpus), cluster)
-        question = Question(
-            asked=asked, chosen=cfg, options=options, cluster=cluster, recipe=recipe_of(argv)
-        )
+        question = Question(asked=asked, chosen=cfg, options=options, cluster=cluster)
         report = MemoryReport.of(
             step,
             cluster,

@@ -18,12 +18,12 @@ from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import (
     machine_words,
     parse_choices,
-    recipe_of,
     train_command,
     words,
 )
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.section import Count, Natural
+from ultrascale_jax.launch.failures import INTERRUPTED
 from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.search import SearchReport
@@ -47,26 +47,25 @@ class Options(common.Options):
 
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "search", Options, __doc__)
-    recipe = recipe_of(argv)
     with command_line.user_errors():
         choices = named_choices(cfg, options.named, options.gpus)
         choices |= _fixed(options, choices)
         search = Search(cfg, cluster, choices)
-        interrupted = run(search, compiler(recipe, options), options.compile)
+        interrupted = run(search, compiler(options), options.compile)
         some = search.counts["candidates"] > 0 or interrupted
         named = ("gpus", options.gpus) if options.fixed is None else ("fixed", options.fixed)
         require(some, *named, illegal(search, options.gpus))
         report = SearchReport.of(
             search,
-            recipe,
-            lambda cfg: train_command(recipe, cfg),
+            options.recipe,
+            lambda cfg: train_command(options.recipe, cfg),
             top=options.top,
             complete=not interrupted,
         )
         output.show("search", report, as_json=options.json, figure=options.figure, width=200)
     if interrupted:
         print("interrupted: this is the ranking so far", file=sys.stderr)
-        raise SystemExit(common.INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
     if report.best_command is None:
         raise SystemExit(1)
 
@@ -103,12 +102,19 @@ def run(search: Search, evaluate: Evaluate, most: int) -> bool:
     return False
 
 
-def compiler(recipe: str, options: Options) -> Evaluate:
+def compiler(options: Options) -> Evaluate:
     """Return a function that compiles one configuration by the verb `compile`, in its own process: XLA may crash."""
     machine = machine_words(options)
 
     def evaluate(cfg: Config) -> StepPrediction:
-        command = [sys.executable, "-m", "ultrascale_jax", "plan", "compile", *words(recipe, cfg)]
+        command = [
+            sys.executable,
+            "-m",
+            "ultrascale_jax",
+            "plan",
+            "compile",
+            *words(options.recipe, cfg),
+        ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen([*command, *machine, "--json"], text=True, **pipes) as process:
             try:

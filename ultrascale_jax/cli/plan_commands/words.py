@@ -17,11 +17,6 @@ ALWAYS = ("global_batch", "microbatches", "zero", "remat")
 """Fields of `train` that are written even where the recipe has the same."""
 
 
-def recipe_of(argv: list[str]) -> str:
-    """Return the recipe that the command line `argv` begins with, or the default one."""
-    return argv[0] if argv and not argv[0].startswith("-") else command_line.DEFAULT_RECIPE
-
-
 def words(recipe: str, cfg: Config) -> list[str]:
     """Return the recipe, the mesh, and every field in which `cfg` differs from the recipe."""
     default = command_line.load_recipe(recipe)
@@ -49,10 +44,10 @@ def train_command(recipe: str, cfg: Config) -> str:
     return shlex.join(["ultrascale", "train", *words(recipe, cfg)])
 
 
-def plan_command(verb: str, recipe: str, cfg: Config, options: Options) -> str:
+def plan_command(verb: str, cfg: Config, options: Options) -> str:
     """Return the command line of a verb of `plan` for `cfg` on the machine of `options`."""
     machine = machine_words(options)
-    return shlex.join(["ultrascale", "plan", verb, *words(recipe, cfg), *machine])
+    return shlex.join(["ultrascale", "plan", verb, *words(options.recipe, cfg), *machine])
 
 
 def machine_words(options: Options) -> list[str]:
