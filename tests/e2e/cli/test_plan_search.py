@@ -155,7 +155,7 @@ def test_an_interrupted_search_ends_with_130(capsys, monkeypatch):
     def interrupted(cfg):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search, "compiler", lambda recipe, options: interrupted)
+    monkeypatch.setattr(search, "compiler", lambda options: interrupted)
     with pytest.raises(SystemExit) as stop:
         plan.main(["search", "llama3_8b", "--gpus", "8", *FLAT, "--compile", "5", "--json"])
     assert stop.value.code == 130
