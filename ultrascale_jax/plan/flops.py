@@ -56,15 +56,6 @@ does; the Ada whitepaper, appendix A, for the RTX 4090 (bfloat16 and fp8 with fl
 """
 
 
-def matmul_params(model: ModelConfig) -> int:
-    """Count the parameters that multiply a token: all matrices of the blocks and the head, not the lookup.
-
-    The count has the routed experts that one token visits, and the head once more for each of `mtp_layers`.
-    """
-    shape = model if isinstance(model, ModelShape) else ModelShape.of(model)
-    return shape.active_params
-
-
 def mean_keys(seq_len: int, window: int | None) -> float:
     """Return how many keys a position sees on average under a causal mask: T/2, or less within a sliding window."""
     if window is None or window >= seq_len:
@@ -90,12 +81,15 @@ def flops_per_token(
 ) -> float:
     """Count the FLOPs of forward and backward pass per token: 6 a matrix parameter it meets, and the attention's.
 
+    A token meets all matrices of the layers, of routed experts those that it visits, and the head once for itself and
+    once for each of `mtp_layers`, but not the embedding: `ModelShape.active_params`.
     With so many parameters of `adapters` the model's own are frozen: 4 each, as they have no gradients. With a
     `reference` (`train.dpo`) the forward pass of the model runs once more.
     """
     attention = attention_flops_per_token(model, seq_len)
-    matrices = 4 * matmul_params(model) + 6 * adapters if adapters else 6 * matmul_params(model)
-    again = 2 * matmul_params(model) + attention / 3 if reference else 0.0
+    active = ModelShape.of(model).active_params
+    matrices = 4 * active + 6 * adapters if adapters else 6 * active
+    again = 2 * active + attention / 3 if reference else 0.0
     return matrices + attention + again
 
 

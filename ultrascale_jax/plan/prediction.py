@@ -12,6 +12,9 @@ from ultrascale_jax.plan.workload import Run
 SCHEMA = 1
 """Version of the JSON that `ultrascale plan` prints; a field that goes, or means something else, makes it the next."""
 
+BOUNDS = ("one_stream_s", "side_by_side_s", "contended_s")
+"""Fields with the step's time under other assumptions about collectives; of a compiled program only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
@@ -83,19 +86,9 @@ class StepPrediction:
     @classmethod
     def read(cls, values: Mapping[str, Any], run: Run, gpu: Gpu) -> "StepPrediction":
         """Return what `summary` returned of a compiled step of `run` on `gpu`."""
-        return cls(
-            run=run,
-            gpu=gpu,
-            source="compiled",
-            step_s=values["step_s"],
-            parts=values["time_s"],
-            peak_bytes=values["peak_bytes"],
-            host_bytes=values["host_bytes"],
-            workspace_bytes=values["workspace_bytes"],
-            one_stream_s=values["one_stream_s"],
-            side_by_side_s=values["side_by_side_s"],
-            contended_s=values["contended_s"],
-        )
+        names = ("step_s", "peak_bytes", "host_bytes", "workspace_bytes", *BOUNDS)
+        same = {name: values[name] for name in names}
+        return cls(run=run, gpu=gpu, source="compiled", parts=values["time_s"], **same)
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers as JSON has them; bytes and seconds on one GPU."""
@@ -105,9 +98,7 @@ class StepPrediction:
             "gpu": self.gpu.name,
             "source": self.source,
             "step_s": self.step_s,
-            "one_stream_s": self.one_stream_s,
-            "side_by_side_s": self.side_by_side_s,
-            "contended_s": self.contended_s,
+            **{name: getattr(self, name) for name in BOUNDS},
             "time_s": dict(self.parts),
             "tokens_per_s_gpu": self.tokens_per_s_gpu,
             "tflops_per_s_gpu": self.tflops_per_s_gpu,

@@ -1,7 +1,7 @@
 """A run as the planner's formulas see it: sizes only, no JAX.
 
-`Run` says what every formula of `formulas/` needs: the model, the mesh, the tokens of a
-micro-batch and how the work is done. It also covers plain feed-forward layers, which the trainer does not have.
+`Run` says what every formula of `formulas/` needs: the model, the mesh, the tokens of a micro-batch and how the work is
+done.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ultrascale_jax.config import (
     require_type,
 )
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.config.lowering import GATHER_TOGETHER, Lowering, Traits, choose
+from ultrascale_jax.config.lowering import Lowering, Traits, choose
 from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.config.remat import Keep, Policy
 from ultrascale_jax.config.section import Count, check_fields
@@ -173,21 +173,6 @@ class Run:
             fp8=self.precision == "fp8",
         )
         return choose(traits)
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether layers gather ahead and scatter late."""
-        return self.lowering.gathers_ahead
-
-    @property
-    def gathers_whole_layers(self) -> bool:
-        """Whether one collective sends all that a layer gathers ahead."""
-        return GATHER_TOGETHER in self.lowering.xla_options
-
-    @property
-    def sums_by_layer(self) -> bool:
-        """Whether each layer's backward pass sums its gradients over dp, in float32 (`train_step/zero.py`)."""
-        return self.lowering.sums_by_layer
 
     @functools.cached_property
     def attention(self) -> AttentionCall:

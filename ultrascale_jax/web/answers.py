@@ -37,7 +37,7 @@ SWEEPS = (
 """Fields over which the page shows a sweep."""
 
 
-LINK = ("axis", "size", "splits", "sends", "nodes", "gbs", "volume", "ratio")
+LINK = ("axis", "size", "splits", "sends", "nodes", "gb_per_second", "sent_bytes", "ratio")
 """Fields of a `Placement` that the page shows."""
 
 

@@ -7,8 +7,9 @@ import pytest
 from tests.gpu_programs import compiled
 from ultrascale_jax.plan.compiled.op_costs import Operations
 from ultrascale_jax.plan.compiled.timeline import simulate
-from ultrascale_jax.plan.flops import attention_flops_per_token, matmul_params
+from ultrascale_jax.plan.flops import attention_flops_per_token
 from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.model_shape import ModelShape
 
 
 def test_a_compiled_step_does_the_operations_that_the_model_needs():
@@ -23,7 +24,7 @@ def test_a_compiled_step_does_the_operations_that_the_model_needs():
                 if operation is not None:
                     flops[operation.kind] += operation.flops * math.prod(loops)
     tokens = cfg.train.global_batch * cfg.data.seq_len / 2
-    assert flops["gemm"] == pytest.approx(6 * matmul_params(cfg.model) * tokens)
+    assert flops["gemm"] == pytest.approx(6 * ModelShape.of(cfg.model).active_params * tokens)
     # Backward runs the first of the forward pass's two products again.
     needed = attention_flops_per_token(cfg.model, cfg.data.seq_len) * tokens
     assert flops["attention"] == pytest.approx(needed * 7 / 6)

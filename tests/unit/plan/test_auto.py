@@ -23,7 +23,7 @@ from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
 from ultrascale_jax.plan.auto import Host, check_host, choose_auto, cluster_of
 from ultrascale_jax.plan.formulas import costs
-from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, verdict
+from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 from ultrascale_jax.plan.search.ranking import EQUAL
@@ -67,8 +67,9 @@ def test_it_is_the_fastest_by_formula_of_all_that_fit(name, global_batch):
     for remat in POLICIES:
         for count in divisors(global_batch // 8):
             run = Run.of(pinned(cfg, remat, count), 8)
-            if verdict(run, cluster.gpu) == FITS:
-                found[remat, count] = estimate(run, cluster).step_s
+            step = estimate(run, cluster)
+            if step.verdict == FITS:
+                found[remat, count] = step.step_s
     chosen, _ = choose_auto(left_open(cfg), cluster)
     assert len(found) > 4
     fastest = min(found.values())
@@ -200,7 +201,7 @@ def test_a_faster_mesh_that_may_fit_is_named_and_a_compilation_settles_it(capsys
     fixed |= {"zero": (2, 3), "schedule": ("interleaved",), "stash": ("residuals",)}
     cluster = h100s(8)
     cfg, why = choose_auto(load_recipe("qwen3_30b_a3b"), cluster, choose_mesh=True, fixed=fixed)
-    assert verdict(Run.of(cfg, 8), cluster.gpu) == FITS
+    assert estimate(Run.of(cfg, 8), cluster).verdict == FITS
     faster = re.search(
         r"; faster but unsure, (\d+)% of the memory by formula: (--mesh pp=2,ep=4 .*), (\S+) s a step; "
         r"`plan compile` with these options settles it$",

@@ -8,7 +8,6 @@ from ultrascale_jax.config import Experts, LatentAttention, Lora, ModelConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.flops import (
     flops_per_token,
-    matmul_params,
     mean_keys,
     peak_tflops,
 )
@@ -26,11 +25,15 @@ MODEL = ModelConfig(
 )
 
 
+def active_params(model: ModelConfig) -> int:
+    return ModelShape.of(model).active_params
+
+
 def test_matrix_parameters_are_counted_by_hand():
     q, k, v, o = 5 * 8, 5 * 4, 5 * 4, 8 * 5
     for tied in (False, True):  # a tied head still multiplies
         model = dataclasses.replace(MODEL, tied_embeddings=tied)
-        assert matmul_params(model) == 3 * (q + k + v + o + 3 * 5 * 7) + 5 * 11
+        assert active_params(model) == 3 * (q + k + v + o + 3 * 5 * 7) + 5 * 11
 
 
 def test_frozen_matrices_have_no_gradients_and_adapters_do():
@@ -38,11 +41,11 @@ def test_frozen_matrices_have_no_gradients_and_adapters_do():
     adapters = adapter_params(MODEL, Lora(rank=2))
     assert (adapters, adapter_params(MODEL, Lora())) == (3 * 2 * sides, 0)
     saved = flops_per_token(MODEL, 64) - flops_per_token(MODEL, 64, adapters)
-    assert saved == 2 * matmul_params(MODEL) - 6 * adapters
+    assert saved == 2 * active_params(MODEL) - 6 * adapters
 
 
 def test_all_parameters_are_counted_by_hand():
-    matrices = matmul_params(MODEL) + 11 * 5
+    matrices = active_params(MODEL) + 11 * 5
     assert ModelShape.of(MODEL).num_params == matrices + 3 * 2 * 5 + 5
     tied = dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True, qk_norm="full")
     assert ModelShape.of(tied).num_params == matrices - 11 * 5 + 3 * (2 * 5 + 16 + 12) + 5
@@ -53,7 +56,7 @@ def test_of_the_experts_those_count_that_a_token_visits():
     model = dataclasses.replace(MODEL, experts=experts)
     attention, dense, router, expert = 5 * 8 * 2 + 5 * 4 * 2, 3 * 5 * 7, 5 * 6, 3 * 5 * 9
     counted = 3 * attention + dense + 5 * 11 + 2 * router
-    assert matmul_params(model) == counted + 2 * (2 + 2) * expert
+    assert active_params(model) == counted + 2 * (2 + 2) * expert
     vectors = 3 * 2 * 5 + 2 * 6 + 5
     assert ModelShape.of(model).num_params == counted + 2 * (6 + 2) * expert + 5 * 11 + vectors
 
@@ -64,7 +67,7 @@ def test_a_module_of_multi_token_prediction_is_a_layer_a_projection_and_a_head()
         more = dataclasses.replace(model, mtp_layers=2)
         longer = dataclasses.replace(model, num_layers=model.num_layers + 2)
         own = 2 * 2 * 5 * 5
-        assert matmul_params(more) == matmul_params(longer) + own + 2 * 5 * 11
+        assert active_params(more) == active_params(longer) + own + 2 * 5 * 11
         total = ModelShape.of(longer).num_params + own + 2 * 3 * 5
         assert ModelShape.of(more).num_params == total
         flops = flops_per_token(longer, 64) + 6 * (own + 2 * 5 * 11)
@@ -78,7 +81,7 @@ def test_latent_attention_is_counted_by_hand(q_rank):
     q = 5 * 6 + 6 * 4 * 8 if q_rank else 5 * 4 * 8
     kv_a, kv_b, o = 5 * (3 + 2), 3 * 4 * (6 + 5), 4 * 5 * 5
     matrices = 3 * (q + kv_a + kv_b + o + 3 * 5 * 7) + 5 * 11
-    assert matmul_params(model) == matrices
+    assert active_params(model) == matrices
     assert ModelShape.of(model).num_params == matrices + 5 * 11 + 3 * (2 * 5 + q_rank + 3) + 5
     attention = 3 * 6 * 4 * (8 + 5) * 64 / 2  # scores of 8 dims, values of 5
     assert flops_per_token(model, 64) == 6 * matrices + attention
@@ -105,19 +108,19 @@ def test_latent_attention_is_counted_by_hand(q_rank):
 def test_shapes_have_the_published_number_of_parameters(model, total, active):
     assert ModelShape.of(model).num_params == total
     if active is not None:
-        with_lookup = matmul_params(model) + model.vocab_size * model.d_model
+        with_lookup = active_params(model) + model.vocab_size * model.d_model
         assert with_lookup / 1e9 == pytest.approx(active, abs=0.05)
 
 
 def test_causal_attention_counts_as_half_of_the_full_matrix():
     full = 12 * 3 * 4 * 2 * 64  # 12 L N H T
-    assert flops_per_token(MODEL, 64) == 6 * matmul_params(MODEL) + full / 2
+    assert flops_per_token(MODEL, 64) == 6 * active_params(MODEL) + full / 2
 
 
 def test_a_window_limits_attention_in_the_layers_that_use_it():
     windowed = dataclasses.replace(MODEL, sliding_window=16, first_window_layer=1)
     by_hand = 12 * 4 * 2 * (1 * 32 + 2 * (16 - 16 * 16 / 128))
-    assert flops_per_token(windowed, 64) == 6 * matmul_params(MODEL) + by_hand
+    assert flops_per_token(windowed, 64) == 6 * active_params(MODEL) + by_hand
 
 
 def test_the_mean_number_of_keys_is_the_mean_of_the_mask():

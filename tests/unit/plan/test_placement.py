@@ -63,7 +63,7 @@ def test_ratios_are_those_of_a3():
     assert placed(pp=8)["pp"].ratio == pytest.approx(NVLINK / (16 * H * 4))
     # A rank's keys and values, 7 times forward and, with float32 gradients, three times as many bytes backward.
     ring = placed(cp=8)["cp"]
-    assert ring.volume == SQUARE.layers * 4 * 7 * 4 * (TOKENS / 8) * H
+    assert ring.sent_bytes == SQUARE.layers * 4 * 7 * 4 * (TOKENS / 8) * H
     assert ring.ratio == pytest.approx(2 * NVLINK / (TOKENS / 8))
     # Every token's copies there and back beside their experts of three matrices: their number cancels.
     shape = ModelShape.of(SQUARE, experts=Experts(num=64, top_k=2, d_ff=2048))
@@ -74,17 +74,17 @@ def test_volumes_are_what_a_step_sends():
     n = 2 * SQUARE.num_params * 7 / 8
     volumes = {1: 3 * n, 2: 5 * n, 3: 12 * n}  # ZeRO-1: float32 scattered, bfloat16 gathered
     for zero, volume in volumes.items():
-        assert placed(fsdp=8, microbatches=4, zero=zero)["fsdp"].volume == pytest.approx(volume)
-    assert placed(dp=8, microbatches=4, zero=0)["dp"].volume == pytest.approx(4 * n)  # float32
+        assert placed(fsdp=8, microbatches=4, zero=zero)["fsdp"].sent_bytes == pytest.approx(volume)
+    assert placed(dp=8, microbatches=4, zero=0)["dp"].sent_bytes == pytest.approx(4 * n)  # float32
     # The playbook's 4 gas s mbs h.
-    assert placed(pp=4, microbatches=8)["pp"].volume == 4 * 8 * TOKENS * H
+    assert placed(pp=4, microbatches=8)["pp"].sent_bytes == 4 * 8 * TOKENS * H
 
 
 def test_gradients_are_summed_over_the_ranks_that_share_parameters_and_no_others():
     for zero, axis in ((0, "dp"), (1, "fsdp")):
         alone, replicated = (placed(zero=zero, cp=8, dp=dp)[axis] for dp in (1, 2))
         width = 8 if zero == 0 else 6
-        assert alone.volume == pytest.approx(width * SQUARE.num_params * 7 / 8)
+        assert alone.sent_bytes == pytest.approx(width * SQUARE.num_params * 7 / 8)
         assert len(replicated.group) == (16 if zero == 0 else 8)
 
 

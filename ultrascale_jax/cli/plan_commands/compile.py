@@ -20,7 +20,7 @@ from ultrascale_jax.config.section import Count
 from ultrascale_jax.launch.failures import INTERRUPTED
 from ultrascale_jax.plan.bill import bill as bill_of
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.report.compiled import CompiledReport, Executed
+from ultrascale_jax.plan.report.compiled import CompiledReport
 
 MOST_BYTES = 16 * units.GIB
 """Most memory of all GPUs together that `--execute` takes on this machine."""
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
             report = dataclasses.replace(report, bill=price)
         if options.execute:
             result = interruptible(lambda: executed(cfg, step), "executing")
-            report = dataclasses.replace(report, executed=result)
+            report = dataclasses.replace(report, execution=result)
         if folder is not None:
             dump(folder, step, report)
         output.show("compile", report, as_json=options.json, figure=options.figure, width=120)
@@ -87,8 +87,8 @@ def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
     return step, simulate_step(step, cluster, document_tokens=options.document_tokens)
 
 
-def executed(cfg: Config, step: Any) -> Executed:
-    """Run a `CompiledStep` on the CPU and return for each output how far it is from the CPU's own step.
+def executed(cfg: Config, step: Any) -> Any:
+    """Run a `CompiledStep` on the CPU and return its `Execution`, with how far each output is from the CPU's own step.
 
     Raises `UserError` for a program whose memory is more than this machine should hold, or that nobody can execute.
     """
@@ -100,14 +100,9 @@ def executed(cfg: Config, step: Any) -> Executed:
     fix = f"{num_devices} GPUs take {units.size(needed)}; give a recipe of at most {units.size(MOST_BYTES)}"
     require(needed <= MOST_BYTES, "execute", True, fix)
     try:
-        execution = execute_step(step, reference_step(cfg, num_devices))
+        return execute_step(step, reference_step(cfg, num_devices))
     except Unsupported as error:
         raise UserError(f"execute=True: the interpreter does not know {error}") from error
-    return Executed(
-        seconds=execution.seconds,
-        largest=execution.largest.relative,
-        relative_differences={d.name: d.relative for d in execution.differences},
-    )
 
 
 def interruptible[T](work: Callable[[], T], what: str = "compiling") -> T:

@@ -32,7 +32,7 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.compiled.timeline import COMPUTE, LOOP, Event, Timeline, simulate
 from ultrascale_jax.plan.formulas import costs, pipeline
 from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_gpu
-from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.prediction import BOUNDS, StepPrediction
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_batch, abstract_state
@@ -311,9 +311,7 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
         peak_bytes=step.peak_bytes,
         host_bytes=step.host_bytes,
         workspace_bytes=step.workspace_bytes,
-        one_stream_s=timeline.one_stream_s,
-        side_by_side_s=timeline.side_by_side_s,
-        contended_s=timeline.contended_s,
+        **{name: getattr(timeline, name) for name in BOUNDS},
     )
 
 

@@ -59,6 +59,15 @@ class Execution:
         """The output that is furthest off."""
         return max(self.differences, key=lambda difference: difference.relative)
 
+    def asdict(self) -> dict[str, Any]:
+        """Return the fields of the JSON object."""
+        relative = {difference.name: difference.relative for difference in self.differences}
+        return {
+            "seconds": self.seconds,
+            "largest": self.largest.relative,
+            "relative_differences": relative,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:

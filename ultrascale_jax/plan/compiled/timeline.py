@@ -43,6 +43,9 @@ COMPUTE, IN_NODE, BETWEEN_NODES, COPIES, HOST = (
 LOOP = "loop"
 """Kind of an event that stands for many iterations."""
 
+SHOWN = 2
+"""Iterations of each loop that the events show in full."""
+
 
 class Work(NamedTuple):
     """Work that a link does."""
@@ -116,7 +119,6 @@ def simulate(
     share: Callable[[Instruction, tuple[int, ...]], float] | None = None,
     document_tokens: int | None = None,
     contention: float | None = None,
-    shown: int = 2,
 ) -> Timeline:
     """Replay `module` on a GPU of `cluster`.
 
@@ -130,10 +132,9 @@ def simulate(
       document_tokens: length of all packed documents; none is a full row.
       contention: how many times as slow all work overlapped with a collective is, in place of what `costs.NCCL_CORES`
         take from products and attention.
-      shown: iterations of each loop that the events show in full.
     """
     operations = Operations(module, cluster.gpu, document_tokens)
-    replay = _Replay(operations, axes, cluster, comm_streams or {}, share, contention, shown)
+    replay = _Replay(operations, axes, cluster, comm_streams or {}, share, contention)
     replay.computation(module.entry)
     return Timeline(
         step_s=replay.now,
@@ -157,7 +158,6 @@ class _Replay:
         comm_streams: Mapping[str, int],
         share: Callable[[Instruction, tuple[int, ...]], float] | None,
         contention: float | None,
-        shown: int,
     ):
         self.module, self.operations = operations.module, operations
         self.collectives = {
@@ -165,7 +165,7 @@ class _Replay:
             for c in collectives.find_collectives(self.module, axes)
         }
         self.nccl_share, self.contention = costs.NCCL_CORES / cluster.gpu.cores, contention
-        self.comm_streams, self.share, self.shown = comm_streams, share, shown
+        self.comm_streams, self.share = comm_streams, share
         self.trips: tuple[int, ...] = ()
         self.now = 0.0
         links = IN_NODE, BETWEEN_NODES, COPIES, HOST
@@ -278,13 +278,13 @@ class _Replay:
         lengths = {stream: len(events) for stream, events in self.streams.items()}
         for done in range(1, trips + 1):
             start, before = self.now, dict(self.seconds)
-            self.recording = recording and done <= self.shown
+            self.recording = recording and done <= SHOWN
             around, self.trips = self.trips, (*self.trips, trips)
             self.computation(body)
             self.trips = around
             state = (self.now - start, *(max(0.0, end - self.now) for end in self.free.values()))
             repeats = steady is not None and _same(state, steady)
-            if not hidden and (repeats or done == self.shown):
+            if not hidden and (repeats or done == SHOWN):
                 hidden, hidden_from = trips - done, self.now
             if repeats:
                 self.skip(trips - done, start, before)

@@ -159,7 +159,7 @@ def offloaded_bytes(run: Run) -> float:
 
 def returning_bytes(run: Run) -> float:
     """Count the bytes of a layer's activations that return from the host while the layer behind it computes."""
-    return offloaded_bytes(run) if run.prefetches else 0.0
+    return offloaded_bytes(run) if run.lowering.gathers_ahead else 0.0
 
 
 def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:

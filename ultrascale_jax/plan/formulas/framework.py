@@ -49,7 +49,7 @@ class Overheads:
     tensor_passes: int = 8
     """Times that a layer gathers or scatters the residual stream, forward and backward."""
     gathers: int = 1
-    """Collectives in which a layer's parameters are gathered (ZeRO-3), unless `Run.gathers_whole_layers`."""
+    """Collectives in which a layer's parameters are gathered (ZeRO-3), unless one has all of them (`Lowering`)."""
     travel: float = 1.0
     """Share of the time of tokens on their way to experts and back that is waited for."""
     overlapped: float = 1.0

@@ -30,7 +30,6 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.verdict import DOES_NOT_FIT, Verdict, by_formula
 from ultrascale_jax.plan.workload import Run
 
 NF4_BITS = 4.127
@@ -129,7 +128,7 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     width = 2 if cast else 4
     if run.zero == 3:
         used = sharded_params(run, weights, tables=False)
-        used *= cast and not (run.sums_by_layer or run.adapter_params)
+        used *= cast and not (run.lowering.sums_by_layer or run.adapter_params)
     else:
         used = (weights.blocks + weights.tables * several) * (
             (cast and not run.adapter_params) or run.zero > 0
@@ -166,7 +165,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
     used *= layer.input_width
-    if run.prefetches:
+    if run.lowering.gathers_ahead:
         used += (layer.input_width + layer.width) * layer_params(run, weights)
     gradients = _block_gradients(run, weights, layer) + layer.width * weights.table
     if run.adapter_params:
@@ -181,7 +180,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
 def _block_gradients(run: Run, weights: Weights, layer: Layer) -> float:
     """Count the bytes of a micro-batch's gradients of the blocks: shards with zero 3, float32 if a layer sums them."""
     if run.zero == 3:
-        width = 4 if run.sums_by_layer else layer.width
+        width = 4 if run.lowering.sums_by_layer else layer.width
         return width * sharded_params(run, weights, tables=False)
     return layer.width * weights.blocks
 
@@ -195,7 +194,9 @@ def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, floa
     modules = run.shape.mtp_layers
     return {
         "gradients": layer.width * modules * weights.table + _block_gradients(run, weights, layer),
-        "communication buffers": layer.input_width * layer_params(run, weights) * run.prefetches,
+        "communication buffers": layer.input_width
+        * layer_params(run, weights)
+        * run.lowering.gathers_ahead,
         "workspace": 2 * layer.width * modules * layer.whole,
     }
 
@@ -208,7 +209,7 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     backward pass begins is gathered ahead.
     """
     chunks, exponentials = loss_chunks(run)
-    prefetched = run.prefetches and run.microbatches == 1
+    prefetched = run.lowering.gathers_ahead and run.microbatches == 1
     ahead = layer.input_width * layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
     gradient = 4 * weights.table if chunks > 1 else layer.width * (weights.table - head)
@@ -249,13 +250,6 @@ def timeline(run: Run) -> list[tuple[str, int]]:
         ("optimizer step", int(start + 4 * trained_params(run, weights))),
         ("second forward-backward peak", peak),
     ]
-
-
-def verdict(run: Run, gpu: Gpu) -> Verdict:
-    """Say whether `run` fits `gpu`, and its host what it offloads."""
-    if not fits_host(run, gpu):
-        return DOES_NOT_FIT
-    return by_formula(breakdown(run).peak_bytes, gpu.usable_bytes)
 
 
 def fits_host(run: Run, gpu: Gpu) -> bool:

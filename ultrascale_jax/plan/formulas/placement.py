@@ -56,9 +56,9 @@ class Placement:
     """GPU 0 and those that it exchanges with: along the axis, and for ZeRO's shards along ep and cp too."""
     nodes: int
     """Nodes that a group spans."""
-    gbs: float
+    gb_per_second: float
     """1e9 bytes a second of one GPU along the axis."""
-    volume: float | None
+    sent_bytes: float | None
     """Bytes that one GPU sends in a step; none where those of another axis include them."""
     ratio: float | None
     """Communication over the computation that it can hide behind."""
@@ -71,7 +71,7 @@ class Communication(NamedTuple):
 
     axes: tuple[str, ...]
     """Axes of the mesh, larger than 1, over which the collectives run: for ZeRO those of `ZERO_AXES`."""
-    volume: float
+    sent_bytes: float
     """Bytes that one GPU sends in a step."""
     ratio: float
     """Time of the communication of one micro-batch, and for dp and ZeRO-1 of the step, over that of the computation."""
@@ -94,7 +94,7 @@ def place(run: Run, cluster: Cluster) -> list[Placement]:
     for axis, size in run.mesh.sizes.items():
         if size == 1 and axis not in found:
             continue
-        axes, volume, ratio = found.get(axis, ((axis,), None, None))
+        axes, sent_bytes, ratio = found.get(axis, ((axis,), None, None))
         ranks = group(run.mesh, axes, cluster.gpus_per_node)
         placements.append(
             Placement(
@@ -104,8 +104,8 @@ def place(run: Run, cluster: Cluster) -> list[Placement]:
                 sends=SENDS[axis],
                 group=_members(run.mesh, axes),
                 nodes=ranks.nodes,
-                gbs=bandwidth(axis, ranks, cluster) / 1e9,
-                volume=volume,
+                gb_per_second=bandwidth(axis, ranks, cluster) / 1e9,
+                sent_bytes=sent_bytes,
                 ratio=ratio,
                 pieces=tuple(gpu // _stride(run.mesh, axis) % size for gpu in range(run.num_gpus)),
             )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale_jax.config import kept_by_name, require_type
-from ultrascale_jax.config.lowering import orders_whole_stage
+from ultrascale_jax.config.lowering import GATHER_TOGETHER, orders_whole_stage
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     layer_of,
@@ -407,7 +407,7 @@ class Step:
     def layer_parameters(self, forward: float, backward: float) -> float:
         """Time gathering a layer's parameters; routed experts hide behind a layer if the last one gathers them."""
         params = self.layer_params
-        if self.run.prefetches:
+        if self.run.lowering.gathers_ahead:
             return self.parameters(params, *self.hiding_passes(forward, backward))
         return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
 
@@ -430,7 +430,8 @@ class Step:
     def moved(self, params: list[Params]) -> tuple[float, float]:
         """Time gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
         zero, width, gather, scatter = self.run.zero, layer_of(self.run).width, 0.0, 0.0
-        pieces = 1 if self.run.gathers_whole_layers else self.overheads.gathers
+        together = GATHER_TOGETHER in self.run.lowering.xla_options
+        pieces = 1 if together else self.overheads.gathers
         for count, ranks, own in params if zero >= 2 else ():
             scatter += self.collective("reduce-scatter", width * count, ranks)
             if zero == 3:

@@ -23,6 +23,7 @@ from ultrascale_jax.units import GIB
 
 if TYPE_CHECKING:
     from ultrascale_jax.plan.compiled.compile import CompiledStep
+    from ultrascale_jax.plan.compiled.execute import Execution
     from ultrascale_jax.plan.compiled.timeline import Timeline
 
 
@@ -62,7 +63,7 @@ class CompiledReport:
     """Configuration that was compiled."""
     bill: Bill | None = None
     """Days and cost of the whole training, where they were asked for."""
-    executed: "Executed | None" = None
+    execution: "Execution | None" = None
     """Result of running the program on a CPU, if it was asked for."""
 
     @classmethod
@@ -105,7 +106,7 @@ class CompiledReport:
     def asdict(self) -> dict[str, Any]:
         """Return the fields of the JSON object."""
         times, classes = self.memory_over_step
-        executed = {} if self.executed is None else {"executed": vars(self.executed)}
+        executed = {} if self.execution is None else {"executed": self.execution.asdict()}
         return {
             **self.prediction.summary(),
             "argument_bytes": self.argument_bytes,
@@ -139,7 +140,7 @@ class CompiledReport:
             )
         ]
         found += [] if self.bill is None else [line(f"the whole training: {self.bill.text}")]
-        found += [] if self.executed is None else [self.executed.table()]
+        found += [] if self.execution is None else [self._executed(self.execution)]
         head = line(f"{step.run.label} on {step.run.num_gpus} x {step.gpu.name}")
         return Group(head, self._memory(), *found)
 
@@ -175,6 +176,15 @@ class CompiledReport:
         made.add_row("MFU", f"{step.mfu:.1%}")
         return made
 
+    def _executed(self, execution: "Execution") -> Table:
+        """Return the differences of all outputs."""
+        title = f"output of the step, executed in {execution.seconds:.0f} s"
+        made = Table(title, "relative difference")
+        for found in execution.differences:
+            made.add_row(found.name, f"{found.relative:.1e}")
+        made.add_row("largest", f"{execution.largest.relative:.1e}")
+        return made
+
     def figure(self) -> "StepFigure":
         """Draw the operations of the step, and the memory that its buffers take along it."""
         step, (times, classes) = self.prediction, self.memory_over_step
@@ -208,24 +218,6 @@ class CompiledReport:
             streams=streams,
             memory=areas if times else None,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Executed:
-    """Result of running the program on this machine's CPU."""
-
-    seconds: float
-    largest: float
-    """Largest relative difference of an output from the CPU's own step."""
-    relative_differences: Mapping[str, float]
-    """That of each output."""
-
-    def table(self) -> Table:
-        """Return the differences of all outputs."""
-        made = Table(f"output of the step, executed in {self.seconds:.0f} s", "relative difference")
-        for name, relative in {**self.relative_differences, "largest": self.largest}.items():
-            made.add_row(name, f"{relative:.1e}")
-        return made
 
 
 @dataclass(frozen=True, kw_only=True)

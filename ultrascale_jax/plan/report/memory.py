@@ -17,14 +17,13 @@ from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.formulas.checkpoint import Checkpoint, checkpoint
 from ultrascale_jax.plan.formulas.host import HostMemory
 from ultrascale_jax.plan.formulas.pipeline_memory import RankMemory, by_rank
-from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.report.layout import limit, line, wrap
 from ultrascale_jax.plan.report.limits import LimitsReport
 from ultrascale_jax.plan.report.mesh import MeshReport
 from ultrascale_jax.plan.report.roofline import RooflineReport
 from ultrascale_jax.plan.verdict import FITS, SETTLES, UNSURE, Verdict
-from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
 
 SLOWEST = 3
@@ -117,43 +116,23 @@ class MemoryReport:
         )
 
     @property
-    def run(self) -> Run:
-        """The run that was asked for."""
-        return self.step.run
-
-    @property
-    def gpu(self) -> Gpu:
-        """The GPU, with its host."""
-        return self.step.gpu
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes at the moment that needs most."""
-        return self.step.peak_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Activations in the host's memory."""
-        return self.step.host_bytes
-
-    @property
     def quantized_peak_bytes(self) -> int | None:
         """Peak that QLoRA would have; none without adapters."""
-        saving = memory.quantized_saving(self.run)
-        return self.peak_bytes - saving if saving else None
+        saving = memory.quantized_saving(self.step.run)
+        return self.step.peak_bytes - saving if saving else None
 
     @property
     def quantized(self) -> str:
         """Say what QLoRA would take."""
-        peak = units.size(self.quantized_peak_bytes or self.peak_bytes)
+        peak = units.size(self.quantized_peak_bytes or self.step.peak_bytes)
         return f"with QLoRA's base in {memory.NF4_BITS} bits it would be {peak}; this trainer has no such base"
 
     @property
     def in_flight(self) -> float:
         """Micro-batches whose activations the fullest rank of a pipeline holds at once."""
-        if self.run.mesh.pp == 1:
+        if self.step.run.mesh.pp == 1:
             return 1
-        return pipeline.counts(self.run).peaks["in_flight"] / self.run.virtual_stages
+        return pipeline.counts(self.step.run).peaks["in_flight"] / self.step.run.virtual_stages
 
     def asdict(self) -> dict[str, Any]:
         """Return the fields of the JSON object."""
@@ -178,7 +157,7 @@ class MemoryReport:
         )
 
     def __rich__(self) -> Group:
-        lines = [line(f"{self.run.num_gpus} x {self.gpu.name}: {self.run.label}")]
+        lines = [line(f"{self.step.run.num_gpus} x {self.step.gpu.name}: {self.step.run.label}")]
         below = [line(self.checkpoint.text), line(self.host.text), line(self.speed)]
         below += [line(self.quantized)] if self.quantized_peak_bytes is not None else []
         below += [] if self.bill is None else [line(f"the whole training: {self.bill.text}")]
@@ -193,30 +172,34 @@ class MemoryReport:
         return Group(*lines, *tables, *below)
 
     def _ranks(self) -> Table:
-        unit, count = units.byte_unit(self.peak_bytes)
+        unit, count = units.byte_unit(self.step.peak_bytes)
         made = Table("pipeline rank", "layers", "micro-batches at once", f"{unit} used", unit)
         for row in self.ranks:
-            sizes = (f"{row.used_bytes / count:.2f}", f"{self.peak_bytes / count:.2f}")
+            sizes = (f"{row.used_bytes / count:.2f}", f"{self.step.peak_bytes / count:.2f}")
             made.add_row(str(row.rank), str(row.layers), f"{row.in_flight:g}", *sizes)
         return made
 
     def _parts(self) -> Table:
-        unit, count = units.byte_unit(self.peak_bytes)
+        unit, count = units.byte_unit(self.step.peak_bytes)
         made = Table("part of the peak", unit, "share")
         for name, size in self.parts.items():
             if size:
-                made.add_row(name, f"{size / count:.2f}", f"{size / self.peak_bytes:.0%}")
+                made.add_row(name, f"{size / count:.2f}", f"{size / self.step.peak_bytes:.0%}")
         made.add_section()
-        made.add_row("together", f"{self.peak_bytes / count:.2f}", "100%")
-        made.add_row(f"usable of {self.gpu.name}", f"{self.gpu.usable_bytes / count:.2f}", "")
-        if self.host_bytes:
+        made.add_row("together", f"{self.step.peak_bytes / count:.2f}", "100%")
+        made.add_row(
+            f"usable of {self.step.gpu.name}", f"{self.step.gpu.usable_bytes / count:.2f}", ""
+        )
+        if self.step.host_bytes:
             made.add_section()
-            made.add_row("activations in the host's memory", f"{self.host_bytes / count:.2f}", "")
-            made.add_row("usable of the host", f"{self.gpu.usable_host_bytes / count:.2f}", "")
+            made.add_row(
+                "activations in the host's memory", f"{self.step.host_bytes / count:.2f}", ""
+            )
+            made.add_row("usable of the host", f"{self.step.gpu.usable_host_bytes / count:.2f}", "")
         return made
 
     def _moments(self) -> Table:
-        unit, count = units.byte_unit(self.peak_bytes)
+        unit, count = units.byte_unit(self.step.peak_bytes)
         made = Table("moment", unit)
         for name, size in self.timeline:
             made.add_row(name, f"{size / count:.2f}")
@@ -236,14 +219,14 @@ class MemoryReport:
     @property
     def answer(self) -> str:
         """Whether it fits, in a sentence, and what others call a run that recomputes nothing where it may not."""
-        is_none = self.run.remat == "none" and self.step.verdict != FITS
+        is_none = self.step.run.remat == "none" and self.step.verdict != FITS
         return self._fit + f"; {NO_CHECKPOINTING}" * is_none
 
     @property
     def _fit(self) -> str:
         """Whether it fits, and with which hint."""
-        space = self.gpu.usable_bytes - self.peak_bytes
-        host = self.gpu.usable_host_bytes - self.host_bytes
+        space = self.step.gpu.usable_bytes - self.step.peak_bytes
+        host = self.step.gpu.usable_host_bytes - self.step.host_bytes
         hint = ", or ".join(hint.text for hint in self.hints)
         if self.step.verdict == FITS:
             room = f"; there is room for {hint}" if hint else ""
@@ -265,13 +248,13 @@ class MemoryReport:
         moments = [Bar(label=wrap(n, 12), parts={WHOLE: size / GIB}) for n, size in self.timeline]
         return Bars(
             name="memory",
-            title=f"Memory of one GPU: {self.run.label}",
+            title=f"Memory of one GPU: {self.step.run.label}",
             caption="By formulas: what one GPU holds at the peak of a step, and through two optimizer steps.",
             panels={
-                "at the peak, by part": [Bar(label=wrap(self.run.label, 18), parts=parts)],
+                "at the peak, by part": [Bar(label=wrap(self.step.run.label, 18), parts=parts)],
                 "through two steps": moments,
             },
             unit="GiB",
             x="",
-            **limit(self.gpu),
+            **limit(self.step.gpu),
         )

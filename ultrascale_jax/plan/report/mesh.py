@@ -42,28 +42,15 @@ class MeshReport:
         for a in self.axes:
             first, second, *others = map(str, a.group)
             members = [first, second, "...", others[-1]] if len(others) > 1 else map(str, a.group)
-            volume = "" if a.volume is None else f"{a.volume / GIB:,.1f}"
+            sent = "" if a.sent_bytes is None else f"{a.sent_bytes / GIB:,.1f}"
             ratio = "" if a.ratio is None else f"{a.ratio:.2f}"
             words = (a.axis, str(a.size), a.splits, ", ".join(members), link(a))
-            made.add_row(*words, f"{a.gbs:g}", volume, ratio)
+            made.add_row(*words, f"{a.gb_per_second:g}", sent, ratio)
         return [made]
 
     def asdict(self) -> dict[str, Any]:
         """Return the fields of the JSON object; bytes of one GPU and step."""
-        rows = [
-            {
-                "axis": a.axis,
-                "size": a.size,
-                "splits": a.splits,
-                "sends": a.sends,
-                "group": a.group,
-                "nodes": a.nodes,
-                "gb_per_second": a.gbs,
-                "sent_bytes": a.volume,
-                "ratio": a.ratio,
-            }
-            for a in self.axes
-        ]
+        rows = [{k: v for k, v in vars(a).items() if k != "pieces"} for a in self.axes]
         cluster = {"nodes": self.cluster.nodes, "gpus_per_node": self.cluster.gpus_per_node}
         return cluster | {"axes": rows}
 
@@ -74,7 +61,7 @@ class MeshReport:
         require(1 < gpus <= MOST_GPUS, "gpus", gpus, fix)
         maps = [
             AxisMap(
-                title=f"{a.axis} {a.size}: {a.splits.split(',')[0]}\n{link(a)}, {a.gbs:g} GB/s",
+                title=f"{a.axis} {a.size}: {a.splits.split(',')[0]}\n{link(a)}, {a.gb_per_second:g} GB/s",
                 pieces=a.pieces,
                 group=a.group,
             )

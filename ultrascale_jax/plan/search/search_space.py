@@ -408,7 +408,9 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
 
 def _can_offload(run: Run, remat: Remat, cluster: Cluster) -> bool:
     """Return whether layers gather ahead, and the host has the memory for what `remat` offloads."""
-    return run.prefetches and fits_host(dataclasses.replace(run, remat=remat), cluster.gpu)
+    return run.lowering.gathers_ahead and fits_host(
+        dataclasses.replace(run, remat=remat), cluster.gpu
+    )
 
 
 def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:

@@ -233,8 +233,8 @@ function showMesh(mesh) {
   byId("gpu").textContent = `GPU ${chosenGpu} in node ${Math.floor(chosenGpu / perNode)} of ${whole(nodes)} is ${where || "alone"}; in colour, whom it talks to. Choose another by click or arrow keys.`;
   fillTable(byId("axes"), ["axis", "size", "splits", "sends", "link", "GB/s", "GiB a step", "comm./comp.", "waits"], links.map((link) => [
     keyed(AXIS_COLOURS[link.axis], link.axis), whole(link.size), link.splits, link.sends,
-    link.nodes === 1 ? "in the node" : `over ${whole(link.nodes)} nodes, ${link.per_node} in each`, number(link.gbs),
-    link.volume === null ? "" : gib(link.volume), link.ratio === null ? "" : link.ratio.toFixed(2), link.exposed_s ? seconds(link.exposed_s) : "",
+    link.nodes === 1 ? "in the node" : `over ${whole(link.nodes)} nodes, ${link.per_node} in each`, number(link.gb_per_second),
+    link.sent_bytes === null ? "" : gib(link.sent_bytes), link.ratio === null ? "" : link.ratio.toFixed(2), link.exposed_s ? seconds(link.exposed_s) : "",
   ]), ["splits", "sends", "link"]);
 }
 
