@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, check_numbers, grid, legend, number, resize
+from ultrascale_jax.figures.figure import Figure, grid, legend, number, resize
 from ultrascale_jax.figures.palette import INK, MARKERS, PAPER, SERIES, colours, is_variable
 
 CLIP = 2.5
@@ -23,9 +23,6 @@ class Bar:
     """From the bottom up, in the unit of the figure."""
     text: str = ""
     """Over the stack, in place of its height."""
-
-    def __post_init__(self):
-        check_numbers(*self.parts.values())
 
     @property
     def total(self) -> float:
@@ -96,14 +93,6 @@ class Areas(Figure):
     """Height of a dashed line."""
     limit_name: str = ""
 
-    def __post_init__(self):
-        check_numbers(
-            self.end, *self.starts, *(size for row in self.parts.values() for size in row)
-        )
-        for row in self.parts.values():
-            if len(row) != len(self.starts):
-                raise ValueError(f"{len(row)} sizes of {len(self.starts)} points")
-
     height = 4.2
     """Height of the picture in inches."""
 
@@ -171,9 +160,6 @@ class Point:
     y: float
     solid: bool = True
     """False draws it hollow; the figure explains the meaning."""
-
-    def __post_init__(self):
-        check_numbers(self.x, self.y)
 
 
 def name_groups(ax: Any, names: Sequence[str], hollow: str, **style: Any) -> None:

@@ -1,7 +1,6 @@
 """The base of all figures: numbers that matplotlib draws into a PNG file."""
 
 import io
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,13 +92,6 @@ def legend(canvas: Any, ax: Any, *, reverse: int = 0) -> None:
     canvas.legend(
         [handles[n] for n in picked], [labels[n] for n in picked], loc="outside right upper"
     )
-
-
-def check_numbers(*values: Any) -> None:
-    """Raise `ValueError` for a value that no axis can show: no number, or negative, infinite or nan."""
-    for value in values:
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"{value!r} is no size")
 
 
 def number(value: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, check_numbers, number
+from ultrascale_jax.figures.figure import Figure, number
 from ultrascale_jax.figures.palette import INK, SERIES
 
 
@@ -19,9 +19,6 @@ class Spot:
     """FLOP/s."""
     kind: str
     """The legend's entry, which gives the colour."""
-
-    def __post_init__(self):
-        check_numbers(self.intensity, self.speed)
 
 
 @dataclass(frozen=True, kw_only=True)

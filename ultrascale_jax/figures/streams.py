@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, check_numbers, legend, resize, rows_of
+from ultrascale_jax.figures.figure import Figure, legend, resize, rows_of
 from ultrascale_jax.figures.palette import LOOP, kind_colours
 
 
@@ -16,9 +16,6 @@ class Event:
     start: float
     duration: float
     kind: str
-
-    def __post_init__(self):
-        check_numbers(self.start, self.duration)
 
     @property
     def end(self) -> float:
