@@ -1,8 +1,9 @@
 """Constants of this project's trainer, beside those of the machine (`costs.py`)."""
 
+import itertools
 from dataclasses import dataclass
 
-from ultrascale_jax.config import REMAT_NAMES, Keep, Remat, remat_names
+from ultrascale_jax.config import REMAT_NAMES, Keep, Remat, kept_by_name
 from ultrascale_jax.plan.formulas import costs
 
 RESULTS = {
@@ -17,17 +18,17 @@ NORMED_RESULTS = RESULTS | {"down": ("mlp_out",)}
 """The same where a norm reads what the MLP returns, so that its backward pass needs that."""
 
 KEPT = {
-    "selective": (REMAT_NAMES,),
-    "dots": (*NORMED_RESULTS.values(), ("attn_core",)),
-    "full": ((),),
+    "none": REMAT_NAMES,
+    "selective": REMAT_NAMES,
+    "dots": ("attn_core", *itertools.chain(*NORMED_RESULTS.values())),
+    "full": (),
 }
 """Results that the policies of `train_step/remat.py` keep."""
 
 
 def kept_names(remat: Remat) -> set[str]:
     """Return the names of a layer's tensors that are there in its backward pass, also from the host."""
-    groups = remat_names(remat) if isinstance(remat, Keep) else KEPT.get(remat, ())
-    return set(REMAT_NAMES) if remat == "none" else {name for names in groups for name in names}
+    return set(kept_by_name(remat) if isinstance(remat, Keep) else KEPT[remat])
 
 
 @dataclass(frozen=True, kw_only=True)

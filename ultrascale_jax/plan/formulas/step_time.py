@@ -8,7 +8,7 @@ import functools
 from dataclasses import replace
 from typing import NamedTuple
 
-from ultrascale_jax.config import kept_by_name, require_type
+from ultrascale_jax.config import require_type
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, orders_whole_stage
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
@@ -375,9 +375,7 @@ class Step:
     @property
     def ways(self) -> tuple[int, int]:
         """Return the times that tokens are sent to experts or back, forward and backward."""
-        remat = self.run.remat
-        kept = remat in ("none", "selective") or "dispatched" in kept_by_name(remat)
-        return 2, 2 if kept else 3
+        return 2, 2 if "dispatched" in self.kept else 3
 
     @property
     def one_way(self) -> float:
