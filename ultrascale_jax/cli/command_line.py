@@ -362,9 +362,8 @@ def read[T](
         if stop.code == 0:
             raise
         complaint = _unboxed(report.getvalue())
-        fix = expanded(complaint, arguments) or complaint + _hint(
-            complaint, [*options_of(default or form)], prog
-        )
+        hint = _hint(complaint, [*options_of(default or form)], prog)
+        fix = expanded(complaint, arguments) or complaint + hint
         raise UserError(fix) from None
     # A `Config` has done so itself.
     chosen: Any = made.options if isinstance(made, Command) else made

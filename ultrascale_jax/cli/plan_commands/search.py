@@ -104,19 +104,12 @@ def run(search: Search, evaluate: Evaluate, most: int) -> bool:
 
 def compiler(options: Options) -> Evaluate:
     """Return a function that compiles one configuration by the verb `compile`, in its own process: XLA may crash."""
-    machine = machine_words(options)
 
     def evaluate(cfg: Config) -> StepPrediction:
-        command = [
-            sys.executable,
-            "-m",
-            "ultrascale_jax",
-            "plan",
-            "compile",
-            *words(options.recipe, cfg),
-        ]
+        command = [sys.executable, "-m", "ultrascale_jax", "plan", "compile"]
+        command += [*words(options.recipe, cfg), *machine_words(options), "--json"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen([*command, *machine, "--json"], text=True, **pipes) as process:
+        with subprocess.Popen(command, text=True, **pipes) as process:
             try:
                 result, errors = process.communicate()
             except KeyboardInterrupt:
