@@ -98,19 +98,21 @@ def test_where_nothing_fits_for_certain_a_hint_is_unsure_and_says_so(capsys):
     assert found["verdict"] == "does not fit"
     same, smaller = found["hints"]
     assert "--mesh pp=2,sp=4" in same["options"] and same["verdict"] == "unsure"
-    assert smaller["options"] == "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
+    assert smaller["options"].startswith(
+        "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
+    )
     assert smaller["verdict"] == "fits"
     shown = text(capsys, *question)
     assert f"try {same['options']} (unsure, " in shown and f"or {smaller['options']} (" in shown
 
 
-def test_a_million_tokens_exchange_heads_where_a_ring_is_too_large(capsys):
+def test_a_million_tokens_fit_where_nothing_of_a_layer_stays_on_the_device(capsys):
     question = [*("qwen3_8b", "--data.seq-len", "1048576", "--train.global-batch", "1")]
     question += ["--data.no-document-mask", "--mesh", "cp=8", "--train.remat", "full"]
     found = answer(capsys, *question)
-    assert found["hints"][0]["options"] == "--cp.ulysses 8"
-    assert found["hints"][0]["verdict"] == "unsure"
-    assert "fits for certain" not in text(capsys, *question)
+    (hint,) = found["hints"]
+    assert hint["options"] == "--train.remat offload:layer_input,attn_core"
+    assert hint["verdict"] == "fits"
 
 
 def test_the_speed_of_exactly_this_configuration(capsys):
