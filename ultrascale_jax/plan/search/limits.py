@@ -1,7 +1,7 @@
 """Find how far a run reaches: the fewest GPUs on which it fits, and the longest sequence.
 
 Both ask many times whether anything fits, which needs no time of a step: on each mesh only the leanest candidates are
-counted, with full recomputation, and the first that fits ends the question.
+counted, with full recomputation, its inputs on the device or on the host, and the first that fits ends the question.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ultrascale_jax.config import AXES, Config, MeshConfig, UserError
+from ultrascale_jax.config import AXES, Config, Keep, MeshConfig, UserError
 from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
@@ -18,6 +18,7 @@ from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.search.search_space import (
     Choices,
+    can_offload,
     divisors,
     enumerate_runs,
     meshes,
@@ -33,8 +34,10 @@ from ultrascale_jax.plan.verdict import (
 )
 from ultrascale_jax.plan.workload import Run, moment_bytes
 
+INPUTS_ON_HOST = Keep(offloaded=("layer_input",))
+
 LEANEST: Choices = {
-    "remat": ("full",),
+    "remat": ("full", INPUTS_ON_HOST),
     "stash": ("input",),
     "schedule": ("1f1b", "interleaved", "afab"),
     "zero": (0, 2, 3),
@@ -124,7 +127,10 @@ def _leanest(cfg: Config, cluster: Cluster, choices: Choices, mesh: MeshConfig) 
     lean |= {axis: (size,) for axis, size in mesh.sizes.items()}
     limit = POSSIBLE * cluster.gpu.usable_bytes
     for run in enumerate_runs(cfg, cluster, lean, AXES, limit_bytes=limit).runs:
-        if "pp" in choices or not mostly_padded(run):
+        is_dense = run.shape.experts is None
+        is_tried = run.remat != INPUTS_ON_HOST or "remat" in choices
+        is_tried |= is_dense and can_offload(run, run.remat, cluster)
+        if is_tried and ("pp" in choices or not mostly_padded(run)):
             yield run
 
 

@@ -406,7 +406,7 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
     ]
 
 
-def _can_offload(run: Run, remat: Remat, cluster: Cluster) -> bool:
+def can_offload(run: Run, remat: Remat, cluster: Cluster) -> bool:
     """Return whether layers gather ahead, and the host has the memory for what `remat` offloads."""
     return run.lowering.gathers_ahead and fits_host(
         dataclasses.replace(run, remat=remat), cluster.gpu
@@ -428,7 +428,7 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
         offloaded = OFFLOADED if experts is None else alone
         leanest = LEANEST if experts is None else REMAT_POLICIES[-1:]
         ordered = (*REMAT_POLICIES[:-1], *offloaded, *NAMED, *leanest)
-        tried = [r for r in ordered if not remat_names(r)[1] or _can_offload(run, r, cluster)]
+        tried = [r for r in ordered if not remat_names(r)[1] or can_offload(run, r, cluster)]
         if run.shape.norm_placement != "pre":
             tried = [NORMED.get(remat, remat) for remat in tried]
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
