@@ -26,7 +26,8 @@ from ultrascale_jax.configs.mixtral_8x7b import config as mixtral
 from ultrascale_jax.plan.formulas.memory import breakdown, least_bytes
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
-    LEANEST,
+    INPUTS,
+    INPUTS_AND_ATTENTION,
     OFFLOADED,
     OFFLOADED_EXPERTS,
     POLICIES,
@@ -131,13 +132,13 @@ def test_layers_offload_what_the_host_has_the_memory_for():
 
     usual = cluster()
     some = {Keep(saved=("q", "k", "v", "attn_core", "attn_out", "up"), offloaded=("gate",))}
-    of_inputs = set(LEANEST) - ON_DEVICE
+    of_inputs = {INPUTS, INPUTS_AND_ATTENTION}
     assert {remat for remat, _ in offloaded(llama3_8b, usual)} == {*OFFLOADED, *of_inputs}
     # 8,192 tokens of 32 layers' gate are 7 GiB, and their inputs 2.
     small = find_cluster(f"1x8,450,50,{8 * 8 / HOST_MEMORY_SHARE},63", None, 8)
     fits = offloaded(llama3_8b, small)
     assert {pair for pair in fits if pair[0] not in of_inputs} == {(remat, 1) for remat in some}
-    assert {sequences for remat, sequences in fits if remat == LEANEST[-1]} == {1, 2, 4}
+    assert {sequences for remat, sequences in fits if remat == INPUTS} == {1, 2, 4}
     assert not offloaded(llama3_8b, find_cluster("1x8,450,50,0,63", None, 8))
     # An expert has a rank for itself, or two share one.
     assert {remat for remat, _ in offloaded(mixtral, usual, "ep")} == set(OFFLOADED_EXPERTS)

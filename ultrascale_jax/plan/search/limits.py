@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ultrascale_jax.config import AXES, Config, Keep, MeshConfig, UserError
+from ultrascale_jax.config import AXES, Config, MeshConfig, UserError
 from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.search.search_space import (
+    INPUTS,
     Choices,
     can_offload,
     divisors,
@@ -34,10 +35,8 @@ from ultrascale_jax.plan.verdict import (
 )
 from ultrascale_jax.plan.workload import Run, moment_bytes
 
-INPUTS_ON_HOST = Keep(offloaded=("layer_input",))
-
 LEANEST: Choices = {
-    "remat": ("full", INPUTS_ON_HOST),
+    "remat": ("full", INPUTS),
     "stash": ("input",),
     "schedule": ("1f1b", "interleaved", "afab"),
     "zero": (0, 2, 3),
@@ -128,7 +127,7 @@ def _leanest(cfg: Config, cluster: Cluster, choices: Choices, mesh: MeshConfig) 
     limit = POSSIBLE * cluster.gpu.usable_bytes
     for run in enumerate_runs(cfg, cluster, lean, AXES, limit_bytes=limit).runs:
         is_dense = run.shape.experts is None
-        is_tried = run.remat != INPUTS_ON_HOST or "remat" in choices
+        is_tried = run.remat != INPUTS or "remat" in choices
         is_tried |= is_dense and can_offload(run, run.remat, cluster)
         if is_tried and ("pp" in choices or not mostly_padded(run)):
             yield run

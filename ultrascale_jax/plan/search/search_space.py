@@ -77,12 +77,15 @@ OFFLOADED_EXPERTS = (
 """The same with one expert a rank: tokens are sent again in the backward pass, so `dispatched` is not kept. More
 experts on a rank were not compared with a compiled program."""
 
+INPUTS = Keep(offloaded=("layer_input",))
 INPUTS_AND_ATTENTION = Keep(offloaded=("layer_input", "attn_core"))
-LEANEST = (INPUTS_AND_ATTENTION, REMAT_POLICIES[-1], Keep(offloaded=("layer_input",)))
-"""Policies that repeat nearly all of a layer. Two keep nothing of it on the device: with long sequences the inputs of
-the layers are most of the memory, and attention most of the time."""
+"""Dense layers that gather ahead keep nothing on the device: with long sequences the inputs of the layers are most of
+the memory, and attention most of the time."""
 
-POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, *LEANEST)
+REPEATING = (INPUTS_AND_ATTENTION, REMAT_POLICIES[-1], INPUTS)
+"""Policies that repeat nearly all of a layer."""
+
+POLICIES = (*REMAT_POLICIES[:-1], *OFFLOADED, *NAMED, *REPEATING)
 """Recompute policies that are tried, from the one that repeats nothing to the one that keeps the least."""
 
 NORMED: dict[Remat, Remat] = {
@@ -426,8 +429,8 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
         experts = run.shape.experts
         alone = OFFLOADED_EXPERTS if experts and experts.num == run.mesh.ep else ()
         offloaded = OFFLOADED if experts is None else alone
-        leanest = LEANEST if experts is None else REMAT_POLICIES[-1:]
-        ordered = (*REMAT_POLICIES[:-1], *offloaded, *NAMED, *leanest)
+        repeating = REPEATING if experts is None else REMAT_POLICIES[-1:]
+        ordered = (*REMAT_POLICIES[:-1], *offloaded, *NAMED, *repeating)
         tried = [r for r in ordered if not remat_names(r)[1] or can_offload(run, r, cluster)]
         if run.shape.norm_placement != "pre":
             tried = [NORMED.get(remat, remat) for remat in tried]
