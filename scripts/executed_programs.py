@@ -58,7 +58,7 @@ CASES = {
     "offload": f"{DEBUG} --mesh fsdp=8 --train.remat save:q,k,v+offload:gate,up",
     "lora": f"{DEBUG} --mesh fsdp=4,sp=2 --train.lora.rank 4",
     "muon": f"{DEBUG} --mesh fsdp=4,sp=2 --optim.name muon",
-    "bf16": f"{CUDNN} bf16 --mesh dp=2,fsdp=4 --no-data.document_mask",
+    "bf16": f"{CUDNN} bf16 --mesh dp=2,fsdp=4 --data.no-document-mask",
     "bf16_pp": f"{CUDNN} bf16 --mesh pp=2,fsdp=4 --train.microbatches 2",
     "bf16_packed": f"{CUDNN} bf16 --mesh dp=2,fsdp=4 --model.num_layers 2 --data.seq_len 2048",
     "fp8": f"{CUDNN} fp8 --mesh fsdp=8",

@@ -24,7 +24,7 @@ from ultrascale_jax.plan.compiled.compile import (
 from ultrascale_jax.plan.compiled.execute import Reference, execute_step, reference_step
 
 GPUS = executed_programs.DEVICES
-TINY = "--model.num_layers 2 --data.seq_len 32 --no-data.document_mask --train.global_batch 8 --train.remat none"
+TINY = "--model.num_layers 2 --data.seq_len 32 --data.no-document-mask --train.global_batch 8 --train.remat none"
 DEBUG, MOE = f"debug {TINY}", f"moe_debug {TINY}"
 CONTEXT = f"{DEBUG} --mesh cp=4,fsdp=2 --cp.strategy"
 RUNS = {
