@@ -21,7 +21,7 @@ from ultrascale_jax.huggingface.files import (
     is_huggingface,
     travelling,
 )
-from ultrascale_jax.launch.run_files import CHECKPOINTS, write_atomic
+from ultrascale_jax.launch.run_files import checkpoints_of, write_atomic
 from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.storage.remote import is_url
 
@@ -77,7 +77,7 @@ class Source:
         """Return the source with the step that is the newest now. Raises `UserError` for a run without it."""
         if self.huggingface:
             return self
-        saved_steps = steps(self.folder.resolve() / CHECKPOINTS)
+        saved_steps = steps(checkpoints_of(self.folder))
         step = max(saved_steps, default=None) if self.step is None else self.step
         fix = f"there is no such checkpoint; the steps are {saved_steps}"
         require(step in saved_steps, "train.init_from", self.text, fix)
@@ -103,7 +103,7 @@ def check_run_dir(cfg: Config) -> None:
     try:
         is_run = read_json(run_dir / "config.json").keys() <= sections
     except UserError:
-        is_run = bool(steps(run_dir.resolve() / CHECKPOINTS))
+        is_run = bool(steps(checkpoints_of(run_dir)))
     fix = "holds a config.json that is no run's, over which the run would write; choose another --log.run-dir"
     require(is_run, "log.run_dir", cfg.log.run_dir, fix)
 
@@ -154,7 +154,7 @@ def _saved_here(run_dir: Path) -> Config | None:
     """Return the saved configuration of a run that has checkpoints in `run_dir`."""
     if not (run_dir / "config.json").is_file() or is_huggingface(run_dir):
         return None
-    saved_steps = steps(run_dir.resolve() / CHECKPOINTS)
+    saved_steps = steps(checkpoints_of(run_dir))
     return saved_config(run_dir) if saved_steps else None
 
 

@@ -14,7 +14,7 @@ from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.launch.run_files import CHECKPOINTS
+from ultrascale_jax.launch.run_files import checkpoints_of
 from ultrascale_jax.models.lora import merged
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.state import (
@@ -44,7 +44,7 @@ def load_params(
     Raises `UserError` when there is no such checkpoint, `Damaged` when none restores, and `Unreadable`.
     """
     saved_config(Path(run_dir))  # refuses what is no run directory
-    folder = Path(run_dir).resolve() / CHECKPOINTS
+    folder = checkpoints_of(run_dir)
     kind = model if like is None else type(like)
 
     def restore(step: int) -> tuple[Config, Transformer]:

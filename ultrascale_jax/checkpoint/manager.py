@@ -37,7 +37,7 @@ from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import agree
-from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS
+from ultrascale_jax.launch.run_files import METRICS, checkpoints_of
 from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.train_step.state import (
     TrainState,
@@ -423,7 +423,7 @@ def _shapes(abstract: TrainState, meta: dict) -> tuple[TrainState, Groups]:
 def checkpoint_folder(cfg: Config) -> Path:
     """Return the checkpoint folder of `cfg`, to which a run may write. Raises `UserError` as `check_path`."""
     check_path("log.run_dir", cfg.log.run_dir)
-    return Path(cfg.log.run_dir).resolve() / CHECKPOINTS
+    return checkpoints_of(cfg.log.run_dir)
 
 
 def _context() -> Any:

@@ -41,10 +41,10 @@ def bring_tokenizer(cfg: Config) -> None:
     from jax.experimental import multihost_utils
 
     from ultrascale_jax.checkpoint.step_dirs import steps
-    from ultrascale_jax.launch.run_files import CHECKPOINTS
+    from ultrascale_jax.launch.run_files import checkpoints_of
 
     run_dir = Path(cfg.log.run_dir)
-    begun = steps(run_dir.resolve() / CHECKPOINTS)
+    begun = steps(checkpoints_of(run_dir))
     if jax.process_index() == 0 and (not begun or cfg.checkpoint.resume == "never"):
         source = Source.parse(cfg.train.init_from)
         check_tokenizer(cfg, source.folder)

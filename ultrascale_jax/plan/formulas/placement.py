@@ -67,7 +67,7 @@ class Placement:
 
 
 class Communication(NamedTuple):
-    """What the ranks of one axis send each other."""
+    """Communication along one axis in a step."""
 
     axes: tuple[str, ...]
     """Axes of the mesh, larger than 1, over which the collectives run: for ZeRO those of `ZERO_AXES`."""
@@ -78,13 +78,14 @@ class Communication(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a micro-batch sends along one axis, and the work behind which that can hide."""
+    """Bytes and operations of a micro-batch along one axis."""
 
     size: float
     """Bytes of one GPU, or of one parameter."""
     times: float
     """How many times as many it sends in a step."""
     flops: float
+    """Operations behind which that can hide."""
 
 
 def place(run: Run, cluster: Cluster) -> list[Placement]:

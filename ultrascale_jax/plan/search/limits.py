@@ -19,9 +19,9 @@ from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.search.search_space import (
     INPUTS,
     Choices,
-    can_offload,
     divisors,
     enumerate_runs,
+    is_tried,
     meshes,
     mostly_padded,
 )
@@ -126,10 +126,8 @@ def _leanest(cfg: Config, cluster: Cluster, choices: Choices, mesh: MeshConfig) 
     lean |= {axis: (size,) for axis, size in mesh.sizes.items()}
     limit = POSSIBLE * cluster.gpu.usable_bytes
     for run in enumerate_runs(cfg, cluster, lean, AXES, limit_bytes=limit).runs:
-        is_dense = run.shape.experts is None
-        is_tried = run.remat != INPUTS or "remat" in choices
-        is_tried |= is_dense and can_offload(run, run.remat, cluster)
-        if is_tried and ("pp" in choices or not mostly_padded(run)):
+        is_searched = "remat" in choices or is_tried(run, run.remat, cluster)
+        if is_searched and ("pp" in choices or not mostly_padded(run)):
             yield run
 
 

@@ -409,29 +409,33 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
     ]
 
 
-def can_offload(run: Run, remat: Remat, cluster: Cluster) -> bool:
-    """Return whether layers gather ahead, and the host has the memory for what `remat` offloads."""
-    return run.lowering.gathers_ahead and fits_host(
-        dataclasses.replace(run, remat=remat), cluster.gpu
-    )
-
-
-def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:
-    """Yield `run` with every stash and recompute policy, from what repeats the least.
+def is_tried(run: Run, remat: Remat, cluster: Cluster) -> bool:
+    """Return whether a search tries this policy without a pipeline.
 
     Policies that offload are tried where layers gather ahead, and are dense or have one expert a rank, and the host
     has the memory.
     """
+    if not remat_names(remat)[1]:
+        return True
+    experts = run.shape.experts
+    alone = OFFLOADED_EXPERTS if experts and experts.num == run.mesh.ep else ()
+    compared = (*OFFLOADED, INPUTS, INPUTS_AND_ATTENTION) if experts is None else alone
+    return (
+        remat in compared
+        and run.lowering.gathers_ahead
+        and fits_host(_variant(run, run.stash, remat), cluster.gpu)
+    )
+
+
+def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:
+    """Yield `run` with every stash and recompute policy, from what repeats the least."""
     if run.mesh.pp > 1:
         named = () if run.shape.experts is None else NAMED_EXPERTS
         tried = (*REMAT_POLICIES[:-1], *named, REMAT_POLICIES[-1])
     else:
-        experts = run.shape.experts
-        alone = OFFLOADED_EXPERTS if experts and experts.num == run.mesh.ep else ()
-        offloaded = OFFLOADED if experts is None else alone
-        repeating = REPEATING if experts is None else REMAT_POLICIES[-1:]
-        ordered = (*REMAT_POLICIES[:-1], *offloaded, *NAMED, *repeating)
-        tried = [r for r in ordered if not remat_names(r)[1] or can_offload(run, r, cluster)]
+        offloaded = OFFLOADED if run.shape.experts is None else OFFLOADED_EXPERTS
+        ordered = (*REMAT_POLICIES[:-1], *offloaded, *NAMED, *REPEATING)
+        tried = [remat for remat in ordered if is_tried(run, remat, cluster)]
         if run.shape.norm_placement != "pre":
             tried = [NORMED.get(remat, remat) for remat in tried]
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
