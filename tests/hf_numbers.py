@@ -1,7 +1,7 @@
 """Logits, loss, gradients and four AdamW steps equal what `transformers` computed, on one device and on a mesh.
 
-`expected.npz` beside each checkpoint was written by transformers 5.23 (gemma3 and gpt_oss: 5.24) with torch 2.13 on a
-CPU, in float32 with eager attention; `tests/data/make_hf.py` writes these two again.
+`expected.npz` beside each checkpoint was written by transformers 5.23 with torch 2.13 on a CPU, in float32 with eager
+attention; `tests/data/make_hf.py`, with 5.24, wrote those that it lists.
 `llama3`, `qwen3` and `mixtral` are the reference checkpoints; the others are as
 small as their family allows: a window shorter than the sequence (mistral, qwen2 on its last layer),
 biases (qwen2), post-norms (olmo2), tied bfloat16 shards with one kv head (smollm2), no grouped heads

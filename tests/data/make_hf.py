@@ -60,9 +60,47 @@ def gpt_oss() -> transformers.PretrainedConfig:
     )
 
 
+def smollm3() -> transformers.PretrainedConfig:
+    """Five layers, the second and the fourth without rotary positions."""
+    return transformers.SmolLM3Config(
+        **SMALL | {"sliding_window": None},
+        intermediate_size=48,
+        num_hidden_layers=5,
+        no_rope_layer_interval=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+    )
+
+
+def olmo3() -> transformers.PretrainedConfig:
+    """Five layers, the fourth without a window and with stretched rotary positions."""
+    full = {"factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
+    return transformers.Olmo3Config(
+        **{key: value for key, value in SMALL.items() if key != "head_dim"},
+        intermediate_size=48,
+        num_hidden_layers=5,
+        max_position_embeddings=64,
+        rope_theta=5e5,
+        rope_scaling={"rope_type": "yarn", "beta_fast": 4, **full},
+    )
+
+
+def seed_oss() -> transformers.PretrainedConfig:
+    """Two layers, with biases and heads wider than the model's width has them."""
+    return transformers.SeedOssConfig(
+        **SMALL | {"head_dim": 16, "sliding_window": None},
+        intermediate_size=48,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+    )
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
+    "smollm3": smollm3,
+    "olmo3": olmo3,
+    "seed_oss": seed_oss,
 }
 
 

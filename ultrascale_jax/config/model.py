@@ -188,6 +188,8 @@ class ModelConfig(Section, name="model"):
     """Base in the layers with a window, which are not stretched (Gemma); 0: no other than in layers without one."""
     rope_scaling: RopeScaling | None = None
     """Stretch of the rotary frequencies, or none."""
+    nope_every: Natural = 0
+    """Every n-th layer has no rotary positions (NoPE; 4 in SmolLM3); 0: all have them."""
     sliding_window: Count | None = None
     """A position attends to itself and the `sliding_window - 1` before it (Mistral), or to all."""
     first_window_layer: Natural = 0
@@ -279,6 +281,10 @@ class ModelConfig(Section, name="model"):
     def is_full(self, layer: int) -> bool:
         """Return whether a layer ignores the window because of `full_attention_every`."""
         return self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
+
+    def is_rotary(self, layer: int) -> bool:
+        """Return whether a layer has rotary positions."""
+        return self.nope_every == 0 or (layer + 1) % self.nope_every > 0
 
     def loop_window(self, layer: int) -> int | None:
         """Return the window of the loop that runs a layer, in which some may be full (`LayerInputs.full`)."""

@@ -284,8 +284,7 @@ def _window_keys(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys of the window, as far as the family has them."""
     window, raw = cfg.sliding_window if cfg.window_share else None, {}
     if family.window == "pattern":
-        every, fix = cfg.full_attention_every, "says which layers of this family have no window"
-        require(every > 0, "model.full_attention_every", every, fix)
+        every = cfg.full_attention_every
         kinds = _layer_types(every, cfg.num_layers)
         return {
             "sliding_window": cfg.sliding_window,

@@ -5,8 +5,8 @@ An entry says which features a family's code has, what its keys in `config.json`
 `docs/models.md` adds one step by step.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require
@@ -22,8 +22,14 @@ FIXED = (
 )
 """Fields of `ModelConfig` that a family's code fixes, and no key says."""
 
-OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every", "mtp_layers")
+OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every", "nope_every", "mtp_layers")
 """Fields that only some families have."""
+
+LOCAL_BASE = "rope_local_base_freq"
+"""Gemma's key of `rope_theta_local`."""
+
+OLMO3_BASE = 500000.0
+"""Base of OLMo 3's rotary positions, which no key but that of its own kind of layers changes."""
 
 MTP = "num_nextn_predict_layers"
 """DeepSeek's key of `mtp_layers`."""
@@ -169,6 +175,8 @@ class Family:
     tied: bool = False
     sliding_window: int | None = 4096
 
+    whole_heads: bool = False
+    """Whether it refuses heads that do not divide the width of the model."""
     window: Literal["none", "all", "upper", "pattern"] = "none"
     """Layers that `sliding_window` can bound: none, all, those from `max_window_layers` on, or all but every n-th."""
     window_switch: bool = False
@@ -277,12 +285,12 @@ def _one_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     full, local = parts
     kind, fix = local.get("rope_type", "default"), f"of {WINDOWED}: supported is default"
     require(kind == "default", "rope_parameters.rope_type", kind, fix)
-    outer = raw.get("rope_local_base_freq")
+    outer = raw.get(LOCAL_BASE)
     base = local.get("rope_theta", outer)
     fix = f"contradicts rope_parameters, which say {base!r} for {WINDOWED}"
-    require(outer is None or outer == base, "rope_local_base_freq", outer, fix)
+    require(outer is None or outer == base, LOCAL_BASE, outer, fix)
     keys = {**raw, "rope_parameters": full}
-    return keys if base is None else keys | {"rope_local_base_freq": base}
+    return keys if base is None else keys | {LOCAL_BASE: base}
 
 
 def _read_gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +298,7 @@ def _read_gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
     scale, head_dim = number(raw, "query_pre_attn_scalar", 256), integer(raw, "head_dim", 256)
     return {
         "query_scale": 0.0 if scale == head_dim else scale,
-        "rope_theta_local": number(raw, "rope_local_base_freq", 10000.0),
+        "rope_theta_local": number(raw, LOCAL_BASE, 10000.0),
     }
 
 
@@ -298,9 +306,48 @@ def _write_gemma(cfg: ModelConfig) -> dict[str, Any]:
     scale = cfg.query_scale or float(cfg.head_dim)
     name, fix = "model.query_scale", "Gemma's query_pre_attn_scalar is an integer"
     require(scale.is_integer(), name, scale, fix)
+    return {
+        "query_pre_attn_scalar": int(scale),
+        LOCAL_BASE: cfg.rope_theta_local,
+    }
+
+
+def _read_nope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which layers have no rotary positions; the list wins, as in `transformers`."""
+    every, num_layers = integer(raw, "no_rope_layer_interval", 4), integer(raw, "num_hidden_layers")
+    kinds = raw.get("no_rope_layers")
+    if kinds is not None:
+        fix = f"supported are {num_layers} numbers, of which every n-th is 0 and the others are 1"
+        require(isinstance(kinds, list), "no_rope_layers", kinds, fix)
+        first = kinds[:num_layers]
+        every = first.index(0) + 1 if 0 in first else every * (every > num_layers)
+        require(first == _nope_list(every, num_layers), "no_rope_layers", kinds, fix)
+    return {"nope_every": every}
+
+
+def _nope_list(every: int, num_layers: int) -> list[int]:
+    return [int(every == 0 or (layer + 1) % every > 0) for layer in range(num_layers)]
+
+
+def _write_nope(cfg: ModelConfig) -> dict[str, Any]:
+    every = cfg.nope_every
+    kinds = _nope_list(every, cfg.num_layers)
+    return {"no_rope_layer_interval": every or cfg.num_layers + 1, "no_rope_layers": kinds}
+
+
+def _olmo3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return OLMo 3's keys as Gemma has them; `rope_theta` alone is that of full layers."""
+    return _one_rope({key: value for key, value in raw.items() if key != LOCAL_BASE})
+
+
+def _read_olmo3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_theta_local": number(raw, LOCAL_BASE, OLMO3_BASE)}
+
+
+def _write_olmo3(cfg: ModelConfig) -> dict[str, Any]:
     name, local = "model.rope_theta_local", cfg.rope_theta_local
-    require(local > 0, name, local, "Gemma has such layers; set it to model.rope_theta")
-    return {"query_pre_attn_scalar": int(scale), "rope_local_base_freq": local}
+    require(local == OLMO3_BASE, name, local, f"no key says it for olmo3; use {OLMO3_BASE}")
+    return {}
 
 
 def _gpt_oss(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -327,15 +374,44 @@ DEEPSEEKS_OWN = {
 
 NO_BIAS = {"attention_bias": False}
 
+POST_NORMS = {
+    "attn_norm": "post_attention_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", constants=NO_BIAS),
+    "llama": Family(architecture="LlamaForCausalLM", whole_heads=True, constants=NO_BIAS),
     "mistral": Family(architecture="MistralForCausalLM", window="all", num_kv_heads=8),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        optional=("nope_every",),
+        num_kv_heads=4,
+        rope_theta=2e6,
+        tied=True,
+        allowed={"use_sliding_window": (False,)},
+        constants=NO_BIAS,
+        own_keys=("no_rope_layers", "no_rope_layer_interval"),
+        read=_read_nope,
+        write=_write_nope,
+    ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         model={"qkv_bias": True},
         window="upper",
         window_switch=True,
         num_kv_heads=32,
+    ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        model={"qkv_bias": True},
+        num_kv_heads=8,
+        head_dim=128,
+        allowed={
+            "attention_bias": (True,),
+            "attention_out_bias": (False,),
+            "attention_dropout": (0, 0.1),
+            "residual_dropout": (0, 0.1),
+        },
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
@@ -351,10 +427,21 @@ FAMILIES = {
         model={"norm_placement": "post", "qk_norm": "full"},
         norm_eps=1e-5,
         constants=NO_BIAS,
-        names={
-            "attn_norm": "post_attention_layernorm",
-            "mlp_norm": "post_feedforward_layernorm",
-        },
+        names=POST_NORMS,
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        model={"norm_placement": "post", "qk_norm": "full"},
+        optional=("rope_theta_local", "full_attention_every"),
+        window="pattern",
+        pattern=4,
+        norm_eps=1e-5,
+        rope_theta=OLMO3_BASE,
+        constants=NO_BIAS,
+        common=_olmo3,
+        read=_read_olmo3,
+        write=_write_olmo3,
+        names=POST_NORMS,
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
@@ -374,7 +461,7 @@ FAMILIES = {
         activation_key="hidden_activation",
         constants=NO_BIAS | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         common=_one_rope,
-        own_keys=("query_pre_attn_scalar", "rope_local_base_freq"),
+        own_keys=("query_pre_attn_scalar", LOCAL_BASE),
         read=_read_gemma,
         write=_write_gemma,
         names={
@@ -493,28 +580,57 @@ FAMILIES = {
 
 
 def model_type_of(cfg: ModelConfig) -> str:
-    """Return the family that computes exactly this model. Raises `UserError` where there is none."""
-    # Two families have Llama's features: Llama's config refuses heads that do not divide the width, and has no window.
-    matches = [name for name, family in FAMILIES.items() if family.has(cfg)]
+    """Return the first family that computes exactly this model.
+
+    Raises `UserError` where there is none: of those that have its features, the one that lacks least says what.
+    """
+    matches = {
+        name: list(_lacking(name, family, cfg))
+        for name, family in FAMILIES.items()
+        if family.has(cfg)
+    }
     parts = f"{', '.join(FIXED)}, latent and experts"
     features = tuple(getattr(cfg, name) for name in FIXED)
     fix = f"none of {', '.join(FAMILIES)} has this {parts} together"
     require(bool(matches), "model", features, fix)
-    windowed = cfg.window_share > 0
-    name = matches[-1] if windowed or cfg.d_model % cfg.num_heads else matches[0]
-    family = FAMILIES[name]
-    fix = f"{name} has no window; set it to none"
-    require(
-        not windowed or family.window != "none", "model.sliding_window", cfg.sliding_window, fix
-    )
-    first, fix = cfg.first_window_layer, f"{name} has its window on all layers; set it to 0"
-    sound = not windowed or family.window == "upper" or first == 0
-    require(sound, "model.first_window_layer", first, fix)
+    name = min(matches, key=lambda name: len(matches[name]))
+    for field_name, value, fix in matches[name]:
+        require(False, f"model.{field_name}", value, fix)
+    return name
+
+
+def _lacking(name: str, family: Family, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield each field of `cfg` that a family with its features cannot express, the value, and the fix."""
+    if family.whole_heads and cfg.d_model % cfg.num_heads:
+        yield "num_heads", cfg.num_heads, f"{name} wants a divisor of model.d_model={cfg.d_model}"
+    windowed, first = cfg.window_share > 0, cfg.first_window_layer
+    if windowed and family.window == "none":
+        yield "sliding_window", cfg.sliding_window, f"{name} has no window; set it to none"
+    if windowed and family.window != "upper" and first:
+        yield "first_window_layer", first, f"{name} has its window on all layers; set it to 0"
+    if family.window == "pattern":
+        if not cfg.full_attention_every:
+            fix = f"says which layers of {name} have no window; set it"
+            yield "full_attention_every", 0, fix
+        if "rope_theta_local" in family.optional and not cfg.rope_theta_local:
+            yield "rope_theta_local", 0.0, f"{name} has such layers; set it to model.rope_theta"
     for option in OPTIONAL:
         value, default = getattr(cfg, option), getattr(PLAIN, option)
-        allowed = option in family.optional or value == default
-        require(allowed, f"model.{option}", value, f"{name} has none; use {default}")
-    return name
+        if option not in family.optional and value != default:
+            yield option, value, f"{name} has none; use {default}"
+    if family.experts is not None and cfg.experts is not None:
+        yield from _experts_lacking(name, family, cfg.experts)
+
+
+def _experts_lacking(name: str, family: Family, experts: Experts) -> Iterator[tuple[str, Any, str]]:
+    """Yield the same of experts; their width always has a key."""
+    keys = {"d_ff", *family.expert_keys} | ({"dense_layers"} if family.dense_list_key else set())
+    for entry in fields(Experts):
+        value, expected = getattr(experts, entry.name), getattr(family.experts, entry.name)
+        if entry.name not in keys and value != expected:
+            yield f"experts.{entry.name}", value, f"{name} has {expected!r}"
+    if "shared" in keys and not experts.shared:
+        yield "experts.shared", 0, f"{name} has at least 1"
 
 
 def family_of(cfg: ModelConfig) -> Family:

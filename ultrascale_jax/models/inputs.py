@@ -38,9 +38,10 @@ def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """The same for every layer, but for `window`, `full`, `fp8` and `cache`.
+    """The same for every layer, but for `window`, `full`, `rotary`, `fp8` and `cache`.
 
-    For a whole model `cache`, the amaxes of `fp8` and `full` have a leading dim of layers; `of_layer` takes it away.
+    For a whole model `cache`, the amaxes of `fp8`, `full` and `rotary` have a leading dim of layers, which `of_layer`
+    takes away.
     """
 
     rope: tuple[jax.Array, jax.Array]
@@ -49,6 +50,8 @@ class LayerInputs:
     """The same for layers that are not `full`, if they have others; `of_layer` chooses."""
     full: jax.Array | None = None
     """Whether the layer ignores `window`, a bool scalar: so that layers of both kinds are one loop."""
+    rotary: jax.Array | None = None
+    """Whether the layer has rotary positions, a bool scalar, if some have none; `of_layer` takes them out of `rope`."""
     segment_ids_BT: jax.Array | None = None
     """Document of each token, or None for one document a row."""
     cache: Cache | None = None
@@ -96,24 +99,31 @@ class LayerInputs:
             settings["local_rope"] = rotary(positions_BT, cfg, local=True)
         if cfg.full_attention_every:
             settings["full"] = jnp.array([cfg.is_full(layer) for layer in range(cfg.num_layers)])
+        if cfg.nope_every:
+            settings["rotary"] = jnp.array(
+                [cfg.is_rotary(layer) for layer in range(cfg.num_layers)]
+            )
         rope = rotary(positions_BT, cfg)
         context = NATURAL if context is None else context
         return cls(rope=rope, segment_ids_BT=segment_ids_BT, context=context, **settings)
 
     @property
     def stacked(self) -> tuple:
-        """Inputs that differ between layers, with a leading dim of layers: keys and values, amaxes, and `full`."""
-        return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes, self.full
+        """Inputs that differ between layers, with a leading dim of layers: keys and values, amaxes, and flags."""
+        return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes, self.full, self.rotary
 
     def of_layer(self, row: tuple) -> "LayerInputs":
         """Return the inputs of one layer; `row` is that layer's part of `stacked`."""
-        kv, amaxes, full = row
+        kv, amaxes, full, rotary = row
         cache = None if self.cache is None else (*kv, self.cache[2])
         fp8 = None if self.fp8 is None else dataclasses.replace(self.fp8, amaxes=amaxes)
         rope = self.rope
         if self.local_rope is not None:
             pairs = zip(self.rope, self.local_rope, strict=True)
             rope = tuple(jnp.where(full, whole, local) for whole, local in pairs)
+        if rotary is not None:
+            cos, sin = rope
+            rope = jnp.where(rotary, cos, 1), jnp.where(rotary, sin, 0)
         return dataclasses.replace(
-            self, cache=cache, fp8=fp8, full=full, rope=rope, local_rope=None
+            self, cache=cache, fp8=fp8, full=full, rope=rope, local_rope=None, rotary=None
         )

@@ -72,16 +72,14 @@ def predict_ahead(
 
 def _of_last_layer(cfg: Config, inputs: LayerInputs) -> LayerInputs:
     """Return the inputs of the last layer, for one whose matrices have no amax: each is quantised where it is used."""
-    last, fp8, rope = cfg.model.num_layers - 1, inputs.fp8, inputs.rope
-    if inputs.local_rope is not None and not cfg.model.is_full(last):
-        rope = inputs.local_rope
+    last, fp8 = cfg.model.num_layers - 1, inputs.fp8
+    *_, full, rotary = inputs.stacked
+    flags = (flag if flag is None else flag[last] for flag in (full, rotary))
     in_fp8 = fp8 is not None and fp8.recipe.covers(last, last + 1)
     return dataclasses.replace(
-        inputs,
+        inputs.of_layer((None, None, *flags)),
         window=cfg.model.window(last),
         full=None,
-        rope=rope,
-        local_rope=None,
         fp8=dataclasses.replace(fp8, amaxes={}) if in_fp8 else None,
     )
 

@@ -108,12 +108,13 @@ FAMILIES = {
         "train": DPO | {"dpo": Dpo(beta=0.5, loss="ipo")},
     },
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
-    # Two modules, with the window and the positions of the last layer; z_loss is that of their logits too.
+    # Two modules, with a window and without positions, as the last layer; z_loss is that of their logits too.
     "gemma3_mtp": {
         "model": {
             "num_layers": 4,
             "sliding_window": 7,
             "full_attention_every": 3,
+            "nope_every": 4,
             "rope_theta_local": 100.0,
             "tied_embeddings": True,
             "mtp_layers": 2,

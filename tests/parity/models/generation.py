@@ -46,6 +46,7 @@ MODELS = {
         rope_theta_local=100.0,
         sliding_window=3,
         full_attention_every=3,
+        nope_every=2,
     ),
     "gpt_oss": dataclasses.replace(
         LLAMA,

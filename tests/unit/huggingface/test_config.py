@@ -67,10 +67,14 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 LLAMA = ModelConfig(
     vocab_size=320, d_model=64, d_ff=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16
 )
+SMOLLM3 = replace(LLAMA, rope_theta=2e6, tied_embeddings=True, nope_every=4)
 QWEN2 = replace(LLAMA, qkv_bias=True)
 QWEN3 = replace(LLAMA, qk_norm="head", head_dim=128)
 QWEN3_DENSE = replace(LLAMA, qk_norm="head")
 OLMO2 = replace(LLAMA, qk_norm="full", norm_placement="post")
+OLMO3 = replace(
+    OLMO2, rope_theta=5e5, rope_theta_local=5e5, sliding_window=4096, full_attention_every=4
+)
 MIXTRAL = replace(LLAMA, rope_theta=1e6, experts=Experts(num=8, top_k=2))
 QWEN3_MOE = replace(
     LLAMA, qk_norm="head", experts=Experts(num=128, top_k=8, d_ff=768, normalize=False)
@@ -125,6 +129,14 @@ READ = [
     ("llama", {"rms_norm_eps": "absent"}, change(LLAMA, norm_eps=1e-6)),
     ("mistral", {}, change(LLAMA, sliding_window=4096)),
     ("mistral", {"sliding_window": None}, LLAMA),
+    ("smollm3", {}, SMOLLM3),
+    ("smollm3", {"no_rope_layer_interval": 2}, change(SMOLLM3, nope_every=2)),
+    ("smollm3", {"no_rope_layer_interval": 5}, change(SMOLLM3, nope_every=5)),
+    (
+        "smollm3",
+        {"no_rope_layers": [1, 1, 0, 1, 1], "layer_types": [FULL] * 4, "rope_theta": 5e6},
+        change(SMOLLM3, nope_every=3, rope_theta=5e6),
+    ),
     ("qwen2", {}, QWEN2),
     ("qwen2", {"sliding_window": 9, "max_window_layers": 1}, QWEN2),
     ("qwen2", SWITCHED_ON | {"max_window_layers": 4}, QWEN2),
@@ -140,6 +152,14 @@ READ = [
     ),
     ("qwen3", {}, QWEN3),
     ("olmo2", {}, OLMO2),
+    ("olmo3", {}, OLMO3),
+    ("olmo3", {"layer_types": [WINDOWED, FULL] * 2}, change(OLMO3, full_attention_every=2)),
+    # Without parameters of its own a layer with a window has the default base, as in transformers 5.24.
+    (
+        "olmo3",
+        {"rope_theta": 1e6, "rope_scaling": YARN_ROPE},
+        change(OLMO3, rope_theta=1e6, rope_scaling=YARN),
+    ),
     ("gpt_oss", {}, GPT_OSS),
     ("gpt_oss", {"head_dim": "absent"}, change(GPT_OSS, head_dim=64)),
     ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, GPT_OSS),
@@ -293,7 +313,15 @@ REFUSED = {
         ("rope_theta", -1.0),
         ("tie_word_embeddings", "yes"),
     ],
+    "smollm3": [
+        ("no_rope_layers", [1, 0, 1, 1]),
+        ("no_rope_layers", [1, 0]),
+        ("no_rope_layer_interval", 0),
+        ("use_sliding_window", True),
+    ],
     "qwen2": [("use_sliding_window", "false")],
+    "seed_oss": [("attention_bias", False), ("residual_dropout", 0.2)],
+    "olmo3": [("layer_types", [FULL, WINDOWED] * 2), ("rope_parameters", {"rope_theta": 5e5})],
     "gpt_oss": [
         ("attention_bias", False),
         ("swiglu_limit", 5.0),
@@ -427,7 +455,9 @@ WRITTEN = [
     ("deepseek_v3", change(DEEPSEEK, experts={"shared": 3, "groups": 1, "groups_per_token": 1})),
     ("deepseek_v3", change(DEEPSEEK, latent={"q_rank": 0}, rope_scaling=STRETCHED_LATENT)),
 ]
-WRITTEN += [(model_type, cfg) for model_type, _, cfg in READ if cfg not in (LLAMA, QWEN3_DENSE)]
+ALSO_OF_OTHERS = (LLAMA, QWEN3_DENSE)
+"""Models that the first family of several writes."""
+WRITTEN += [(model_type, cfg) for model_type, _, cfg in READ if cfg not in ALSO_OF_OTHERS]
 
 
 @pytest.mark.parametrize(("model_type", "cfg"), WRITTEN)
@@ -437,6 +467,18 @@ def test_a_written_config_reads_back_as_the_same_model(model_type, cfg):
     assert written["max_position_embeddings"] == 512
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     assert parse_config(json.loads(json.dumps(written))) == cfg
+
+
+def test_a_family_with_the_features_of_another_is_written_as_the_first_one():
+    seed = parse_config(raw("seed_oss", head_dim=32, attention_dropout=0.1))
+    assert seed == change(QWEN2, head_dim=32)
+    assert config_dict(seed, max_position_embeddings=512, dtype="float32")["model_type"] == "qwen2"
+
+
+def test_a_model_that_lacks_one_thing_of_a_family_is_told_that():
+    cfg = change(OLMO3, full_attention_every=0, rope_theta_local=0.0)
+    with pytest.raises(UserError, match=r"^model\.sliding_window=4096: olmo2 has no window"):
+        config_dict(cfg, max_position_embeddings=512, dtype="float32")
 
 
 def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
@@ -463,6 +505,9 @@ def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
         change(GPT_OSS, experts={"biases": False}),
         change(GPT_OSS, attention_sinks=False),
         change(LLAMA, sliding_window=8, full_attention_every=2),
+        change(SMOLLM3, sliding_window=8),
+        change(OLMO3, rope_theta_local=1e4),
+        change(OLMO3, nope_every=2),
         change(GEMMA3, activation="silu"),
         change(GEMMA3, rope_theta_local=0.0),
         change(GEMMA3, full_attention_every=0, rope_theta_local=0.0),
