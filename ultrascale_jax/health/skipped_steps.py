@@ -1,5 +1,6 @@
 """Record skipped steps, and end a run that does nothing else."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.health.nonfinite import find_nonfinite
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.launch.events import to_json
 from ultrascale_jax.launch.exit_codes import STOPPED
@@ -104,6 +106,21 @@ class SkippedSteps(Hook):
             fix += f"; or raise watch.spike_sigma={run.cfg.watch.spike_sigma:g}, if the loss has risen for good"
         hashes = ", ".join(row["batch_hash"] for row in self._last)
         return (
-            f"{fault} in {self._in_a_row} steps in a row up to step {step}; newest checkpoint: {self._newest()}; "
-            f"hashes of the batches: {hashes}; where they were read is in {path}. {fix}"
+            f"{fault} in {self._in_a_row} steps in a row up to step {step}{self._place(run)}; newest checkpoint: "
+            f"{self._newest()}; hashes of the batches: {hashes}; where they were read is in {path}. {fix}"
         )
+
+    def _place(self, run: Run) -> str:
+        """Say where the last step was not finite, if it was not."""
+        last = self._last[-1]
+        if last["reason"] != "not finite":
+            return ""
+        cfg = run.cfg.of_batch(last["rows"][1] - last["rows"][0])
+        batches = self._loader.device_batches(run.mesh, last["step"] - 1)
+        with run.watch.section("compile"), contextlib.closing(batches):
+            jax.block_until_ready(run.state)
+            try:
+                place = find_nonfinite(cfg, run.state, next(batches)[1])
+            except jax.errors.JaxRuntimeError as error:  # no memory is left, say
+                place = f"at a place that was not found: {str(error).splitlines()[0]}"
+        return f", first {place}"
