@@ -46,6 +46,9 @@ FULL_S = 8.0
 FLIP = "flipped byte in the newest checkpoint"
 FULL = "full disk"
 
+MERGED = "ocdbt.process_*/manifest.ocdbt"
+"""Files of a checkpoint that no restore reads: Orbax merges each process's index into one of all."""
+
 INSIDE = ("exception", "killsave", "nan")
 """Faults that are planned by step."""
 
@@ -223,7 +226,8 @@ class Soak:
         if len(steps) > 1:
             folder = self._run_dir / "checkpoints" / str(steps[-1])
             files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-            path = self._random.choice([path for path in files if path.stat().st_size])
+            read = [path for path in files if not path.match(MERGED) and path.stat().st_size]
+            path = self._random.choice(read)
             data = bytearray(path.read_bytes())
             data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             path.write_bytes(data)
