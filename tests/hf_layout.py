@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,8 +43,23 @@ def stored(folder):
     return tensors
 
 
-def in_hugging_face_layout(model, cfg):
+def in_hugging_face_layout(model, cfg, model_type=""):
     """The same from our parameters: written out here once more, independently of the table."""
+    tensors = separate_tensors(model, cfg)
+    return joined(tensors) if model_type == "phi3" else tensors
+
+
+def joined(tensors):
+    """Phi-3: one matrix for queries, keys and values, and one for gate and up."""
+    whole = {}
+    for name, value in tensors.items():
+        name = re.sub(r"\.[qkv]_proj", ".qkv_proj", name)
+        name = re.sub(r"\.(gate|up)_proj", ".gate_up_proj", name)
+        whole[name] = np.concatenate([whole[name], value]) if name in whole else value
+    return whole
+
+
+def separate_tensors(model, cfg):
     array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
     both = cfg.norm_placement == "both"  # Gemma: its norms multiply by 1 + weight
     tensors = {

@@ -30,7 +30,8 @@ from ultrascale_jax.config import (
     TrainConfig,
 )
 from ultrascale_jax.huggingface import checkpoint
-from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.config import read_config, read_model_type
+from ultrascale_jax.huggingface.families import FAMILIES
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.optim import optimizer
@@ -69,7 +70,7 @@ def run(family, mesh):
     return cfg, mesh, params, batch, expected
 
 
-def norms_by_name(grads, model):
+def norms_by_name(grads, model, family):
     """L2 norm of each gradient, by the name of the parameter in `transformers`.
 
     There a layer's experts are one parameter, and gate and up as well; the router's bias has no gradient.
@@ -79,7 +80,7 @@ def norms_by_name(grads, model):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         if name.endswith("moe.bias"):
             continue
-        tensor, values = checkpoint.tensors(model)[name], np.asarray(leaf, np.float64)
+        tensor, values = checkpoint.tensors(model, family)[name], np.asarray(leaf, np.float64)
         alone = tensor.stack is None
         layers, values = ([None], [values]) if alone else (model.stacks[tensor.stack], values)
         for layer, value in zip(layers, values, strict=True):
@@ -118,7 +119,7 @@ def check_gradients(family: str, mesh: str) -> None:
         nats, counts = (np.asarray(part) for part in ahead)
         share = (batch["targets"].size - len(batch["targets"])) / counts
         np.testing.assert_allclose(nats * share, expected["mtp_loss"], rtol=1e-5)
-    norms = norms_by_name(grads, cfg.model)
+    norms = norms_by_name(grads, cfg.model, FAMILIES[read_model_type(HF / family)])
     assert sorted(norms) == sorted(expected["grad_names"])
     for name, norm in zip(expected["grad_names"], expected["grad_norms"], strict=True):
         np.testing.assert_allclose(norms[name], norm, rtol=1e-4, err_msg=name)

@@ -95,12 +95,23 @@ def seed_oss() -> transformers.PretrainedConfig:
     )
 
 
+def phi3() -> transformers.PretrainedConfig:
+    """Two layers with a window, and tensors that hold several matrices."""
+    return transformers.Phi3Config(
+        **{key: value for key, value in SMALL.items() if key != "head_dim"},
+        intermediate_size=48,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+    )
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
     "smollm3": smollm3,
     "olmo3": olmo3,
     "seed_oss": seed_oss,
+    "phi3": phi3,
 }
 
 

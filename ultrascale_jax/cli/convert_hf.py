@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import Config, MeshConfig, UserError, require
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config
-from ultrascale_jax.huggingface.families import family_of
+from ultrascale_jax.huggingface.families import computes, family_of
 from ultrascale_jax.huggingface.files import (
     GENERATION,
     ORIGINAL,
@@ -75,9 +75,10 @@ def export_checkpoint(options: Options, mesh: "Mesh") -> None:
         params, cfg = plain, dataclasses.replace(cfg, model=plain.cfg)
         if jax.process_index() == 0:
             print(
-                f"note: without the modules of model.mtp_layers={layers}: only DeepSeek-V3 has names for them"
+                f"note: without the modules of model.mtp_layers={layers}: no such family has names for them"
             )
-    context = options.max_position_embeddings or known_context(cfg, run_dir)
+    original = original_config(cfg, run_dir)
+    context = options.max_position_embeddings or known_context(cfg, original)
     token_ids, beside = tokenizer_files(cfg, run_dir, context)
     with jax.set_mesh(mesh):
         checkpoint.save(
@@ -86,6 +87,7 @@ def export_checkpoint(options: Options, mesh: "Mesh") -> None:
             options.hf_dir,
             max_shard_bytes=int(options.max_shard_gb * 1e9),
             dtype=options.dtype,
+            model_type=_model_type(cfg, original),
             max_position_embeddings=context,
             token_ids=token_ids,
             beside=beside,
@@ -103,7 +105,15 @@ def _export_adapters(options: Options, mesh: "Mesh") -> None:
     require(cfg.train.lora.enabled, "adapters", True, fix)
     lora, base = cfg.train.lora, cfg.train.init_from.removeprefix("hf:")
     with jax.set_mesh(mesh):
-        save_adapters(params, cfg.model, lora, options.hf_dir, base=base, dtype=options.dtype)
+        save_adapters(
+            params,
+            cfg.model,
+            lora,
+            options.hf_dir,
+            base=base,
+            dtype=options.dtype,
+            model_type=_model_type(cfg, original_config(cfg, Path(options.run_dir))),
+        )
 
 
 def tokenizer_files(
@@ -199,14 +209,26 @@ def _as_json(value: Mapping[str, object]) -> bytes:
     return f"{json.dumps(value, indent=2)}\n".encode()
 
 
-def known_context(cfg: Config, run_dir: Path) -> int:
+def original_config(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Return the `config.json` of the imported model; empty: the run's model is another."""
+    if not (run_dir / ORIGINAL).is_file():
+        return {}
+    original = read_json(run_dir / ORIGINAL)
+    own = dataclasses.replace(parse_config(original), mtp_layers=cfg.model.mtp_layers)
+    return original if own == cfg.model else {}
+
+
+def _model_type(cfg: Config, original: Mapping[str, Any]) -> str | None:
+    """Return the family of the imported model, if it computes the run's."""
+    name = original.get("model_type")
+    return name if name is not None and computes(name, cfg.model) else None
+
+
+def known_context(cfg: Config, original: Mapping[str, Any]) -> int:
     """Return the longest context that the imported model, or else the run, is known to handle."""
-    if (run_dir / ORIGINAL).is_file():
-        original = read_json(run_dir / ORIGINAL)
-        known = original.get("max_position_embeddings")
-        own = dataclasses.replace(parse_config(original), mtp_layers=cfg.model.mtp_layers)
-        if isinstance(known, int) and own == cfg.model:
-            return known
+    known = original.get("max_position_embeddings")
+    if isinstance(known, int):
+        return known
     rope = cfg.model.rope_scaling
     stretched = round(rope.factor * rope.original_seq_len) if rope else 0
     return max(cfg.data.seq_len, stretched)

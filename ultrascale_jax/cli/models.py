@@ -10,7 +10,7 @@ import tyro
 
 from ultrascale_jax.checkpoint.copies import run_on_disk
 from ultrascale_jax.cli import command_line, devices
-from ultrascale_jax.cli.convert_hf import known_context
+from ultrascale_jax.cli.convert_hf import known_context, original_config
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
@@ -142,7 +142,7 @@ def described(options: ModelOptions) -> tuple[Config, int]:
         path = on_disk(options.tokenizer or cfg.data.tokenizer)
         gone = path != "bytes" and not Path(path).is_file() and kept.is_file()
         data = replace(cfg.data, tokenizer=str(kept) if gone else path)
-        return replace(cfg, data=data), known_context(cfg, folder)
+        return replace(cfg, data=data), known_context(cfg, original_config(cfg, folder))
     require(options.step is None, "step", options.step, "a Hugging Face folder has no steps")
     known = read_json(folder / "config.json").get("max_position_embeddings")
     known = known if isinstance(known, int) and known > 1 else LONGEST_ROW

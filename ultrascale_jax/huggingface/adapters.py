@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require_choice
+from ultrascale_jax.config import ModelConfig, require, require_choice
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.checkpoint import gather, require_finite
+from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import require_empty
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, tensors
 from ultrascale_jax.models.lora import WEIGHTS, adapter_of, stack_of
@@ -27,20 +28,25 @@ def save_adapters(
     *,
     base: str,
     dtype: FileType = "float32",
+    model_type: str | None = None,
 ) -> None:
     """Write the adapters of a run; every process calls it, and the first one writes.
 
-    `base` is the Hugging Face folder that they belong to. Raises `ValueError` where `path` already holds something.
+    `base` is the Hugging Face folder that they belong to, and `model_type` its family; None is the first one that
+    computes the model. Raises `ValueError` where `path` already holds something, or a target is a part of a tensor.
     """
     require_choice("dtype", dtype, FileType)
     path = Path(path)
     require_empty(path)
-    contents = {}
+    contents, table = {}, tensors(cfg, family_of(cfg, model_type))
     for target in lora.targets:
         part, weight = WEIGHTS[target]
         adapter = adapter_of(getattr(stack_of(adapters), part), weight)
         assert adapter is not None
-        for letter, tensor in _tensors(cfg, lora, f"stacks.0.{part}.{weight}", adapter).items():
+        matrix = table[f"stacks.0.{part}.{weight}"]
+        fix = f"lies in {matrix.name} of {model_type}; merge the adapters into the model"
+        require(matrix.part is None, "train.lora.targets", target, fix)
+        for letter, tensor in _tensors(matrix, lora, adapter).items():
             array = getattr(adapter, letter).get_value()
             for layer in range(cfg.num_layers):
                 name = tensor.name.format(layer)
@@ -53,9 +59,8 @@ def save_adapters(
         (path / "adapter_config.json").write_text(text, encoding="utf-8")
 
 
-def _tensors(cfg: ModelConfig, lora: Lora, ours: str, adapter: Any) -> dict[str, Tensor]:
-    """Return the tensors of A and B of the base's weight `ours`: `[r, in]` and `[out, r]`."""
-    weight = tensors(cfg)[ours]
+def _tensors(weight: Tensor, lora: Lora, adapter: Any) -> dict[str, Tensor]:
+    """Return the tensors of A and B of the base's `weight`: `[r, in]` and `[out, r]`."""
     name, sizes = weight.name.removesuffix(".weight"), {**weight.sizes, "U": lora.rank}
 
     def tensor(letter: str, dims: str, stored: str) -> Tensor:

@@ -26,8 +26,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from ultrascale_jax.config import ModelConfig, UserError, require, require_choice, require_type
-from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, config_dict, read_config
-from ultrascale_jax.huggingface.families import family_of
+from ultrascale_jax.huggingface.config import (
+    NO_TOKEN_IDS,
+    config_dict,
+    read_config,
+    read_model_type,
+)
+from ultrascale_jax.huggingface.families import FAMILIES, Family, family_of
 from ultrascale_jax.huggingface.files import open_tensors, require_empty, require_none, shown
 from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, tensors
@@ -60,11 +65,12 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
 def _load(folder: Path, abstract: Transformer) -> Transformer:
     """Load the part of this process; see `load`."""
     cfg = dataclasses.replace(read_config(folder), mtp_layers=abstract.cfg.mtp_layers)
-    table = tensors(cfg)
-    _check_parameters(abstract, cfg)
+    family = FAMILIES[read_model_type(folder)]
+    table = tensors(cfg, family)
+    _check_parameters(abstract, table)
     with ExitStack() as stack:
         files = dequantized(open_tensors(folder, stack))
-        _check_tensors(files, table, cfg)
+        _check_tensors(files, table, cfg, family)
 
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             name, dtype = _dotted(key_path), np.dtype(leaf.dtype)
@@ -131,10 +137,13 @@ def _read_one(
         outer, width = bounds_by_dim[group[0]], math.prod(sizes[letter] for letter in group[1:])
         where.append(slice(outer.start * width, outer.stop * width))
         inner |= {letter: sizes[letter] for letter in group[1:]}
-    if tensor.column is not None:
+    if tensor.rows:
+        where[0] = slice(where[0].start + tensor.first_row, where[0].stop + tensor.first_row)
+    elif tensor.part is not None:
         where[-1] = slice(2 * where[-1].start, 2 * where[-1].stop)
     piece = files[name].get_slice(name)[tuple(where)]
-    piece = piece if tensor.column is None else piece[..., tensor.column :: 2]
+    if tensor.part is not None and not tensor.rows:
+        piece = piece[..., tensor.part :: 2]
     # Read full heads: no axis ever splits one, but a caller's sharding may.
     lengths = {letter: len(bound) for letter, bound in bounds_by_dim.items()} | inner
     piece = piece.reshape([lengths[letter] for letter in tensor.stored])
@@ -145,11 +154,10 @@ def _read_one(
     return piece.astype(np.float32) + np.float32(tensor.offset) if tensor.offset else piece
 
 
-def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
-    """Raise unless `abstract` has the parameters of `cfg` in their shapes."""
+def _check_parameters(abstract: Transformer, table: Mapping[str, Tensor]) -> None:
+    """Raise unless `abstract` has the parameters of `table` in their shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
     shapes = {_dotted(path): leaf.shape for path, leaf in leaves}
-    table = tensors(cfg)
     require_none("parameters", table.keys() - shapes.keys(), "in the config, not in the model")
     require_none("parameters", shapes.keys() - table.keys(), "in the model, not in the config")
     for ours, tensor in table.items():
@@ -160,7 +168,9 @@ def _check_parameters(abstract: Transformer, cfg: ModelConfig) -> None:
         require(shapes[ours] == expected, f"{ours}.shape", shapes[ours], fix)
 
 
-def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: ModelConfig) -> None:
+def _check_tensors(
+    files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: ModelConfig, family: Family
+) -> None:
     """Raise unless the files hold exactly the tensors of `table`, in their shapes, as floats."""
     expected = {}
     for tensor in table.values():
@@ -173,7 +183,7 @@ def _check_tensors(files: Mapping[str, Any], table: Mapping[str, Tensor], cfg: M
     expected |= {name: expected[one] for name, one in same.items()}
     # Old Llama checkpoints carry their rotary frequencies, which follow from config.json, and DeepSeek's the modules of
     # multi-token prediction.
-    ignored = {n for n in files if n.endswith("rotary_emb.inv_freq") or _left_out(n, cfg)}
+    ignored = {n for n in files if n.endswith("rotary_emb.inv_freq") or _left_out(n, cfg, family)}
     missing, unknown = expected.keys() - files.keys(), files.keys() - expected.keys() - ignored
     require_none("tensors", unknown, _why_unknown(unknown, missing))
     require_none("tensors", missing, "missing from the checkpoint")
@@ -208,11 +218,11 @@ def _why_unknown(unknown: set[str], missing: set[str]) -> str:
     return f"not part of this model{f', which lacks {shown(missing)}' if missing else ''}"
 
 
-def _left_out(name: str, cfg: ModelConfig) -> bool:
+def _left_out(name: str, cfg: ModelConfig, family: Family) -> bool:
     """Return whether a tensor is of a module of multi-token prediction that the model does without."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     modules = cfg.num_layers + cfg.mtp_layers
-    may_be_left_out = "mtp_layers" in family_of(cfg).optional
+    may_be_left_out = "mtp_layers" in family.optional
     return may_be_left_out and match is not None and int(match[1]) >= modules
 
 
@@ -223,6 +233,7 @@ def save(
     *,
     max_shard_bytes: int = 5_000_000_000,
     dtype: FileType = "bfloat16",
+    model_type: str | None = None,
     max_position_embeddings: int = 4096,
     token_ids: Mapping[str, Any] = NO_TOKEN_IDS,
     beside: Mapping[str, bytes] = MappingProxyType({}),
@@ -230,21 +241,29 @@ def save(
     """Write `model` as a Hugging Face folder that `transformers` loads.
 
     Every process calls it and the first one writes; it holds one file of at most `max_shard_bytes`
-    (and at least one tensor). `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
+    (and at least one tensor). `model_type` is the family to write; None is the first one that computes this
+    model. `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
     of `config.json`. The files `beside`, by name, such as a tokenizer, are put into the folder, which appears
     complete or not at all. Raises `ValueError` where no family has this
     combination of fields, or where `path` already holds something.
     """
     _check_save(path, model, cfg, max_shard_bytes, dtype)
     path = Path(path)
-    config = config_dict(cfg, max_position_embeddings=max_position_embeddings, dtype=dtype)
-    _check_parameters(model, cfg)
+    family = family_of(cfg, model_type)
+    config = config_dict(
+        cfg,
+        max_position_embeddings=max_position_embeddings,
+        dtype=dtype,
+        model_type=model_type,
+    )
+    table = tensors(cfg, family)
+    _check_parameters(model, table)
     unfinished = path.with_name(f".{path.name}.partial")
     is_writer = jax.process_index() == 0
     if is_writer:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    index = _save_weights(unfinished, model, cfg, max_shard_bytes, dtype)
+    index = _save_weights(unfinished, model, table, max_shard_bytes, dtype)
     if is_writer:
         _write_json(unfinished / "config.json", config | dict(token_ids))
         if index is not None:
@@ -270,12 +289,16 @@ def _check_save(
 
 
 def _save_weights(
-    folder: Path, model: Transformer, cfg: ModelConfig, max_shard_bytes: int, dtype: str
+    folder: Path,
+    model: Transformer,
+    table: Mapping[str, Tensor],
+    max_shard_bytes: int,
+    dtype: str,
 ) -> dict[str, Any] | None:
     """Write the safetensors files, on process 0; return their index, or None for a single file."""
     arrays = {_dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(model)}
-    table, is_writer = tensors(cfg), jax.process_index() == 0
-    shards = list(_plan(cfg, table, max_shard_bytes, dtype))
+    is_writer = jax.process_index() == 0
+    shards = list(_plan(model.cfg, table, max_shard_bytes, dtype))
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, start=1):
         several = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -301,15 +324,16 @@ def _stored(
     places: "Places",
     dtype: str,
 ) -> np.ndarray:
-    """Return one tensor of the folder, with its columns of several parameters interleaved."""
-    columns = []
+    """Return one tensor of the folder, joined of the parameters that share it."""
+    parts = []
     for ours, where in places:
         if table[ours].stack is not None:
             where = (rows[where[0]][1], *where[1:])
-        columns.append(gather(arrays[ours], where, table[ours], dtype))
-    if len(columns) == 1:
-        return columns[0]
-    return np.stack(columns, axis=-1).reshape(table[places[0][0]].shape)
+        parts.append(gather(arrays[ours], where, table[ours], dtype))
+    tensor = table[places[0][0]]
+    if tensor.part is None or tensor.rows:
+        return np.concatenate(parts)
+    return np.stack(parts, axis=-1).reshape(tensor.shape)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -317,8 +341,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 type Places = list[tuple[str, tuple[int, ...]]]
-"""Parameters of ours that are a tensor's columns (or one that is all of it), each with its place there: empty,
-or the layer and the expert."""
+"""Parameters of ours that share a tensor (or one that is all of it), each with its place there: empty, or the layer
+and the expert."""
 
 
 def _type(tensor: Tensor, dtype: str) -> str:
@@ -347,7 +371,7 @@ def _plan(
         places.setdefault(name, []).append((ours, where))
     shard, used = {}, 0
     for name, placed in places.items():
-        placed.sort(key=lambda place: table[place[0]].column or 0)
+        placed.sort(key=lambda place: table[place[0]].part or 0)
         tensor = table[placed[0][0]]
         size = math.prod(tensor.shape) * (2 if _type(tensor, dtype) == "bfloat16" else 4)
         if shard and used + size > max_bytes:
@@ -359,7 +383,7 @@ def _plan(
 
 
 def gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str) -> np.ndarray:
-    """Return one tensor, or its columns that are ours, in its stored form, gathered from all devices."""
+    """Return one tensor, or its part that is ours, in its stored form, gathered from all devices."""
     order = tuple(tensor.order.index(dim) for dim in range(len(tensor.order)))
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)

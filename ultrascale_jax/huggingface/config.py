@@ -52,6 +52,11 @@ def read_config(path: str | Path) -> ModelConfig:
     return cfg
 
 
+def read_model_type(folder: Path) -> str:
+    """Return the family of a Hugging Face folder that `read_config` reads."""
+    return read_json(inside(folder, "config.json"))["model_type"]
+
+
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Return the model that the object in a `config.json` describes; raises as `read_config`."""
     model_type, supported = str(raw.get("model_type")), ", ".join(FAMILIES)
@@ -245,12 +250,19 @@ def _first_window_layer(kinds: Any, window: int | None, family: Family, num_laye
     return first
 
 
-def config_dict(cfg: ModelConfig, *, max_position_embeddings: int, dtype: str) -> dict[str, Any]:
+def config_dict(
+    cfg: ModelConfig,
+    *,
+    max_position_embeddings: int,
+    dtype: str,
+    model_type: str | None = None,
+) -> dict[str, Any]:
     """Return the `config.json`, but for the keys of special tokens, with which `transformers` builds this model.
 
-    Raises `ValueError` where no family of `FAMILIES` has this combination of fields.
+    `model_type` is its family; None is the first that computes this model. Raises `ValueError` where that one, or
+    none, has this combination of fields.
     """
-    model_type = model_type_of(cfg)
+    model_type = model_type_of(cfg, model_type)
     family = FAMILIES[model_type]
     raw: dict[str, Any] = {
         "architectures": [family.architecture],

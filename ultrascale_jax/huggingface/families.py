@@ -203,6 +203,8 @@ class Family:
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are called otherwise than in `NAMES`."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensors that hold matrices of several parameters, one below the other."""
     norm_offset: float = 0.0
     """Added to the weights of all norms when they are read, because its code multiplies by `norm_offset + weight`."""
 
@@ -350,6 +352,21 @@ def _write_olmo3(cfg: ModelConfig) -> dict[str, Any]:
     return {}
 
 
+def _phi3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Refuse a stretch, of which Phi-3 has only its own."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name)
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
+        require(kind in ("", "default"), f"{name}.rope_type", kind, "supported is default")
+    return raw
+
+
+def _write_phi3(cfg: ModelConfig) -> dict[str, Any]:
+    fix = "phi3 has another stretch; leave it out, or write another family"
+    require(cfg.rope_scaling is None, "model.rope_scaling", cfg.rope_scaling, fix)
+    return {}
+
+
 def _gpt_oss(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return gpt-oss's keys with the stretch that absent ones mean; experts in MXFP4 are read (`mxfp4.py`)."""
     raw, quantization = dict(raw), raw.get("quantization_config")
@@ -372,6 +389,12 @@ DEEPSEEKS_OWN = {
 }
 """The code in DeepSeek-V3's repository, the same model as that of `transformers`."""
 
+PHI3S_OWN = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
+"""The code in Phi-3's repositories, the same model as that of `transformers`."""
+
 NO_BIAS = {"attention_bias": False}
 
 POST_NORMS = {
@@ -393,6 +416,23 @@ FAMILIES = {
         own_keys=("no_rope_layers", "no_rope_layer_interval"),
         read=_read_nope,
         write=_write_nope,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        window="all",
+        sliding_window=None,
+        norm_eps=1e-5,
+        allowed={
+            "auto_map": ({}, PHI3S_OWN),
+            "embd_pdrop": (0,),
+            "resid_pdrop": (0,),
+        },
+        common=_phi3,
+        write=_write_phi3,
+        joined={
+            "self_attn.qkv_proj": ("attn.w_q", "attn.w_k", "attn.w_v"),
+            "mlp.gate_up_proj": ("mlp.w_gate", "mlp.w_up"),
+        },
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -579,19 +619,18 @@ FAMILIES = {
 }
 
 
-def model_type_of(cfg: ModelConfig) -> str:
-    """Return the first family that computes exactly this model.
+def model_type_of(cfg: ModelConfig, model_type: str | None = None) -> str:
+    """Return the first family that computes exactly this model, or `model_type` if that one does.
 
     Raises `UserError` where there is none: of those that have its features, the one that lacks least says what.
     """
-    matches = {
-        name: list(_lacking(name, family, cfg))
-        for name, family in FAMILIES.items()
-        if family.has(cfg)
-    }
+    known = model_type is None or model_type in FAMILIES
+    require(known, "model_type", model_type, f"supported are {', '.join(FAMILIES)}")
+    names = FAMILIES if model_type is None else (model_type,)
+    matches = {name: list(_lacking(name, cfg)) for name in names if FAMILIES[name].has(cfg)}
     parts = f"{', '.join(FIXED)}, latent and experts"
     features = tuple(getattr(cfg, name) for name in FIXED)
-    fix = f"none of {', '.join(FAMILIES)} has this {parts} together"
+    fix = f"none of {', '.join(names)} has this {parts} together"
     require(bool(matches), "model", features, fix)
     name = min(matches, key=lambda name: len(matches[name]))
     for field_name, value, fix in matches[name]:
@@ -599,8 +638,14 @@ def model_type_of(cfg: ModelConfig) -> str:
     return name
 
 
-def _lacking(name: str, family: Family, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
+def computes(model_type: str, cfg: ModelConfig) -> bool:
+    """Return whether a family computes exactly this model."""
+    return FAMILIES[model_type].has(cfg) and not any(_lacking(model_type, cfg))
+
+
+def _lacking(name: str, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
     """Yield each field of `cfg` that a family with its features cannot express, the value, and the fix."""
+    family = FAMILIES[name]
     if family.whole_heads and cfg.d_model % cfg.num_heads:
         yield "num_heads", cfg.num_heads, f"{name} wants a divisor of model.d_model={cfg.d_model}"
     windowed, first = cfg.window_share > 0, cfg.first_window_layer
@@ -633,6 +678,6 @@ def _experts_lacking(name: str, family: Family, experts: Experts) -> Iterator[tu
         yield "experts.shared", 0, f"{name} has at least 1"
 
 
-def family_of(cfg: ModelConfig) -> Family:
-    """Return the entry of the family that computes exactly this model."""
-    return FAMILIES[model_type_of(cfg)]
+def family_of(cfg: ModelConfig, model_type: str | None = None) -> Family:
+    """Return the entry of the family that `model_type_of` names."""
+    return FAMILIES[model_type_of(cfg, model_type)]

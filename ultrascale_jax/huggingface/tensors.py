@@ -8,12 +8,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require_type
 from ultrascale_jax.config.model import FeedForward
-from ultrascale_jax.huggingface.families import family_of
+from ultrascale_jax.huggingface.families import Family, family_of
 
 FileType = Literal["bfloat16", "float32"]
 """Types in which floats are written."""
@@ -35,8 +35,10 @@ class Tensor:
     """Number of the stack (`ModelConfig.stacks`) whose layers have the parameter; none: it is not stacked."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
-    column: int | None = None
-    """Ours are the even columns (0) of the tensor, or the odd ones (1), which belong to another parameter."""
+    part: int | None = None
+    """Number of ours among the parameters that share the tensor; none: it is all ours."""
+    rows: tuple[int, ...] = ()
+    """Rows of each of them, one below the other; empty: two have its even and its odd columns."""
     offset: float = 0.0
     """Ours is the tensor plus this, added in float32 as the family's code does."""
 
@@ -64,8 +66,15 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
-        *rows, columns = self.own_shape
-        return (*rows, columns if self.column is None else 2 * columns)
+        if self.rows:
+            return (sum(self.rows), *self.own_shape[1:])
+        *others, columns = self.own_shape
+        return (*others, columns if self.part is None else 2 * columns)
+
+    @property
+    def first_row(self) -> int:
+        """The row of the tensor that is our first one."""
+        return sum(self.rows[: self.part])
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -80,12 +89,12 @@ class Tensor:
         return [self.name.format(*place, expert) for expert in self.experts]
 
 
-def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensor of each of our parameters, by its path (`stacks.0.attn.w_q`).
+def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]:
+    """Return the tensor of each of our parameters, by its path (`stacks.0.attn.w_q`), in a family that has this model.
 
-    Raises `UserError` where no family of `families.py` computes this model.
+    Without `family` it is the one that is written; raises `UserError` where there is none.
     """
-    family = family_of(cfg)
+    family = family or family_of(cfg)
     sizes = {"V": cfg.vocab_size, "D": cfg.d_model, "F": cfg.d_ff}
     sizes |= {"N": cfg.num_heads, "K": cfg.num_kv_heads, "H": cfg.head_dim}
     if cfg.latent is not None:
@@ -100,7 +109,7 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
     def add_layer(path: str, prefix: str, kind: FeedForward, stack: int | None = None) -> None:
         """Add the parameters of a stack of layers, or of one layer."""
         for (ours, dims, stored), width in _layer(cfg, kind):
-            name, _, column = family.name(ours).partition("[")
+            name, _, part = family.name(ours).partition("[")
             is_joined = "E" in dims and "{}" not in name
             last_name = ours.rpartition(".")[2]
             is_weight = last_name.startswith("w_") or last_name.endswith("norm")
@@ -108,12 +117,18 @@ def tensors(cfg: ModelConfig) -> dict[str, Tensor]:
                 name=f"{prefix}{name}{'.weight' if is_weight and not is_joined else ''}",
                 dims=dims,
                 stored=dims if is_joined else stored,
-                column=int(column.removesuffix("]")) if column else None,
+                part=int(part.removesuffix("]")) if part else None,
                 sizes=sizes | {"F": width},
                 float32=ours == "moe.bias",
                 offset=family.norm_offset if ours.endswith("norm") else 0.0,
                 stack=stack,
             )
+        for name, members in family.joined.items():
+            parts = [path + ours for ours in members if path + ours in table]
+            rows = tuple(table[part].shape[0] for part in parts)
+            for i, part in enumerate(parts):
+                shared = {"name": f"{prefix}{name}.weight", "part": i, "rows": rows}
+                table[part] = replace(table[part], **shared)
 
     for i, layers in enumerate(cfg.stacks):
         kind = cfg.feed_forward(layers.start)
@@ -145,18 +160,23 @@ MODULE: Rows = [
 """Parameters of a module of `mtp_layers` that are no part of its layer."""
 
 
-def hf_names(cfg: ModelConfig) -> dict[str, list[str]]:
+def hf_names(cfg: ModelConfig, model_type: str | None = None) -> dict[str, list[str]]:
     """Return the names of the Hugging Face tensors of each parameter of a `Transformer`.
 
     A parameter of a stack of layers, as `stacks.0.attn.w_q`, has a tensor for each of its layers, in their order, and
     for each expert of a layer. `save_hf` writes them, and `read_hf` reads them.
 
+    Args:
+      cfg: the model.
+      model_type: the family; None is the first one that computes this model.
+
     Raises:
-      UserError: no family computes this model.
+      UserError: no family computes this model, or not this one.
     """
     fix = "of a Config give cfg.model, of a folder read_hf_config(folder)"
     require_type("cfg", cfg, ModelConfig, fix)
-    return {path: _names(tensor, cfg) for path, tensor in tensors(cfg).items()}
+    table = tensors(cfg, family_of(cfg, model_type))
+    return {path: _names(tensor, cfg) for path, tensor in table.items()}
 
 
 def _names(tensor: Tensor, cfg: ModelConfig) -> list[str]:

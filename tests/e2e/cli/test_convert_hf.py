@@ -65,15 +65,17 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
     return cfg, mesh
 
 
-def test_a_run_gives_the_checkpoint_back_that_it_began_with(tmp_path):
+@pytest.mark.parametrize("folder", [FOLDER, HF / "phi3"], ids=lambda folder: folder.name)
+def test_a_run_gives_the_checkpoint_back_that_it_began_with(tmp_path, folder):
     run_dir, out = tmp_path / "run", tmp_path / "out"
-    imported(FOLDER, run_dir, pp=2, fsdp=2)
+    imported(folder, run_dir, pp=2, fsdp=2)
     options = Options(run_dir=str(run_dir), hf_dir=str(out), dtype="float32")
     export_checkpoint(options, mesh_of(fsdp=2)[0])
-    assert read_config(out) == read_config(FOLDER)
-    assert_same_tensors(stored(out), stored(FOLDER))
-    context = json.loads((FOLDER / "config.json").read_text())["max_position_embeddings"]
-    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == context
+    assert read_config(out) == read_config(folder)
+    assert_same_tensors(stored(out), stored(folder))
+    before, after = (json.loads((at / "config.json").read_text()) for at in (folder, out))
+    for key in ("model_type", "max_position_embeddings"):
+        assert after[key] == before[key]
 
 
 def test_a_run_of_a_checkpoint_stands_at_step_0_with_fresh_moments(tmp_path):

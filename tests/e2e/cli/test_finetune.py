@@ -17,6 +17,7 @@ from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import MeshConfig, UserError
+from ultrascale_jax.huggingface.adapters import save_adapters
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.training.setup import make_loader, open_run
 
@@ -90,6 +91,9 @@ def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path,
         np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     assert not adapters
     assert "already holds something" in refused(capsys, "convert-hf", run, peft, "--adapters")
+    cfg, adapted = load_params(run, make_mesh(MeshConfig(), jax.devices()[:1]), merge=False)
+    with pytest.raises(UserError, match=r"targets='q_proj': lies in model.*qkv_proj.* of phi3"):
+        save_adapters(adapted, cfg.model, cfg.train.lora, peft / "x", base="", model_type="phi3")
 
 
 def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):

@@ -16,19 +16,6 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(
-    "family",
-    [
-        "deepseek_v3",
-        "gemma3",
-        "gpt_oss",
-        "llama3",
-        "mixtral",
-        "olmo3",
-        "qwen3",
-        "seed_oss",
-        "smollm3",
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_four_adamw_steps_lose_what_they_lose_in_torch(family, mesh):
     check_steps(family, mesh)

@@ -9,7 +9,7 @@ from tests.hf_layout import abstract, assert_same_tensors, in_hugging_face_layou
 from tests.paths import HF
 from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig
 from ultrascale_jax.huggingface import checkpoint
-from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.config import read_config, read_model_type
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_state
 
@@ -18,19 +18,22 @@ ROWS = [
     *((family, mesh) for family in FAMILIES for mesh in ("dp=1", "fsdp=2,sp=2,tp=2")),
     *((family, "ep=4,fsdp=2") for family in ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")),
     # They have every kind of tensor between them.
-    *((family, "fsdp=8") for family in ("deepseek_v3", "gemma3", "gpt_oss", "olmo2", "qwen2")),
+    *(
+        (family, "fsdp=8")
+        for family in ("deepseek_v3", "gemma3", "gpt_oss", "olmo2", "phi3", "qwen2")
+    ),
 ]
 
 
 @pytest.mark.parametrize(("family", "mesh"), ROWS)
 def test_every_number_of_a_checkpoint_lands_where_it_belongs_and_comes_back(tmp_path, family, mesh):
     folder, out = HF / family, tmp_path / "out"
-    cfg = read_config(folder)
+    cfg, model_type = read_config(folder), read_model_type(folder)
     model, shapes = load(folder, mesh), abstract(cfg, mesh)
     jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)
-    assert_same_tensors(in_hugging_face_layout(model, cfg), stored(folder))
-    checkpoint.save(model, cfg, out, dtype="float32")
-    assert read_config(out) == cfg
+    assert_same_tensors(in_hugging_face_layout(model, cfg, model_type), stored(folder))
+    checkpoint.save(model, cfg, out, dtype="float32", model_type=model_type)
+    assert read_config(out) == cfg and read_model_type(out) == model_type
     assert_same_tensors(stored(out), stored(folder))
     with safe_open(out / "model.safetensors", framework="np") as file:
         assert file.metadata() == {"format": "pt"}

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from tests.paths import HF
 from ultrascale_jax.config import UserError
 from ultrascale_jax.huggingface.arrays import read_hf
-from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.huggingface.config import read_config, read_model_type
 from ultrascale_jax.huggingface.tensors import copies, hf_names
 
 FOLDER = HF / "llama3"
@@ -38,7 +38,7 @@ def test_tensors_have_the_values_and_types_of_the_file_and_are_placed_as_one_say
 @pytest.mark.parametrize("folder", sorted(HF.iterdir()), ids=lambda folder: folder.name)
 def test_the_names_of_a_model_are_those_of_its_folder(folder):
     cfg = read_config(folder)
-    names = hf_names(cfg)
+    names = hf_names(cfg, read_model_type(folder))
     assert {name for each in names.values() for name in each} | copies(cfg).keys() == set(
         read_hf(folder)
     )

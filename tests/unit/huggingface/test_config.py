@@ -137,6 +137,8 @@ READ = [
         {"no_rope_layers": [1, 1, 0, 1, 1], "layer_types": [FULL] * 4, "rope_theta": 5e6},
         change(SMOLLM3, nope_every=3, rope_theta=5e6),
     ),
+    ("phi3", {"num_key_value_heads": "absent"}, change(LLAMA, num_kv_heads=4)),
+    ("phi3", {"sliding_window": 9}, change(LLAMA, sliding_window=9)),
     ("qwen2", {}, QWEN2),
     ("qwen2", {"sliding_window": 9, "max_window_layers": 1}, QWEN2),
     ("qwen2", SWITCHED_ON | {"max_window_layers": 4}, QWEN2),
@@ -319,6 +321,11 @@ REFUSED = {
         ("no_rope_layer_interval", 0),
         ("use_sliding_window", True),
     ],
+    "phi3": [
+        ("resid_pdrop", 0.1),
+        ("partial_rotary_factor", 0.5),
+        ("auto_map", {"AutoModelForCausalLM": "modeling_phi3.Phi3"}),
+    ],
     "qwen2": [("use_sliding_window", "false")],
     "seed_oss": [("attention_bias", False), ("residual_dropout", 0.2)],
     "olmo3": [("layer_types", [FULL, WINDOWED] * 2), ("rope_parameters", {"rope_theta": 5e5})],
@@ -400,6 +407,7 @@ WITH_OTHER_KEYS = [
         "num_mtp_layers=2",
     ),
     # Parts of rope.
+    ("phi3", {"rope_scaling": YARN_ROPE}, "rope_scaling.rope_type='yarn'"),
     ("llama", {"rope_scaling": YARN_ROPE | {"type": "linear"}}, "rope_scaling.type='linear'"),
     ("llama", {"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type='dynamic'"),
@@ -455,14 +463,14 @@ WRITTEN = [
     ("deepseek_v3", change(DEEPSEEK, experts={"shared": 3, "groups": 1, "groups_per_token": 1})),
     ("deepseek_v3", change(DEEPSEEK, latent={"q_rank": 0}, rope_scaling=STRETCHED_LATENT)),
 ]
-ALSO_OF_OTHERS = (LLAMA, QWEN3_DENSE)
-"""Models that the first family of several writes."""
-WRITTEN += [(model_type, cfg) for model_type, _, cfg in READ if cfg not in ALSO_OF_OTHERS]
+WRITTEN += [(model_type, cfg) for model_type, _, cfg in READ if cfg != QWEN3_DENSE]
 
 
 @pytest.mark.parametrize(("model_type", "cfg"), WRITTEN)
 def test_a_written_config_reads_back_as_the_same_model(model_type, cfg):
-    written = config_dict(cfg, max_position_embeddings=512, dtype="bfloat16")
+    sizes = {"max_position_embeddings": 512, "dtype": "bfloat16"}
+    written = config_dict(cfg, **sizes, model_type=model_type)
+    assert parse_config(config_dict(cfg, **sizes)) == cfg
     assert written["model_type"] == model_type
     assert written["max_position_embeddings"] == 512
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
@@ -472,7 +480,19 @@ def test_a_written_config_reads_back_as_the_same_model(model_type, cfg):
 def test_a_family_with_the_features_of_another_is_written_as_the_first_one():
     seed = parse_config(raw("seed_oss", head_dim=32, attention_dropout=0.1))
     assert seed == change(QWEN2, head_dim=32)
-    assert config_dict(seed, max_position_embeddings=512, dtype="float32")["model_type"] == "qwen2"
+    sizes = {"max_position_embeddings": 512, "dtype": "float32"}
+    assert config_dict(seed, **sizes)["model_type"] == "qwen2"
+    written = config_dict(seed, **sizes, model_type="seed_oss")
+    assert written["model_type"] == "seed_oss" and parse_config(written) == seed
+    for model_type, said in (
+        ("qwen3", "none of qwen3 has this"),
+        ("qwen9", r"^model_type='qwen9': supported are llama, "),
+    ):
+        with pytest.raises(UserError, match=said):
+            config_dict(seed, **sizes, model_type=model_type)
+    stretched = change(LLAMA, rope_scaling=YARN)
+    with pytest.raises(UserError, match=r"^model\.rope_scaling=.*: phi3 has another stretch"):
+        config_dict(stretched, **sizes, model_type="phi3")
 
 
 def test_a_model_that_lacks_one_thing_of_a_family_is_told_that():
