@@ -141,6 +141,8 @@ def config_from_dict(values: dict) -> Config:
 def saved_config(run_dir: Path) -> Config:
     """Read the config of an earlier run. Raises `UserError` if it is missing, damaged or a Hugging Face model's."""
     path = run_dir / "config.json"
+    fix = "is a Hugging Face model, which has no run's config.json; give the run directory of a training run"
+    require(not str(run_dir).startswith("hf:"), "run_dir", str(run_dir), fix)
     fix = "holds no config.json; give the run directory of a training run"
     require(path.is_file(), "run_dir", str(run_dir), fix)
     values = read_json(path)

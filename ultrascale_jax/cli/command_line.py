@@ -66,6 +66,9 @@ PHRASES = {
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """An option without a value."""
 
+SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
+"""Values that people give to a switch, which takes none."""
+
 REGISTRY = tyro.constructors.ConstructorRegistry()
 """Constructors of tyro: those of the library, and those of numbers."""
 
@@ -392,12 +395,13 @@ def _hint(complaint: str, options: Sequence[str], prog: str) -> str:
     if not complaint.startswith("Unrecognized"):
         return ""
     words = complaint.partition(": ")[2].split(", ")
-    late = [w for w in words if w.replace("-", "_") in recipes() or w.lower().endswith(".py")]
+    files = (".py", ".json")
+    late = [w for w in words if w.replace("-", "_") in recipes() or w.lower().endswith(files)]
     first = prog.replace("[RECIPE]", late[0] if late else "").strip()
     hint = f"; the recipe comes first: {first} ..." if late and "[RECIPE]" in prog else ""
-    unknown = [word for word in words if word.startswith("--")]
-    if words[0].lower() in ("true", "false"):
+    unknown = [word for word in words if word.startswith("-") or "=" in word]
+    if words[0].lower() in SWITCH_VALUES:
         return "; a switch takes no value: --a.x turns it on, --a.no-x off"
-    if unknown and (names := meant(unknown[0], options)):
+    if unknown and (names := meant(f"--{unknown[0].lstrip('-')}", options)):
         return f"{hint}; did you mean {' or '.join(names)}?"
     return hint or (f"; see {first} --help" if unknown else "")

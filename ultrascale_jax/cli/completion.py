@@ -1,6 +1,9 @@
 """Completion of commands and options for a shell, by tyro: `source <(ultrascale --completion bash)`."""
 
+import contextlib
 import dataclasses
+import io
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -32,7 +35,17 @@ def print_script(shell: str, commands: Mapping[str, Any]) -> None:
             below.command(_form(options), name=verb)
         app.command(below, name=name)
     arguments = ["--tyro-print-completion", shell]
-    app.cli(prog="ultrascale", args=arguments, config=(tyro.conf.AvoidSubcommands,))
+    script = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(script):
+            app.cli(prog="ultrascale", args=arguments, config=(tyro.conf.AvoidSubcommands,))
+    finally:
+        print(re.sub(r"(?m)^COMPLETION_SPEC = .*", _in_one_line, script.getvalue()), end="")
+
+
+def _in_one_line(options: re.Match[str]) -> str:
+    """Join the lines of the options' texts, each of which the shell would offer as a word."""
+    return re.sub(r"\\n\s*", " ", options[0])
 
 
 def _form(options: type) -> Any:

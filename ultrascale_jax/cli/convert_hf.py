@@ -29,6 +29,7 @@ from ultrascale_jax.huggingface.files import (
     travelling,
 )
 from ultrascale_jax.storage.foreign import parse_json, read_foreign, read_json
+from ultrascale_jax.units import GIB
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -48,8 +49,8 @@ class Options:
     """Write the adapters of `train.lora` alone, in PEFT's format; without it they are merged into their base."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights written."""
-    max_shard_gb: float = 5.0
-    """Largest size of one file, in units of 10^9 bytes."""
+    max_shard_gib: float = 5.0
+    """Largest size of one file, in GiB."""
     max_position_embeddings: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Longest context to claim; none is the imported one, or else the sequence length of the run."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
@@ -85,7 +86,7 @@ def export_checkpoint(options: Options, mesh: "Mesh") -> None:
             params,
             cfg.model,
             options.hf_dir,
-            max_shard_bytes=int(options.max_shard_gb * 1e9),
+            max_shard_bytes=int(options.max_shard_gib * GIB),
             dtype=options.dtype,
             model_type=_model_type(cfg, original),
             max_position_embeddings=context,

@@ -1,6 +1,7 @@
 """The command `ultrascale`: run the command that its first word names."""
 
 import contextlib
+import difflib
 import errno
 import importlib
 import io
@@ -65,8 +66,9 @@ def main() -> None:
             case ["--completion", shell]:
                 complete(shell)
             case [word, *_]:
-                fix = f"choose one of {', '.join(COMMANDS)}"
-                raise UserError(f"command={word!r}: {fix}")
+                near = difflib.get_close_matches(word, COMMANDS, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise UserError(f"command={word!r}: {hint}choose one of {', '.join(COMMANDS)}")
 
 
 def run(command: str, arguments: Sequence[str] | None = None) -> None:

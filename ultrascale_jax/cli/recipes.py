@@ -65,6 +65,8 @@ def _module_name(name: str) -> str:
     )
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         return name
+    fix = "is a model, no recipe; write ultrascale train finetune --train.init-from " + name
+    require(not name.startswith("hf:"), "recipe", name, fix)
     files = [file for file in (f"{name}.py", f"{name}/config.json") if os.path.isfile(file)]
     near = files or difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -88,7 +90,7 @@ def _run_file(path: Path) -> types.ModuleType:
     """Run the user's own recipe as a module of a name that hides no other; it may import files beside it."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)
+        sys.path.insert(0, folder)  # as `python FILE` does
     name = f"recipe {path.stem.replace('.', ' ')}"  # a dot would part a package from its module
     loader = importlib.machinery.SourceFileLoader(name, str(path.absolute()))
     spec = importlib.util.spec_from_loader(loader.name, loader)

@@ -38,6 +38,7 @@ from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, tensors
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.units import GIB
 
 
 def load(path: str | Path, abstract: Transformer) -> Transformer:
@@ -231,7 +232,7 @@ def save(
     cfg: ModelConfig,
     path: str | Path,
     *,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = 5 * GIB,
     dtype: FileType = "bfloat16",
     model_type: str | None = None,
     max_position_embeddings: int = 4096,

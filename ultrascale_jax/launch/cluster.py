@@ -328,7 +328,10 @@ def _ompi_address(environ: Mapping[str, str]) -> str | None:
 
 def _given_address(environ: Mapping[str, str], address: Setting) -> str:
     text, fix = address.value or "", "set it to host:port of process 0, or --dist.address"
-    return _host_and_port(address.source, text, environ.get("JAX_COORDINATOR_PORT", ""), fix)
+    port = "JAX_COORDINATOR_PORT"
+    if port in environ:
+        _number(environ, port, 1, 65535)
+    return _host_and_port(address.source, text, environ.get(port, ""), fix)
 
 
 def _bind_address(environ: Mapping[str, str], address: str | None) -> str | None:

@@ -70,9 +70,10 @@ class Server:
             fix = f"{error.strerror}; choose another --host or --port"
             raise UserError(f"host={f'{host}:{port}'!r}: {fix}") from None
         self._host, self.port = host, self._http.server_port
-        self._names = {"localhost", host}
+        names = ["localhost", host]
         if host in OPEN_HOSTS:
-            self._names |= {socket.gethostname(), socket.getfqdn()}
+            names += [socket.gethostname(), socket.getfqdn()]
+        self._names = {name.lower() for name in names}
         self._cookie = f"ultrascale_{self.port}"  # ports of one host share their cookies
 
     @property

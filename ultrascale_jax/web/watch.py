@@ -203,6 +203,8 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         separator = "; " if any(isinstance(one, Mapping) for one in value) else " "
         return separator.join(map(_text, value))
+    if value is None:
+        return "not finite"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

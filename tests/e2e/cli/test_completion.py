@@ -28,7 +28,9 @@ def test_bash_completes_commands_verbs_options_and_values(capsys):
     assert completed(made, "ultrascale", "insp") == ["inspect"]
     assert completed(made, "ultrascale", "plan", "mem") == ["memory"]
     assert completed(made, "ultrascale", "train", "debug", "--train.st") == ["--train.steps"]
-    assert "--max-shard-gb" in completed(made, "ultrascale", "convert-hf", "--max")
+    options = completed(made, "ultrascale", "train", "debug", "--")
+    assert options and all(option.startswith("--") for option in options)
+    assert "--max-shard-gib" in completed(made, "ultrascale", "convert-hf", "--max")
     assert "fp8" in completed(made, "ultrascale", "train", "--train.precision", "f")
 
 

@@ -25,7 +25,7 @@ def test_the_version_is_that_of_the_package_and_an_unknown_command_is_one_line(c
     assert ultrascale("--version") is None
     assert capsys.readouterr().out == f"{ultrascale_jax.__version__}\n"
     said = refused(capsys, "trian")
-    assert said.startswith("command='trian': choose one of train, launch, ")
+    assert said.startswith("command='trian': did you mean train? choose one of train, launch, ")
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,13 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, line, said):
         ("--no-train.zero", "options: --no-train.zero; see ultrascale train --help"),
         ("--data.document-mask=maybe", "options: maybe"),
         ("--data.document-mask False", "options: False; a switch takes no value: --a.x turns"),
+        ("--data.document-mask yes", "options: yes; a switch takes no value"),
+        ("debug train.global-batch=8", "did you mean --train.global-batch?"),
+        ("debug -train.steps 8", "did you mean --train.steps?"),
+        (
+            "--train.steps 5 run/config.json",
+            "the recipe comes first: ultrascale train run/config.json",
+        ),
         ("--optim.name adam", "'--optim.name'. Expected one of ('adamw', 'muon')"),
         ("--optim.betas 0.9", "'--optim.betas'. Expected 2 values"),
     ],
@@ -291,10 +298,21 @@ def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
     assert not [name for name in set(sys.modules) - before if "broken" in name]
 
 
+def test_a_file_beside_a_recipe_comes_before_another_of_its_name(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("neighbour_of_both.py").write_text("config = 7")
+    recipe = "from ultrascale_jax.configs.debug import config"
+    (tmp_path / "neighbour_of_both.py").write_text(recipe)
+    (tmp_path / "my.py").write_text("from neighbour_of_both import config")
+    assert command_line.load_recipe("../my.py") == debug
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("a.yaml", "give a file that ends in .py and sets `config`, .* --print-config"),
+        ("hf:my", "write ultrascale train finetune --train.init-from hf:my"),
         ("my.txt", "give a file that ends in .py and sets `config`"),
         ("./my", r"did you mean \./my\.py\?"),
         ("run", r"did you mean run/config\.json\?"),

@@ -96,13 +96,13 @@ def test_the_files_of_the_pages_have_no_inline_script_and_load_nothing_from_else
 
 
 def test_an_open_server_knows_its_own_name_and_says_that_nothing_is_encrypted(capsys, monkeypatch):
-    monkeypatch.setattr("socket.gethostname", lambda: "node-7")
+    monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
     server = Server("live.html", {"/echo": lambda query: {}}, "0.0.0.0", 0)
     monkeypatch.setattr(server, "run", lambda: None)
     server.serve("planner")
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"planner: http://0.0.0.0:{server.port}/?token={server.token}"
-    assert f"ssh -L {server.port}:127.0.0.1:{server.port} node-7" in second
+    assert f"ssh -L {server.port}:127.0.0.1:{server.port} Node-7" in second
     monkeypatch.undo()
     with running(server):
         assert get(server, "/echo", Host="node-7")[0] == 200

@@ -60,6 +60,7 @@ def test_a_question_about_what_is_not_there_is_refused(server, query):
         ("saved", {"bytes": 3 << 30, "write_s": 12.345, "hash_s": 0.5}, ""),
         ("replicas", {"certain": True, "devices": [{"device": 3, "arrays": ["a.w", "b.w"]}]}, ""),
         ("gave_up", {"ranks": [0, 1], "reason": "stopped"}, ""),
+        ("rerun", {"verdict": "persistent", "loss": [None, 2.5]}, ""),
         ("skipped", {"reason": "spike", "loss": None, "grad_norm": 1234.56, "rows": [1, 2]}, ""),
     ],
 )
@@ -69,6 +70,7 @@ def test_an_event_is_a_sentence_and_no_python(kind, details, text, tmp_path):
         "saved": "3.0 GiB, write 12.3 s, hash 0.5 s",
         "replicas": "certain yes, devices device 3 arrays a.w b.w",
         "gave_up": "ranks 0 1, stopped",
+        "rerun": "persistent, loss not finite 2.5",
         "skipped": "spike, grad norm 1235",
     }
     Events(tmp_path, 2).record(kind, **details)
