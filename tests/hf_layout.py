@@ -167,14 +167,15 @@ def experts_together(row):
 def experts(row, cfg):
     if cfg.experts.biases:
         return experts_together(row)
-    qwen_or_deepseek = cfg.qk_norm == "head" or cfg.latent is not None
-    at = "mlp" if qwen_or_deepseek else "block_sparse_moe"
+    minimax = cfg.qk_norm == "full" and cfg.experts.bias
+    plain = cfg.qk_norm == "none" and cfg.latent is None  # Mixtral
+    at = "block_sparse_moe" if minimax or plain else "mlp"
+    names = ("w1", "w3", "w2") if minimax or plain else ("gate_proj", "up_proj", "down_proj")
     tensors = {f"{at}.gate.weight": row("moe.w_router").T}
     for expert in range(cfg.experts.num):
-        names = ("gate_proj", "up_proj", "down_proj") if qwen_or_deepseek else ("w1", "w3", "w2")
         tensors |= gated("moe.", row, f"{at}.experts.{expert}.", names, expert)
     if cfg.experts.bias:
-        tensors["mlp.gate.e_score_correction_bias"] = row("moe.bias")
+        tensors[f"{at if minimax else 'mlp.gate'}.e_score_correction_bias"] = row("moe.bias")
     if cfg.experts.shared:
         tensors |= gated("moe.shared.", row, "mlp.shared_experts.")
     return tensors

@@ -79,6 +79,7 @@ def draw_model(rng: random.Random) -> Flags:
         "sliding_window": window,
         "first_window_layer": rng.choice((0, 1)) if window and not full_every else 0,
         "full_attention_every": full_every,
+        "rope_dim": 0 if latent else rng.choice((0, 0, 4)),
         "nope_every": rng.choice((0, 0, 2)),
         "mtp_layers": rng.choice((0, 0, 0, 1)),
     }

@@ -105,6 +105,49 @@ def phi3() -> transformers.PretrainedConfig:
     )
 
 
+def glm4_moe() -> transformers.PretrainedConfig:
+    """Three layers, the first without experts; half of a head's dims have positions."""
+    return transformers.Glm4MoeConfig(
+        **SMALL | {"sliding_window": None},
+        intermediate_size=48,
+        num_hidden_layers=3,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=2.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        max_position_embeddings=64,
+    )
+
+
+def minimax_m2() -> transformers.PretrainedConfig:
+    """Two layers, whose heads have positions in 6 of 8 dims."""
+    return transformers.MiniMaxM2Config(
+        **SMALL | {"sliding_window": None},
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rotary_dim=6,
+        max_position_embeddings=64,
+    )
+
+
+def olmoe() -> transformers.PretrainedConfig:
+    """Two layers."""
+    return transformers.OlmoeConfig(
+        **{key: SMALL[key] for key in SMALL if key not in ("head_dim", "sliding_window")},
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
@@ -112,6 +155,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmo3": olmo3,
     "seed_oss": seed_oss,
     "phi3": phi3,
+    "glm4_moe": glm4_moe,
+    "minimax_m2": minimax_m2,
+    "olmoe": olmoe,
 }
 
 
@@ -140,8 +186,9 @@ def main(folder: Path, family: str) -> None:
     eager = {"attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **eager).float()
     norm = 0.0 if config.model_type == "gemma3_text" else 1.0
-    for name, parameter in model.named_parameters():
-        fill(name, parameter, generator, norm)
+    biases = [pair for pair in model.named_buffers() if pair[0].endswith("bias")]
+    for name, tensor in (*model.named_parameters(), *biases):
+        fill(name, tensor, generator, norm)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)

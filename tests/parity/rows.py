@@ -47,7 +47,7 @@ BASE = Config(
 """Five layers: no number of stages divides them, so that some stages have rows of padding."""
 
 EXPERTS = Experts(num=4, top_k=2, d_ff=8)
-SINKS = {"attention_sinks": True, "sliding_window": 5, "nope_every": 2}
+SINKS = {"attention_sinks": True, "sliding_window": 5, "nope_every": 2, "rope_dim": 4}
 LATENT = {
     "num_kv_heads": 4,
     "head_dim": 12,

@@ -188,6 +188,8 @@ class ModelConfig(Section, name="model"):
     """Base in the layers with a window, which are not stretched (Gemma); 0: no other than in layers without one."""
     rope_scaling: RopeScaling | None = None
     """Stretch of the rotary frequencies, or none."""
+    rope_dim: Annotated[int, at_least(0), EVEN] = 0
+    """First dims of a head that have rotary positions (GLM-4.5: half of them); 0: all."""
     nope_every: Natural = 0
     """Every n-th layer has no rotary positions (NoPE; 4 in SmolLM3); 0: all have them."""
     sliding_window: Count | None = None
@@ -208,6 +210,8 @@ class ModelConfig(Section, name="model"):
         super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             self.refuse("num_kv_heads", f"must divide model.num_heads={self.num_heads}")
+        fix = f"must be at most model.head_dim={self.head_dim}"
+        self.require(self.rope_dim <= self.head_dim, "rope_dim", fix)
         yarn = self.rope_scaling is not None and self.rope_scaling.kind == "yarn"
         sound = self.rope_theta > 1 or (self.rope_theta == 1 and not yarn)
         self.require(sound, "rope_theta", f"must be {'more than' if yarn else 'at least'} 1")
@@ -244,6 +248,7 @@ class ModelConfig(Section, name="model"):
             self.refuse("qk_norm", "latent attention normalises its latents; use none")
         if self.query_scale:
             self.refuse("query_scale", "latent attention scales by head_dim; use 0")
+        self.require(not self.rope_dim, "rope_dim", f"is model.latent.rope_dim={rope} here; use 0")
         for name in ("qkv_bias", "o_bias", "attention_sinks"):
             self.require(not getattr(self, name), name, "latent attention has none; use False")
 
@@ -254,7 +259,7 @@ class ModelConfig(Section, name="model"):
     @property
     def rotary_dim(self) -> int:
         """Dims of a head that have rotary positions."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.rope_dim or self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def value_dim(self) -> int:

@@ -32,6 +32,9 @@ from ultrascale_jax.huggingface.files import (
 from ultrascale_jax.huggingface.keys import flag, integer, number
 from ultrascale_jax.storage.foreign import read_json
 
+SHARE = "partial_rotary_factor"
+"""Key of the share of a head's dims that have rotary positions."""
+
 NO_TOKEN_IDS = MappingProxyType(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 """The keys of special tokens, as null: where there is no such key, a family's default names tokens of its own."""
 
@@ -96,6 +99,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     }
     if not family.latent:
         fields["head_dim"] = integer(raw, "head_dim", family.head_dim, null=d_model // num_heads)
+    fields["rope_dim"] = _rope_dim(raw, family, fields["head_dim"])
     return ModelConfig(**fields)
 
 
@@ -119,8 +123,6 @@ def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, R
     outer = raw.get("rope_theta")
     fix = f"contradicts {key}, which says {theta}; leave one of them out"
     require(outer is None or outer == theta, "rope_theta", outer, fix)
-    share = rope.get("partial_rotary_factor")
-    require(share in (None, 1), "partial_rotary_factor", share, "supported is 1, or no such key")
     kind = rope.get("rope_type", rope.get("type", "default"))
     same = rope.get("type", kind) == kind
     require(same, f"{key}.type", rope.get("type"), f"contradicts rope_type={kind!r}")
@@ -155,6 +157,19 @@ def _rope_at(raw: Mapping[str, Any], key: str, family: Family) -> tuple[float, R
         high_freq_factor=number(rope, "high_freq_factor"),
         original_seq_len=original,
     )
+
+
+def _rope_dim(raw: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    """Return how many dims of a head have rotary positions; 0 for all."""
+    places = [raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}, raw]
+    values = [place[SHARE] for place in places if place.get(SHARE) is not None]
+    share = number({SHARE: values[0]} if values else {}, SHARE, family.rotary_share)
+    require(all(value == share for value in values), SHARE, values, "must be one number")
+    partial, whole = "rope_dim" in family.optional, "supported is 1, or no such key"
+    require(share == 1 or partial, SHARE, share, whole)
+    dims, fix = int(head_dim * share), f"must leave 2 to head_dim={head_dim} dims of a head"
+    require(2 <= dims <= head_dim, SHARE, share, fix)
+    return dims % head_dim
 
 
 def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family) -> RopeScaling:
@@ -286,6 +301,10 @@ def config_dict(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+    if "rope_dim" in family.optional:
+        raw[SHARE] = cfg.rotary_dim / cfg.head_dim
+        if int(cfg.head_dim * raw[SHARE]) < cfg.rotary_dim:  # rounded
+            raw[SHARE] = math.nextafter(raw[SHARE], 1)
     if cfg.rope_scaling is not None:
         raw["rope_scaling"] = _rope_keys(cfg.rope_scaling)
     raw |= {**_window_keys(cfg, family), **family.constants}

@@ -20,9 +20,12 @@ FIXED = (
     *("activation", "attention_sinks", "embed_scale"),
     *("norm_placement", "o_bias", "qk_norm", "qkv_bias"),
 )
-"""Fields of `ModelConfig` that a family's code fixes, and no key says."""
+"""Fields of `ModelConfig` that the code of most families fixes, and no key says."""
 
-OPTIONAL = ("query_scale", "rope_theta_local", "full_attention_every", "nope_every", "mtp_layers")
+OPTIONAL = (
+    *("query_scale", "rope_theta_local", "full_attention_every"),
+    *("rope_dim", "nope_every", "mtp_layers"),
+)
 """Fields that only some families have."""
 
 LOCAL_BASE = "rope_local_base_freq"
@@ -48,7 +51,6 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "attention_dropout": (0,),
-    "partial_rotary_factor": (1,),
     "rope_interleaved": (False,),
     "attention_chunk_size": (),
     "attn_logit_softcapping": (),
@@ -86,7 +88,7 @@ READ = frozenset(
         *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("rms_norm_eps", "tie_word_embeddings", "layer_types", "sliding_window"),
         *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
-        "original_max_position_embeddings",
+        *("original_max_position_embeddings", "partial_rotary_factor"),
     )
 )
 """Keys that are read in every family."""
@@ -161,7 +163,7 @@ class Family:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` that its code has and Llama's has not; some of `FIXED`."""
     optional: tuple[str, ...] = ()
-    """Fields of `OPTIONAL` that its keys can say."""
+    """Fields of `OPTIONAL` and `FIXED` that its keys can say."""
     latent: bool = False
     """Whether it has multi-head latent attention."""
     experts: Experts | None = None
@@ -172,6 +174,7 @@ class Family:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     rope_theta: float = 10000.0
+    rotary_share: float = 1.0
     tied: bool = False
     sliding_window: int | None = 4096
 
@@ -215,7 +218,9 @@ class Family:
     def has(self, cfg: ModelConfig) -> bool:
         """Return whether a model has the features that distinguish this family's code."""
         fixed = all(
-            getattr(cfg, name) == self.model.get(name, getattr(PLAIN, name)) for name in FIXED
+            name in self.optional
+            or getattr(cfg, name) == self.model.get(name, getattr(PLAIN, name))
+            for name in FIXED
         )
         # A latent model without experts is one whose layers are all dense.
         sparse = cfg.experts is not None or cfg.latent is not None
@@ -236,11 +241,9 @@ def _read_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     require(width is None or width == rope_dim, "head_dim", width, fix)
     fix = "supported is true, rotary pairs that are neighbours"
     require(flag(raw, "rope_interleave", True), "rope_interleave", False, fix)
-    full, modules = raw.get("qk_head_dim"), raw.get(MTP, raw.get(MTP_ALIAS, 0))
+    full = raw.get("qk_head_dim")
     fix = f"is qk_nope_head_dim + qk_rope_head_dim={nope + rope_dim} in this family"
     require(full is None or full == nope + rope_dim, "qk_head_dim", full, fix)
-    fix = f"contradicts {MTP}={modules!r}, which is the same"
-    require(raw.get(MTP_ALIAS, modules) == modules, MTP_ALIAS, raw.get(MTP_ALIAS), fix)
     direct = raw.get("q_lora_rank", 1536) is None
     latent = LatentAttention(
         q_rank=0 if direct else integer(raw, "q_lora_rank", 1536),
@@ -251,8 +254,48 @@ def _read_latent(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "latent": latent,
         "head_dim": nope + rope_dim,
-        "mtp_layers": integer({MTP: modules}, MTP, 0, null=0, minimum=0),
+        **_read_mtp(raw),
     }
+
+
+def _read_mtp(raw: Mapping[str, Any]) -> dict[str, Any]:
+    modules = raw.get(MTP, raw.get(MTP_ALIAS, 0))
+    fix = f"contradicts {MTP}={modules!r}, which is the same"
+    require(raw.get(MTP_ALIAS, modules) == modules, MTP_ALIAS, raw.get(MTP_ALIAS), fix)
+    return {"mtp_layers": integer({MTP: modules}, MTP, 0, null=0, minimum=0)}
+
+
+def _read_glm(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return GLM's switches of biases and norms of queries and keys, and `mtp_layers`."""
+    normed = flag(raw, "use_qk_norm", False)
+    return {
+        "qkv_bias": flag(raw, "attention_bias", False),
+        "qk_norm": "head" if normed else "none",
+        **_read_mtp(raw),
+    }
+
+
+def _write_glm(cfg: ModelConfig) -> dict[str, Any]:
+    fix = "glm4_moe has norms per head; use head or none"
+    require(cfg.qk_norm != "full", "model.qk_norm", cfg.qk_norm, fix)
+    return {
+        "attention_bias": cfg.qkv_bias,
+        "use_qk_norm": cfg.qk_norm == "head",
+        MTP: cfg.mtp_layers,
+    }
+
+
+def _minimax(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return MiniMax's keys with `partial_rotary_factor` for its own `rotary_dim`."""
+    dims, width = raw.get("rotary_dim"), integer(raw, "head_dim", 128)
+    if dims is None:
+        return raw
+    share = integer(raw, "rotary_dim") / width
+    return {"partial_rotary_factor": share, **raw}
+
+
+def _write_minimax(cfg: ModelConfig) -> dict[str, Any]:
+    return {"rotary_dim": cfg.rotary_dim}
 
 
 def _write_latent(cfg: ModelConfig) -> dict[str, Any]:
@@ -397,6 +440,26 @@ PHI3S_OWN = {
 
 NO_BIAS = {"attention_bias": False}
 
+DEEPSEEK_KEYS = {
+    "num": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "d_ff": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "normalize": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+    "groups": "n_group",
+    "groups_per_token": "topk_group",
+}
+
+BLOCK_SPARSE = {
+    "moe.w_router": "block_sparse_moe.gate",
+    "moe.bias": "block_sparse_moe.e_score_correction_bias",
+    "moe.w_gate": "block_sparse_moe.experts.{}.w1",
+    "moe.w_up": "block_sparse_moe.experts.{}.w3",
+    "moe.w_down": "block_sparse_moe.experts.{}.w2",
+}
+
 POST_NORMS = {
     "attn_norm": "post_attention_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
@@ -422,6 +485,7 @@ FAMILIES = {
         window="all",
         sliding_window=None,
         norm_eps=1e-5,
+        optional=("rope_dim",),
         allowed={
             "auto_map": ({}, PHI3S_OWN),
             "embd_pdrop": (0,),
@@ -556,12 +620,47 @@ FAMILIES = {
         rope_theta=1e6,
         experts=Experts(num=8, top_k=2),
         expert_keys={"num": "num_local_experts", "top_k": "num_experts_per_tok"},
-        names={
-            "moe.w_router": "block_sparse_moe.gate",
-            "moe.w_gate": "block_sparse_moe.experts.{}.w1",
-            "moe.w_up": "block_sparse_moe.experts.{}.w3",
-            "moe.w_down": "block_sparse_moe.experts.{}.w2",
+        names=BLOCK_SPARSE,
+    ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2ForCausalLM",
+        model={"qk_norm": "full"},
+        optional=("rope_dim",),
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=5e6,
+        experts=Experts(num=256, top_k=8, scores="sigmoid", bias=True),
+        expert_keys={"num": "num_local_experts", "top_k": "num_experts_per_tok"},
+        own_keys=("rotary_dim",),
+        common=_minimax,
+        write=_write_minimax,
+        names=BLOCK_SPARSE,
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        model={"qk_norm": "full"},
+        norm_eps=1e-5,
+        experts=Experts(num=64, top_k=8, normalize=False),
+        expert_keys={
+            "num": "num_experts",
+            "top_k": "num_experts_per_tok",
+            "normalize": "norm_topk_prob",
         },
+        constants=NO_BIAS,
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        optional=("mtp_layers", "qk_norm", "qkv_bias", "rope_dim"),
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        rotary_share=0.5,
+        experts=Experts(
+            num=128, top_k=8, d_ff=1408, shared=1, dense_layers=1, scores="sigmoid", bias=True
+        ),
+        expert_keys=DEEPSEEK_KEYS,
+        own_keys=("attention_bias", "use_qk_norm", MTP, MTP_ALIAS),
+        read=_read_glm,
+        write=_write_glm,
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
@@ -595,17 +694,7 @@ FAMILIES = {
             groups_per_token=4,
             bias=True,
         ),
-        expert_keys={
-            "num": "n_routed_experts",
-            "top_k": "num_experts_per_tok",
-            "d_ff": "moe_intermediate_size",
-            "shared": "n_shared_experts",
-            "dense_layers": "first_k_dense_replace",
-            "normalize": "norm_topk_prob",
-            "scale": "routed_scaling_factor",
-            "groups": "n_group",
-            "groups_per_token": "topk_group",
-        },
+        expert_keys=DEEPSEEK_KEYS,
         allowed={"auto_map": ({}, DEEPSEEKS_OWN)},
         constants=NO_BIAS,
         own_keys=(

@@ -74,7 +74,14 @@ def rotary(
 
 
 def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array], scale: float = 1.0) -> jax.Array:
-    """Rotate queries or keys, times `scale`: the first half of H pairs with the second (Hugging Face's convention)."""
+    """Rotate queries or keys, times `scale`: the first half of H pairs with the second (Hugging Face's convention).
+
+    Where `rope` has fewer dims, the first ones of H turn alone.
+    """
+    width = 2 * rope[0].shape[-1]
+    if width < x_BTNH.shape[-1]:
+        passed = x_BTNH[..., width:] * jnp.asarray(scale, x_BTNH.dtype)
+        return jnp.concatenate([rotate(x_BTNH[..., :width], rope, scale), passed], axis=-1)
     cos, sin = (t[:, :, None, None, :] for t in rope)
     x_f32 = x_BTNH.astype(jnp.float32)
     halves = (x_f32 if scale == 1 else x_f32 * scale).reshape(*x_BTNH.shape[:-1], 2, -1)

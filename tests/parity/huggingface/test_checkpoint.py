@@ -16,7 +16,10 @@ from ultrascale_jax.train_step.state import abstract_state
 FAMILIES = sorted(folder.name for folder in HF.iterdir())
 ROWS = [
     *((family, mesh) for family in FAMILIES for mesh in ("dp=1", "fsdp=2,sp=2,tp=2")),
-    *((family, "ep=4,fsdp=2") for family in ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")),
+    *(
+        (family, "ep=4,fsdp=2")
+        for family in ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
+    ),
     # They have every kind of tensor between them.
     *(
         (family, "fsdp=8")

@@ -54,6 +54,7 @@ MODELS = {
         attention_sinks=True,
         qkv_bias=True,
         o_bias=True,
+        rope_dim=4,
         sliding_window=3,
         full_attention_every=2,
         experts=Experts(num=4, top_k=2, d_ff=8, biases=True),

@@ -76,6 +76,21 @@ OLMO3 = replace(
     OLMO2, rope_theta=5e5, rope_theta_local=5e5, sliding_window=4096, full_attention_every=4
 )
 MIXTRAL = replace(LLAMA, rope_theta=1e6, experts=Experts(num=8, top_k=2))
+MINIMAX_M2 = replace(
+    LLAMA,
+    head_dim=128,
+    qk_norm="full",
+    rope_theta=5e6,
+    experts=Experts(num=256, top_k=8, scores="sigmoid", bias=True),
+)
+OLMOE = replace(LLAMA, qk_norm="full", experts=Experts(num=64, top_k=8, normalize=False))
+GLM = replace(
+    LLAMA,
+    rope_dim=8,
+    experts=Experts(
+        num=128, top_k=8, d_ff=1408, shared=1, dense_layers=1, scores="sigmoid", bias=True
+    ),
+)
 QWEN3_MOE = replace(
     LLAMA, qk_norm="head", experts=Experts(num=128, top_k=8, d_ff=768, normalize=False)
 )
@@ -139,6 +154,7 @@ READ = [
     ),
     ("phi3", {"num_key_value_heads": "absent"}, change(LLAMA, num_kv_heads=4)),
     ("phi3", {"sliding_window": 9}, change(LLAMA, sliding_window=9)),
+    ("phi3", {"partial_rotary_factor": 0.75}, change(LLAMA, rope_dim=12)),
     ("qwen2", {}, QWEN2),
     ("qwen2", {"sliding_window": 9, "max_window_layers": 1}, QWEN2),
     ("qwen2", SWITCHED_ON | {"max_window_layers": 4}, QWEN2),
@@ -190,6 +206,27 @@ READ = [
         "mixtral",
         {"num_experts": 4, "num_experts_per_tok": 1},
         change(MIXTRAL, experts={"num": 4, "top_k": 1}),
+    ),
+    ("minimax_m2", {}, MINIMAX_M2),
+    ("minimax_m2", {"rotary_dim": 64}, change(MINIMAX_M2, rope_dim=64)),
+    (
+        "minimax_m2",
+        {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.75}, "rotary_dim": 96},
+        change(MINIMAX_M2, rope_dim=96),
+    ),
+    ("olmoe", {}, OLMOE),
+    ("olmoe", {"norm_topk_prob": True}, change(OLMOE, experts={"normalize": True})),
+    ("glm4_moe", {}, GLM),
+    ("glm4_moe", {"partial_rotary_factor": 1}, change(GLM, rope_dim=0)),
+    (
+        "glm4_moe",
+        {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 12,
+            "num_nextn_predict_layers": 1,
+        },
+        change(GLM, qkv_bias=True, qk_norm="head", head_dim=12, rope_dim=6, mtp_layers=1),
     ),
     ("qwen3_moe", {}, QWEN3_MOE),
     (
@@ -304,6 +341,7 @@ REFUSED = {
         ("sliding_window", 7),
         ("rope_parameters", {FULL: {"rope_theta": 1.0}}),
         ("rope_parameters", "default"),
+        ("partial_rotary_factor", 0.5),
         ("layer_types", [FULL] * 3),
         ("layer_types", [WINDOWED] * 4),
         ("layer_types", [FULL, "chunked_attention", FULL, FULL]),
@@ -323,7 +361,8 @@ REFUSED = {
     ],
     "phi3": [
         ("resid_pdrop", 0.1),
-        ("partial_rotary_factor", 0.5),
+        ("partial_rotary_factor", 1.5),
+        ("partial_rotary_factor", 0.1),
         ("auto_map", {"AutoModelForCausalLM": "modeling_phi3.Phi3"}),
     ],
     "qwen2": [("use_sliding_window", "false")],
@@ -351,6 +390,9 @@ REFUSED = {
         ("mlp_only_layers", 2),
         ("norm_topk_prob", "yes"),
     ],
+    "minimax_m2": [("rotary_dim", 0), ("scoring_func", "softmax")],
+    "olmoe": [("clip_qkv", 8.0)],
+    "glm4_moe": [("use_qk_norm", None), ("attention_bias", 1)],
     "deepseek_v3": [
         ("scoring_func", "softmax"),
         ("first_k_dense_replace", -1),
@@ -407,6 +449,21 @@ WITH_OTHER_KEYS = [
         "num_mtp_layers=2",
     ),
     # Parts of rope.
+    (
+        "minimax_m2",
+        {
+            "rotary_dim": 64,
+            "partial_rotary_factor": 0.25,
+            "rope_scaling": {"partial_rotary_factor": 0.5},
+        },
+        "partial_rotary_factor=[0.5, 0.25]",
+    ),
+    (
+        "llama",
+        {"rope_scaling": YARN_ROPE | {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5",
+    ),
+    ("phi3", {"partial_rotary_factor": 0.6}, "model.rope_dim=9"),
     ("phi3", {"rope_scaling": YARN_ROPE}, "rope_scaling.rope_type='yarn'"),
     ("llama", {"rope_scaling": YARN_ROPE | {"type": "linear"}}, "rope_scaling.type='linear'"),
     ("llama", {"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
@@ -521,13 +578,17 @@ def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
         change(DEEPSEEK, experts={"bias": False}),
         change(DEEPSEEK, experts={"shared": 0}),
         change(DEEPSEEK, sliding_window=8),
-        change(LLAMA, qk_norm="full", experts=Experts()),
+        change(LLAMA, qk_norm="full", experts=Experts(scores="sigmoid")),
         change(GPT_OSS, experts={"biases": False}),
         change(GPT_OSS, attention_sinks=False),
         change(LLAMA, sliding_window=8, full_attention_every=2),
         change(SMOLLM3, sliding_window=8),
         change(OLMO3, rope_theta_local=1e4),
         change(OLMO3, nope_every=2),
+        change(GLM, qk_norm="full"),
+        change(GLM, experts={"shared": 0}),
+        change(MINIMAX_M2, experts={"scale": 2.5}),
+        change(OLMOE, rope_dim=8),
         change(GEMMA3, activation="silu"),
         change(GEMMA3, rope_theta_local=0.0),
         change(GEMMA3, full_attention_every=0, rope_theta_local=0.0),
