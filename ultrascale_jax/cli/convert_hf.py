@@ -76,7 +76,7 @@ def export_checkpoint(options: Options, mesh: "Mesh") -> None:
         params, cfg = plain, dataclasses.replace(cfg, model=plain.cfg)
         if jax.process_index() == 0:
             print(
-                f"note: without the modules of model.mtp_layers={layers}: no such family has names for them"
+                f"note: without the modules of model.mtp_layers={layers}: its family has no names for them"
             )
     original = original_config(cfg, run_dir)
     context = options.max_position_embeddings or known_context(cfg, original)
