@@ -1,8 +1,8 @@
 """The command line of every command that runs a recipe: `RECIPE --section.field VALUE ...`.
 
 A recipe's values (`cli/recipes.py`) are the defaults, and the command line replaces single fields of it. tyro reads the
-words; what it refuses becomes one line with a fix. Nothing here imports JAX, so `--help` and `--print-config` answer at
-once, on any machine. Values that stay open (`auto`) are chosen by `cli/devices.py`.
+words; each of its errors becomes one line with a fix. Nothing here imports JAX, so `--help` and `--print-config` answer
+at once, on any machine. `cli/devices.py` chooses the values that stay open (`auto`).
 """
 
 import contextlib
@@ -70,17 +70,17 @@ SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """Values that people give to a switch, which takes none."""
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
-"""Constructors of tyro: those of the library, and those of numbers."""
+"""Constructors of tyro: the library's, and ours of numbers and recomputation."""
 
 
 def option(metavar: str, absent: str = "none"):
-    """Return what tyro's help says of an option's value, and of its absence."""
+    """Return the description of an option's value, and of its default, in tyro's help."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {absent})")
 
 
 @REGISTRY.primitive_rule
 def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer, and say in words what is no number."""
+    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer; the error for other text is in words."""
     if info.type not in (int, float):
         return None
     read: Callable[[str], Any] = whole_number if info.type is int else float
@@ -139,7 +139,7 @@ def parse_remat(text: str) -> Remat:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Options of a command that runs a recipe, beside the configuration."""
+    """Options of a command that runs a recipe, without the configuration's."""
 
     mesh: Annotated[str | None, option("AXIS=SIZE,...", "the recipe's")] = None
     """All axes at once, as fsdp=4,tp=2; an axis not named is 1, and -1 takes what is left. auto: what
@@ -153,7 +153,7 @@ class Options(Section):
     recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]] = DEFAULT_RECIPE
     """The first word of the command line, if it is no option."""
     named: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
-    """The options that the command line has: what they set is not chosen."""
+    """The options that the command line has; `auto` does not choose their fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def parse[O: Options](
     """
 
     def read_over(default: Config, words: Sequence[str]) -> Command[O]:
-        """Read the command line `words` with the values of `default` for what they do not say."""
+        """Read the command line `words`; fields that they do not set keep the values of `default`."""
         values = Command(options=options(), config=_with_named_parts(default, words))
         prog_of = f"{prog} [RECIPE]"
         form: Any = Command[options]
@@ -216,17 +216,11 @@ def parse[O: Options](
         if (mesh := _mesh_argument(arguments)) not in (None, "auto"):
             recipe = dataclasses.replace(recipe, mesh=MeshConfig.parse(mesh))
         # The fields of a model that comes from a folder are checked with the folder's, not with the recipe's.
-        from_folder = "train.init_from" in names or bool(recipe.train.init_from)
         default, init_from = recipe, ""
-        if from_folder:
+        if "train.init_from" in names or recipe.train.init_from:
             cfg = read_over(recipe, _without_model(arguments)).config
             if cfg.train.init_from:
-                from ultrascale_jax.checkpoint.init_from import with_source
-
-                source = with_source(cfg)
-                init_from = source.train.init_from
-                data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
-                default = dataclasses.replace(recipe, model=source.model, data=data)
+                default, init_from = _with_model_of(cfg, recipe)
         command = read_over(default, arguments)
         cfg, chosen = command.config, command.options
         if init_from:
@@ -243,8 +237,17 @@ def parse[O: Options](
     return cfg, chosen
 
 
+def _with_model_of(cfg: Config, recipe: Config) -> tuple[Config, str]:
+    """Return `recipe` with model and tokenizer of the folder `cfg.train.init_from`, and that folder's resolved name."""
+    from ultrascale_jax.checkpoint.init_from import with_source
+
+    source = with_source(cfg)
+    data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
+    return dataclasses.replace(recipe, model=source.model, data=data), source.train.init_from
+
+
 def _with_auto(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` with the number for the word `auto` where the field is one."""
+    """Return `arguments` with the number that stands for `auto` as the number of micro-batches."""
     option = "--train.microbatches"
     return [
         word.replace("auto", str(AUTO))
@@ -260,7 +263,7 @@ def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
     for name, part in PARTS.items():
         words = re.compile(rf"--model\.{name.replace('_', '.')}\.")
         if getattr(model, name) is None and any(map(words.match, arguments)):
-            # Unchecked, as a part may need other fields that `arguments` set: what tyro makes of all is checked.
+            # Unchecked, as it may need other fields that `arguments` set; the configuration that tyro makes is checked.
             object.__setattr__(model, name, part())
     return dataclasses.replace(cfg, model=model)
 
@@ -277,7 +280,7 @@ def _without_model(arguments: Sequence[str]) -> list[str]:
 
 
 def _with_exchange_of(cfg: Config, ep: int) -> Config:
-    """Return `cfg` with groups of the exchange as large as those of its recipe, which has `ep` ranks of experts."""
+    """Return `cfg` with exchange groups as large as its recipe's, which has `ep` ranks of experts."""
     groups = cfg.moe.a2a_groups
     if groups == 1 or cfg.mesh.ep in (ep, -1) or ep < groups:
         return cfg
@@ -300,14 +303,14 @@ def _mesh_argument(arguments: Sequence[str]) -> str | None:
     return values[-1] if values else None
 
 
-def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> list[str]:
-    """Words of the command line that turn the section `before`, called `name`, into `after`.
+def changes(name: str, base: Any, target: Any, always: Sequence[str] = ()) -> list[str]:
+    """Return the words of the command line that turn the section `base`, called `name`, into `target`.
 
-    Fields in `always` are written even if they are the same. A part that only `before` has cannot be taken away.
+    Fields in `always` are written even if they are the same. A part that only `base` has cannot be removed.
     """
     words: list[str] = []
-    for field in dataclasses.fields(after):
-        old, new = getattr(before, field.name), getattr(after, field.name)
+    for field in dataclasses.fields(target):
+        old, new = getattr(base, field.name), getattr(target, field.name)
         option = f"--{name}.{field.name}".replace("_", "-")
         if isinstance(old, Section) or isinstance(new, Section):
             if new is not None:
@@ -324,7 +327,7 @@ def changes(name: str, before: Any, after: Any, always: Sequence[str] = ()) -> l
 
 
 def _words_of(value: Any) -> list[str]:
-    """Return the words of a value that is no switch; those of a tuple of tuples follow each other."""
+    """Return the words of a value that is no switch; nested tuples are flattened."""
     if isinstance(value, tuple):
         return [word for member in value for word in _words_of(member)]
     return [str(value)]
@@ -341,7 +344,7 @@ def read[T](
     """Return the options of the dataclass `form` that `arguments` give, by tyro; `--help` ends the process.
 
     Raises:
-      UserError: what is wrong, in one line: the error of a section as it was, or tyro's with a fix.
+      UserError: in one line, the error of a section as it was raised, or tyro's with a fix.
     """
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     report = io.StringIO()
@@ -376,7 +379,7 @@ def read[T](
 
 
 def _unboxed(box: str) -> str:
-    """Return what tyro complains of as one line in the words of options.
+    """Return tyro's complaint as one line that names options as they are typed.
 
     tyro draws ╭─ title ─╮ and │ at the sides, or, where the terminal is not UTF-8, a title over a rule of dashes.
     """
@@ -396,9 +399,9 @@ def _hint(complaint: str, options: Sequence[str], prog: str) -> str:
         return ""
     words = complaint.partition(": ")[2].split(", ")
     files = (".py", ".json")
-    late = [w for w in words if w.replace("-", "_") in recipes() or w.lower().endswith(files)]
-    first = prog.replace("[RECIPE]", late[0] if late else "").strip()
-    hint = f"; the recipe comes first: {first} ..." if late and "[RECIPE]" in prog else ""
+    misplaced = [w for w in words if w.replace("-", "_") in recipes() or w.lower().endswith(files)]
+    first = prog.replace("[RECIPE]", misplaced[0] if misplaced else "").strip()
+    hint = f"; the recipe comes first: {first} ..." if misplaced and "[RECIPE]" in prog else ""
     unknown = [word for word in words if word.startswith("-") or "=" in word]
     if words[0].lower() in SWITCH_VALUES:
         return "; a switch takes no value: --a.x turns it on, --a.no-x off"

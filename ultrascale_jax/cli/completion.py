@@ -49,7 +49,7 @@ def _in_one_line(options: re.Match[str]) -> str:
 
 
 def _form(options: type) -> Any:
-    """Return the dataclass of a command: its options, and where it runs a recipe that and all its fields."""
+    """Return the dataclass of a command: its options and, if it runs a recipe, the recipe and all its fields."""
     if not issubclass(options, command_line.Options):
         return options
     fields = [

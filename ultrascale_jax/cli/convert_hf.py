@@ -6,7 +6,6 @@ The files of the tokenizer, its chat template and the ids of its special tokens 
 
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from ultrascale_jax.cli import command_line, output
-from ultrascale_jax.config import Config, MeshConfig, UserError, require
+from ultrascale_jax.cli import command_line, devices, output
+from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config
 from ultrascale_jax.huggingface.families import computes, family_of
 from ultrascale_jax.huggingface.files import (
@@ -120,10 +119,10 @@ def _export_adapters(options: Options, mesh: "Mesh") -> None:
 def tokenizer_files(
     cfg: Config, run_dir: Path, context: int
 ) -> tuple[dict[str, object], dict[str, bytes]]:
-    """Return the token ids for `config.json`, and the files to put beside it, by name.
+    """Return the token ids for `config.json`, and the files to write with it, by name.
 
-    Both are those of the checkpoint that was imported, unless the run trained with another tokenizer: then they are its
-    own. `generation_config.json` is always among them, with the tokens that end an answer.
+    Both come from the imported checkpoint, unless the run trained with another tokenizer: then they describe that one.
+    The files include `generation_config.json`, with the tokens that end an answer.
     """
     from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer, on_disk
     from ultrascale_jax.data.tokenizer_files import MOST_BYTES
@@ -142,24 +141,24 @@ def tokenizer_files(
         name, content = str(path), read_foreign(path, name="data.tokenizer", most=MOST_BYTES)
     if files.get(TOKENIZER, content) != content:
         ids, files = None, {}
-    own = load_tokenizer(name)
+    tokenizer = load_tokenizer(name)
     kind = cfg.data.special_tokens
-    if load_tokenizer(name, kind).rule != own.rule:
-        words = f"in text of the exported tokenizer {own.rule}"
+    if load_tokenizer(name, kind).rule != tokenizer.rule:
+        words = f"in text of the exported tokenizer {tokenizer.rule}"
         print(f"note: the run trained with data.special_tokens={kind}; {words}", file=sys.stderr)
     if content is not None and TOKENIZER not in files:
-        assert isinstance(own, JsonTokenizer)
-        # Beside a `tokenizer.json`, as prepare-data --chat writes one, lie its own settings and template.
+        assert isinstance(tokenizer, JsonTokenizer)
+        # The folder of a `tokenizer.json`, as prepare-data --chat writes one, has its settings and template.
         beside = travelling(path.parent) if path.name == TOKENIZER else []
         files |= {name: read_foreign(path.with_name(name), name="tokenizer") for name in beside}
-        files = {**_described(own.eos_token, context), **files, TOKENIZER: content}
-    ids = {**NO_TOKEN_IDS, "eos_token_id": own.eos} if ids is None else ids
-    files[GENERATION] = _generation_config(files.get(GENERATION), ids, own.eos, path)
+        files = {**_described(tokenizer.eos_token, context), **files, TOKENIZER: content}
+    ids = {**NO_TOKEN_IDS, "eos_token_id": tokenizer.eos} if ids is None else ids
+    files[GENERATION] = _generation_config(files.get(GENERATION), ids, tokenizer.eos, path)
     return ids, files
 
 
 def _described(eos: str, context: int) -> dict[str, bytes]:
-    """Return the file without which `transformers` takes a `tokenizer.json` for that of the model's family."""
+    """Return the file without which `transformers` loads `tokenizer.json` as the tokenizer of the model's family."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos,
@@ -174,23 +173,23 @@ def _generation_config(
 ) -> bytes:
     """Return `generation_config.json`: the `content` that the model brought, or the token `ids` and at least `eos`.
 
-    Generation stops at its `eos_token_id` alone, so the token that ends a turn is there too, if a chat template lies
-    beside `tokenizer`.
+    Generation stops at its `eos_token_id` alone, so the token that ends a turn is added, if the folder of `tokenizer`
+    has a chat template.
     """
     settings = None if content is None else parse_json(content, GENERATION)
     if not isinstance(settings, dict):
         settings = {key: value for key, value in ids.items() if value is not None}
-    given = settings.get("eos_token_id", ids.get("eos_token_id"))
-    ends = list(given) if isinstance(given, list) else [eos if given is None else given]
-    more = [end for end in _end_of_turn(tokenizer) if end not in ends]
-    if content is not None and not more:
+    eos_ids = settings.get("eos_token_id", ids.get("eos_token_id"))
+    ends = list(eos_ids) if isinstance(eos_ids, list) else [eos if eos_ids is None else eos_ids]
+    turn_ends = [end for end in _end_of_turn(tokenizer) if end not in ends]
+    if content is not None and not turn_ends:
         return content
-    ends += more
+    ends += turn_ends
     return _as_json({**settings, "eos_token_id": ends if len(ends) > 1 else ends[0]})
 
 
 def _end_of_turn(path: Path) -> list[int]:
-    """Return the id of the token that ends an answer by the chat template beside the `tokenizer.json` at `path`."""
+    """Return the id of the token that ends an answer, by the chat template of the `tokenizer.json` at `path`."""
     from ultrascale_jax.data.chat import ChatTemplate, has_template
     from ultrascale_jax.data.tokenizer import JsonTokenizer
 
@@ -211,12 +210,12 @@ def _as_json(value: Mapping[str, object]) -> bytes:
 
 
 def original_config(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Return the `config.json` of the imported model; empty: the run's model is another."""
+    """Return the `config.json` of the imported model; empty if the run's model differs."""
     if not (run_dir / ORIGINAL).is_file():
         return {}
     original = read_json(run_dir / ORIGINAL)
-    own = dataclasses.replace(parse_config(original), mtp_layers=cfg.model.mtp_layers)
-    return original if own == cfg.model else {}
+    imported = dataclasses.replace(parse_config(original), mtp_layers=cfg.model.mtp_layers)
+    return original if imported == cfg.model else {}
 
 
 def _model_type(cfg: Config, original: Mapping[str, Any]) -> str | None:
@@ -227,9 +226,9 @@ def _model_type(cfg: Config, original: Mapping[str, Any]) -> str | None:
 
 def known_context(cfg: Config, original: Mapping[str, Any]) -> int:
     """Return the longest context that the imported model, or else the run, is known to handle."""
-    known = original.get("max_position_embeddings")
-    if isinstance(known, int):
-        return known
+    positions = original.get("max_position_embeddings")
+    if isinstance(positions, int):
+        return positions
     rope = cfg.model.rope_scaling
     stretched = round(rope.factor * rope.original_seq_len) if rope else 0
     return max(cfg.data.seq_len, stretched)
@@ -262,8 +261,7 @@ def _export(options: Options) -> None:
 
     options = replace(options, run_dir=run_on_disk(options.run_dir, options.step))
     width = saved_config(Path(options.run_dir)).model.d_model
-    whole = MeshConfig(fsdp=math.gcd(len(find_devices()), width), dp=-1)
-    mesh = make_mesh(MeshConfig.parse(options.mesh) if options.mesh else whole)
+    mesh = make_mesh(devices.mesh_over_all(options.mesh, len(find_devices()), width))
     with output.working(f"exporting {options.run_dir}"):
         export_checkpoint(options, mesh)
     if jax.process_index() == 0:

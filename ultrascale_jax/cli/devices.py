@@ -1,4 +1,4 @@
-"""Fit a run to its devices: choose what its recipe leaves open (`auto`) and check the rest."""
+"""Fit a run to its devices: choose the fields that its recipe leaves open (`auto`) and check all."""
 
 import contextlib
 import math
@@ -20,8 +20,8 @@ def on_devices(
 ) -> Config:
     """Return `cfg` for the devices that JAX finds: open fields chosen (process 0 tells), mesh resolved, all checked.
 
-    Every process of a job calls it, and all choose the same. Raises `UserError` as `Config.check` and `choose_auto` do;
-    on a CPU, whose memory nobody knows, and without `must_fit` also where nothing fits something is chosen.
+    Every process of a job calls it, and all choose the same. Raises `UserError` as `Config.check` and `choose_auto` do,
+    but chooses even where nothing fits on a CPU, whose memory is not known, and without `must_fit`.
     """
     import jax
 
@@ -37,17 +37,17 @@ def on_devices(
     is_open = bool(cfg.train.auto) or options.mesh == "auto"
     if not (is_open or remat_names(cfg.train.remat)[1]):
         return cfg.check(count)
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    known = [limit for process in gather(limits) for limit in process if limit]
+    local = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    limits = [limit for process in gather(local) for limit in process if limit]
     kind = gather(jax.local_devices()[0].device_kind)[0]
-    first = jax.process_index() == 0
+    is_process0 = jax.process_index() == 0
     on_gpus = jax.local_devices()[0].platform == "gpu"
-    say = tell if first else lambda text: None
+    say = tell if is_process0 else lambda text: None
     host = None
     if on_gpus:
         host = host_of_all(say, host_memory.prepare_copies if is_open else None)
-    cluster = cluster_of(kind, count, min(known, default=None), host)
-    shown = output.working("choosing what is open") if first else contextlib.nullcontext()
+    cluster = cluster_of(kind, count, min(limits, default=None), host)
+    shown = output.working("choosing what is open") if is_process0 else contextlib.nullcontext()
     with shown:
         cfg = checked(cfg, options, cluster, say, must_fit=must_fit and on_gpus)
     if must_fit and on_gpus:
@@ -58,14 +58,14 @@ def on_devices(
 def host_of_all(
     tell: Callable[[str], None], prepare: Callable[[], Callable[[], float]] | None
 ) -> "Host":
-    """Return what every GPU of the job may use of its host: the least of all processes, which all call this.
+    """Return the host memory and link that each GPU of the job may use: the least of all processes, which all call it.
 
     The link counts as the usual one of the GPU times the power of two that is nearest to the measured rate, so that
-    starts on the same machines choose alike.
+    starts on the same machines choose the same.
 
     Args:
-      tell: gets to know why nothing can be copied to the host, where that is so.
-      prepare: returns what times copies, as `host_memory.prepare_copies`; None: they take what the usual link takes.
+      tell: gets the reason where nothing can be copied to the host.
+      prepare: returns a function that times copies, as `host_memory.prepare_copies`; None: assume the usual link.
     """
     import jax
 
@@ -80,9 +80,9 @@ def host_of_all(
     problem, gbs = None, None
     try:
         gbs = prepare()
-    except Exception as error:  # Whatever it is, nothing needs the host's memory.
+    except Exception as error:  # No run depends on the host's memory.
         problem = f"{type(error).__name__}: {error}"
-    # All processes go on together, so that those of a host copy at the same time.
+    # All processes continue together, so that the processes of a host share its link while they copy.
     problem = agree(problem)
     if gbs is None or problem:
         tell(f"nothing is offloaded: copying to the host failed ({' '.join(str(problem).split())})")
@@ -95,9 +95,14 @@ def host_of_all(
 
 def require_devices(mesh: MeshConfig, count: int) -> None:
     """Raise a `UserError` that names `--fake-devices` for a mesh that one device alone cannot hold."""
-    wanted = math.prod(size for size in mesh.sizes.values() if size != -1)
-    fix = f"wants {wanted} devices, but here is 1; --fake-devices {wanted} tries it on as many fake CPU devices"
-    require(count > 1 or wanted == 1, "mesh", mesh.text, fix)
+    needed = math.prod(size for size in mesh.sizes.values() if size != -1)
+    fix = f"wants {needed} devices, but here is 1; --fake-devices {needed} tries it on as many fake CPU devices"
+    require(count > 1 or needed == 1, "mesh", mesh.text, fix)
+
+
+def mesh_over_all(text: str | None, count: int, d_model: int) -> MeshConfig:
+    """Return the mesh of an option `text`, or without one a mesh that splits a model over `count` devices."""
+    return MeshConfig.parse(text) if text else MeshConfig(fsdp=math.gcd(count, d_model), dp=-1)
 
 
 def checked(
@@ -108,7 +113,7 @@ def checked(
     *,
     must_fit: bool = True,
 ) -> Config:
-    """Return `cfg` for the GPUs of `cluster`: open fields chosen and told, mesh resolved, all checked.
+    """Return `cfg` for the GPUs of `cluster`: open fields chosen and reported, mesh resolved, all checked.
 
     Raises `UserError` as `Config.check` and `choose_auto` do.
     """

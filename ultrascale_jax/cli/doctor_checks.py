@@ -59,9 +59,9 @@ def of_all(findings: Sequence[Finding]) -> list[Finding]:
             ranks.setdefault(Finding(**row), []).append(rank)
     return [
         finding
-        if len(some) == len(processes)
-        else Finding(finding.verdict, f"{finding.name} of process {_few(some)}", finding.text)
-        for finding, some in ranks.items()
+        if len(reporters) == len(processes)
+        else Finding(finding.verdict, f"{finding.name} of process {_few(reporters)}", finding.text)
+        for finding, reporters in ranks.items()
     ]
 
 
@@ -71,15 +71,15 @@ def _few(values: Sequence[object]) -> str:
 
 def versions() -> Finding:
     """Compare the versions of JAX, jaxlib and the CUDA plugin; the first three numbers, as 0.12.0.1 fits 0.12.0."""
-    found = {}
+    installed = {}
     for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    words = [f"{name} {version}" for name, version in found.items()]
+            installed[name] = metadata.version(name)
+    words = [f"{name} {version}" for name, version in installed.items()]
     words += [f"Python {platform.python_version()}"]
     words += [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name[:5] == "NCCL_"]
-    if len({tuple(version.split(".")[:3]) for version in found.values()}) > 1:
-        fix = f"they differ; pip install jax[cuda12]=={found['jax']} brings all of one version"
+    if len({tuple(version.split(".")[:3]) for version in installed.values()}) > 1:
+        fix = f"they differ; pip install jax[cuda12]=={installed['jax']} brings all of one version"
         return Finding("FAIL", "versions", f"{', '.join(words)}: {fix}")
     return Finding("OK", "versions", ", ".join(words))
 
@@ -105,11 +105,11 @@ def hosts(launch: Launch | None) -> Finding:
     """List the processes by host."""
     processes = gather([socket.gethostname(), jax.local_device_count()])
     counts = Counter(host for host, _ in processes)
-    few = _few([f"{host} ({count})" for host, count in counts.items()])
+    listed = _few([f"{host} ({count})" for host, count in counts.items()])
     method = "alone" if launch is None else f"joined by {launch.method}"
     local = sorted({count for _, count in processes})
     amounts = f"{counted(len(processes), 'process', 'processes')} on {counted(len(counts), 'host', 'hosts')}"
-    text = f"{amounts}, {method}: {few}; devices of each: {_few(local)}"
+    text = f"{amounts}, {method}: {listed}; devices of each: {_few(local)}"
     if len(local) > 1 or len(set(counts.values())) > 1:
         fix = "give every host the same processes and every process the same devices"
         return Finding("WARN", "hosts", f"{text}; {fix}")
@@ -133,7 +133,7 @@ def run_dir(cfg: Config, mesh: Mesh) -> list[Finding]:
         fix = "make it writable, mount it, or choose another --log.run-dir"
         return [Finding("FAIL", name, f"{folder}: {error.strerror}; {fix}")]
     speed = PROBE_BYTES / 1e6 / (time.monotonic() - begun)
-    # Finer than powers of two, the speed would make a finding of its own of each process.
+    # Rounded to a power of two, so that processes have equal findings, which are reported once.
     text = f"{folder} can be written; with fsync about {2 ** round(math.log2(speed))} MB/s"
     leaves = jax.tree.leaves(abstract_state(cfg, mesh))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -151,7 +151,7 @@ def run_dir(cfg: Config, mesh: Mesh) -> list[Finding]:
 
 
 def links(mesh: Mesh) -> list[Finding]:
-    """Time an all-reduce along each axis that joins devices, beside what `plan` expects of the GPUs' links."""
+    """Time an all-reduce along each axis of several devices, and compare it with the time that `plan` predicts."""
     with jax.set_mesh(mesh):
         return [_link(mesh, axis) for axis, ranks in mesh.shape.items() if ranks > 1]
 
@@ -159,17 +159,17 @@ def links(mesh: Mesh) -> list[Finding]:
 def _link(mesh: Mesh, axis: str) -> Finding:
     ranks, device = mesh.shape[axis], mesh.devices.flat[0]
     count = SIZE[device.platform] // 4 // ranks * ranks
-    every = NamedSharding(mesh, P(AXES))
-    x = jax.jit(lambda: jnp.ones(count * mesh.size, jnp.float32, out_sharding=every))()
-    others = tuple(name for name in AXES if name != axis)
-    run = jax.jit(smap(lambda x: jax.lax.psum(x, axis), in_specs=P(AXES), out_specs=P(others)))
+    over_all = NamedSharding(mesh, P(AXES))
+    x = jax.jit(lambda: jnp.ones(count * mesh.size, jnp.float32, out_sharding=over_all))()
+    other_axes = tuple(name for name in AXES if name != axis)
+    run = jax.jit(smap(lambda x: jax.lax.psum(x, axis), in_specs=P(AXES), out_specs=P(other_axes)))
     jax.block_until_ready([run(x) for _ in range(2)])
     begun = time.perf_counter()
     jax.block_until_ready([run(x) for _ in range(TIMES)])
     seconds, planned = max(gather((time.perf_counter() - begun) / TIMES)), None
-    known = next((name for name, gpu in GPUS.items() if gpu.kind == device.device_kind), None)
-    if known is not None:
-        cluster = find_cluster(None, known, mesh.size)
+    gpu_name = next((name for name, gpu in GPUS.items() if gpu.kind == device.device_kind), None)
+    if gpu_name is not None:
+        cluster = find_cluster(None, gpu_name, mesh.size)
         group = _group(mesh, axis, cluster.gpus_per_node)
         planned = collective_seconds(cluster, "all-reduce", 4 * count, group)
     # NCCL's bus bandwidth: the bytes that each link must carry, over the time.
@@ -178,7 +178,7 @@ def _link(mesh: Mesh, axis: str) -> Finding:
 
 
 def judge(name: str, moved: float, seconds: float, planned: float | None) -> Finding:
-    """Compare `seconds` of a collective, in which a link carries `moved` bytes, with those `planned`, if known."""
+    """Compare the `seconds` of a collective that moves `moved` bytes over a link with the `planned` ones, if known."""
     text = f"{moved / seconds / 1e9:.2f} GB/s"
     if planned is None:
         return Finding("NOTE", name, f"{text}; not judged on this device")

@@ -1,4 +1,4 @@
-"""Turn what a user can mend into one line and an exit code."""
+"""Turn errors that a user can fix into one line and an exit code."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.failures import denied
 
 PATIENCE_S = 10.0
-"""Seconds for which a process keeps an error to itself that process 0 must have had too."""
+"""Seconds for which a process other than 0 withholds an error that process 0 must have too."""
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def user_errors(patience_s: float = 0.0) -> Iterator[None]:
     """Turn a `UserError` of the block, or a file that it may not use, into one line on stderr and its exit code.
 
     Processes of a job that have not joined yet do not know of each other. A command line that is wrong for all should
-    be told once, so the others than process 0 wait for `patience_s`, in which its end makes the launcher end them.
+    be reported once, so all but process 0 wait `patience_s`, in which the launcher ends them because process 0 ended.
     """
     try:
         yield

@@ -3,8 +3,8 @@
 MODEL is a run directory or a Hugging Face folder. Each source gives loss, perplexity and bits per byte, every token
 counted once. A file of choices has lines {"question": "...", "choices": ["...", ...], "answer": 0}: a choice's tokens
 follow the question's (begin a choice with the space that parts them), and the likeliest choice is compared with the
-answer, by its log-likelihood and by that over its number of tokens. Tasks are those of lm-evaluation-harness, and your
-own in its format.
+answer, by its log-likelihood and by that over its number of tokens. Tasks are from lm-evaluation-harness, or your own
+in its format.
 """
 
 import codecs
@@ -67,62 +67,70 @@ class Options(ScoreOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        given = bool(self.source or self.choices or self.tasks)
+        has_input = bool(self.source or self.choices or self.tasks)
         fix = "name text by --source, or --choices FILE, or --tasks TASK"
-        require(given, "source", self.source, fix)
+        require(has_input, "source", self.source, fix)
         for name in ("include_path", "limit", "num_fewshot", "chat"):
             value = getattr(self, name)
             require(bool(self.tasks) or not value, name, value, "is for tasks; add --tasks TASK")
 
 
 def named(words: Sequence[str], option: str) -> dict[str, str]:
-    """Split each `name=value` among `words`; a value without a name is its own. Raises `UserError` for a name twice."""
-    found: dict[str, str] = {}
+    """Split each `NAME=VALUE` of `words`; a value without a name is its own. Raises `UserError` for a name twice."""
+    values: dict[str, str] = {}
     for word in words:
         match = re.fullmatch(r"([\w.-]+)=(.+)", word)
         name, value = (match[1], match[2]) if match else (word, word)
-        require(name not in found, option, word, f"there are two of {name!r}; name each: NAME=...")
-        found[name] = value
-    return found
+        require(name not in values, option, word, f"there are two of {name!r}; name each: NAME=...")
+        values[name] = value
+    return values
 
 
 def read_questions(
     path: str, tokenizer: "Tokenizer", vocab_size: int, positions: int
 ) -> Iterator["Question"]:
     """Yield the questions of a file of JSON lines. Raises `UserError` that names the line at fault and the fix."""
-    from ultrascale_jax.training.scoring import Question
-
     content = read_foreign(Path(path), name="choices", most=MOST_BYTES)
-    if known := format_of(content[:HEAD_BYTES]):
-        require(False, "choices", path, f"is {known.name}; {known.fix}")
+    if file_format := format_of(content[:HEAD_BYTES]):
+        require(False, "choices", path, f"is {file_format.name}; {file_format.fix}")
     lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     require(bool(numbered), "choices", path, "is empty; write a JSON object a line")
     for number, line in numbered:
         place = f"{path}:{number}"
         row = parse_json(line, f"choices={place!r}:")
+        yield _question(place, row, tokenizer, vocab_size, positions)
 
-        def refuse_unless(ok: bool, fix: str, place: str = place) -> None:
-            require(ok, "choices", place, fix)
 
-        refuse_unless(isinstance(row, dict), "must be a JSON object")
-        question, texts, answer = (row.get(key) for key in ("question", "choices", "answer"))
-        refuse_unless(isinstance(question, str) and bool(question), "question must be a text")
-        whole = isinstance(texts, list) and len(texts) > 1
-        whole = whole and all(isinstance(text, str) and text for text in texts)
-        refuse_unless(whole, "choices must be a list of at least two texts")
-        inside = type(answer) is int and 0 <= answer < len(texts)
-        refuse_unless(inside, f"answer must be the index of a choice, from 0 to {len(texts) - 1}")
-        ids = tokenizer.encode(question)
-        choices = [tokenizer.encode(text, begins=False) for text in texts]
-        refuse_unless(bool(ids) and all(choices), "each text must hold at least one token")
-        most = max(max(part) for part in (ids, *choices))
-        fix = f"has token {most}, but the model's vocabulary ends at {vocab_size - 1}; give the model's --tokenizer"
-        refuse_unless(most < vocab_size, fix)
-        length = len(ids) + max(map(len, choices)) - 1
-        fix = f"has {length} tokens, more than the {positions} positions that the model knows; shorten it"
-        refuse_unless(length <= positions, fix)
-        yield Question(ids, choices, answer)
+def _question(
+    place: str, row: Any, tokenizer: "Tokenizer", vocab_size: int, positions: int
+) -> "Question":
+    """Return the question of the JSON object `row`. Raises `UserError` that names `place`."""
+    from ultrascale_jax.training.scoring import Question
+
+    def refuse_unless(ok: bool, fix: str) -> None:
+        require(ok, "choices", place, fix)
+
+    refuse_unless(isinstance(row, dict), "must be a JSON object")
+    question, texts, answer = (row.get(key) for key in ("question", "choices", "answer"))
+    refuse_unless(isinstance(question, str) and bool(question), "question must be a text")
+    whole = isinstance(texts, list) and len(texts) > 1
+    whole = whole and all(isinstance(text, str) and text for text in texts)
+    refuse_unless(whole, "choices must be a list of at least two texts")
+    inside = type(answer) is int and 0 <= answer < len(texts)
+    refuse_unless(inside, f"answer must be the index of a choice, from 0 to {len(texts) - 1}")
+    ids = tokenizer.encode(question)
+    choices = [tokenizer.encode(text, begins=False) for text in texts]
+    refuse_unless(bool(ids) and all(choices), "each text must hold at least one token")
+    most = max(max(part) for part in (ids, *choices))
+    fix = f"has token {most}, but the model's vocabulary ends at {vocab_size - 1}; give the model's --tokenizer"
+    refuse_unless(most < vocab_size, fix)
+    length = len(ids) + max(map(len, choices)) - 1
+    fix = (
+        f"has {length} tokens, more than the {positions} positions that the model knows; shorten it"
+    )
+    refuse_unless(length <= positions, fix)
+    return Question(ids, choices, answer)
 
 
 def source_result(nats: float, tokens: int, text_bytes: int | None) -> dict[str, Any]:
@@ -135,16 +143,17 @@ def source_result(nats: float, tokens: int, text_bytes: int | None) -> dict[str,
 
 def choices_result(scorer: "Scorer", questions: Sequence["Question"]) -> dict[str, Any]:
     """Return the shares of questions whose likeliest choice is the answer, and each choice's log-likelihood."""
-    found, count = scorer.choices(questions), len(questions)
+    log_likelihoods, count = scorer.choices(questions), len(questions)
     right = by_token = 0
-    for one, sums in zip(questions, found, strict=True):
-        right += int(sums.argmax() == one.answer)
-        by_token += int((sums / [len(choice) for choice in one.choices]).argmax() == one.answer)
+    for question, sums in zip(questions, log_likelihoods, strict=True):
+        lengths = [len(choice) for choice in question.choices]
+        right += int(sums.argmax() == question.answer)
+        by_token += int((sums / lengths).argmax() == question.answer)
     return {
         "questions": count,
         "accuracy": right / count,
         "accuracy_by_token": by_token / count,
-        "log_likelihoods": [sums.tolist() for sums in found],
+        "log_likelihoods": [sums.tolist() for sums in log_likelihoods],
     }
 
 
@@ -157,9 +166,9 @@ def task_manager(options: Options, cfg: Config) -> Any:
     fix = "there is no such folder"
     require(folder is None or Path(folder).is_dir(), "include_path", folder, fix)
     if folder is not None:
-        own = TaskManager(include_path=folder, include_defaults=False)
-        if names <= set(own.all_tasks):
-            return own  # the harness's own tasks are 14,000 files, which take seconds
+        folder_manager = TaskManager(include_path=folder, include_defaults=False)
+        if names <= set(folder_manager.all_tasks):
+            return folder_manager  # the harness's own tasks are 14,000 files, which take seconds
     manager = TaskManager(include_path=folder)
     unknown = ", ".join(sorted(names - set(manager.all_tasks)))
     fix = f"lm-evaluation-harness has no {unknown}; give the folder of your own tasks by --include-path"
@@ -172,7 +181,7 @@ def tasks_result(options: Options, manager: Any, opened: Opened) -> dict[str, di
     from ultrascale_jax.cli.lm_eval_model import LMEvalModel, simple_evaluate
 
     with contextlib.redirect_stdout(sys.stderr):
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=LMEvalModel(opened),
             tasks=options.tasks.split(","),
             task_manager=manager,
@@ -182,10 +191,10 @@ def tasks_result(options: Options, manager: Any, opened: Opened) -> dict[str, di
             bootstrap_iters=BOOTSTRAPS,
             log_samples=False,
         )
-    assert found is not None
+    assert results is not None
     return {
         name: {key: value for key, value in row.items() if isinstance(value, int | float)}
-        for name, row in found["results"].items()
+        for name, row in results["results"].items()
     }
 
 
@@ -252,14 +261,14 @@ def evaluate(options: Options) -> Evaluation:
         tell("computing losses")
         scorer = Scorer(cfg, params, tokenizer)
         sums = {name: scorer.loss(rows) for name, rows in sources.items()}
-        choices = {name: choices_result(scorer, asked) for name, asked in files.items()}
-    for name, found in sums.items():
-        require(found.tokens > 0, "source", name, "has no token to predict; give more text")
-    held_out = {name: source_result(*found) for name, found in sums.items()}
+        choices = {name: choices_result(scorer, questions) for name, questions in files.items()}
+    for name, source_sums in sums.items():
+        require(source_sums.tokens > 0, "source", name, "has no token to predict; give more text")
+    held_out = {name: source_result(*source_sums) for name, source_sums in sums.items()}
     if len(sums) > 1:
         nats, tokens, sizes = zip(*sums.values(), strict=True)
-        known = None if None in sizes else sum(sizes)
-        held_out["all"] = source_result(sum(nats), sum(tokens), known)
+        text_bytes = None if None in sizes else sum(sizes)
+        held_out["all"] = source_result(sum(nats), sum(tokens), text_bytes)
     tasks = {}
     if manager is not None:
         opened = Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)

@@ -95,7 +95,7 @@ def cut(ids: Sequence[int], ends: Collection[int]) -> list[int]:
 def ends(folder: Path, tokenizer: "Tokenizer", template: "ChatTemplate | None" = None) -> set[int]:
     """Return the tokens that end a text of the model in `folder`.
 
-    They are the end of text, those of `generation_config.json`, and with a chat `template` the end of a turn.
+    They are the end of text, the `eos_token_id` of `generation_config.json`, and with a `template` the end of a turn.
     """
     path = folder / GENERATION
     listed = read_json(path).get("eos_token_id") if path.is_file() else None
@@ -124,7 +124,7 @@ def chat(
     options: Options,
     lines: Iterable[str],
 ) -> Iterator[str]:
-    """Yield the answer to each of `lines`, a user's turns, by the chat template beside the `tokenizer.json` at `path`.
+    """Yield the answer to each of `lines`, a user's turns, by the chat template of the `tokenizer.json` at `path`.
 
     Empty lines are passed over. Each turn has a seed of its own, from `options.seed` on.
     """

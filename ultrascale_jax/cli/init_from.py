@@ -1,4 +1,4 @@
-"""Bring what a run begins with: the small files beside copies of its checkpoints, or those of `train.init_from`."""
+"""Fetch the small files that a run begins with, from the copies of its checkpoints or from `train.init_from`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from ultrascale_jax.storage.foreign import read_json
 
 
 def bring_back(cfg: Config) -> bool:
-    """Return whether there are copies of the run's checkpoints; write the small files beside them that are missing.
+    """Return whether there are copies of the run's checkpoints; fetch their small files that are missing.
 
     Every process calls it. Raises `UserError` where object storage refuses.
     """
@@ -23,19 +23,19 @@ def bring_back(cfg: Config) -> bool:
 
     def bring() -> bool:
         copies = Copies(cfg.checkpoint.store)
-        found = bool(copies.steps())
-        if found:
+        has_copies = bool(copies.steps())
+        if has_copies:
             copies.fetch_beside(Path(cfg.log.run_dir))
-        return found
+        return has_copies
 
-    wanted = cfg.checkpoint.store and cfg.checkpoint.resume != "never"
-    return bool(wanted) and found_by_process0(bring)
+    may_resume = cfg.checkpoint.store and cfg.checkpoint.resume != "never"
+    return bool(may_resume) and found_by_process0(bring)
 
 
 def bring_tokenizer(cfg: Config) -> None:
     """Copy the files of `train.init_from` into the run directory of a run that has not begun, and print its notes.
 
-    Raises `UserError` if `data.tokenizer` is another than that of the parameters.
+    Raises `UserError` if `data.tokenizer` is not the tokenizer of the parameters.
     """
     import jax
     from jax.experimental import multihost_utils
@@ -48,16 +48,16 @@ def bring_tokenizer(cfg: Config) -> None:
     if jax.process_index() == 0 and (not begun or cfg.checkpoint.resume == "never"):
         source = Source.parse(cfg.train.init_from)
         check_tokenizer(cfg, source.folder)
-        told = list(notes(cfg, source.folder)) if source.huggingface else []
+        lines = list(notes(cfg, source.folder)) if source.huggingface else []
         bring_files(run_dir, files(source))
-        for note in told:
+        for note in lines:
             say(note)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer copied")
 
 
 def _fingerprint(cfg: Config, hf_dir: Path) -> str:
-    """Return that of the tokenizer that the checkpoint brings, as `cfg` uses it; empty if it brings none."""
+    """Return the fingerprint of the checkpoint's tokenizer, as `cfg` uses it; empty if it has none."""
     from ultrascale_jax.data.tokenizer import load_tokenizer
 
     if TOKENIZER not in travelling(hf_dir):
@@ -66,26 +66,26 @@ def _fingerprint(cfg: Config, hf_dir: Path) -> str:
 
 
 def check_tokenizer(cfg: Config, folder: Path) -> None:
-    """Refuse a `data.tokenizer` that is another than the one in `folder`, if there is one."""
+    """Refuse a `data.tokenizer` that differs from the one in `folder`, if there is one."""
     from ultrascale_jax.data.tokenizer import run_tokenizer
 
-    own = str(Path(cfg.log.run_dir) / TOKENIZER)
-    if cfg.data.tokenizer != own and (brought := _fingerprint(cfg, folder)):
-        same = run_tokenizer(cfg.data).fingerprint == brought
+    copied = str(Path(cfg.log.run_dir) / TOKENIZER)
+    if cfg.data.tokenizer != copied and (brought := _fingerprint(cfg, folder)):
+        is_same = run_tokenizer(cfg.data).fingerprint == brought
         fix = f"is another tokenizer than {folder / TOKENIZER}, with which the model was trained; leave it out"
-        require(same, "data.tokenizer", cfg.data.tokenizer, fix)
+        require(is_same, "data.tokenizer", cfg.data.tokenizer, fix)
 
 
 def notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
-    """Yield lines about what a user of the checkpoint may not expect."""
+    """Yield lines about properties of the checkpoint that its user may not expect."""
     if cfg.data.tokenizer == "bytes":
         fix = conversion(hf_dir) or "give the model's own by --data.tokenizer FILE"
         yield f"note: {hf_dir} brings no {TOKENIZER}; {fix}"
     yield from (f"note: {line}" for line in remarks(hf_dir))
     raw = read_json(inside(hf_dir, "config.json"))
-    known, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
-    if isinstance(known, int) and known < cfg.data.seq_len:
-        yield f"note: the model knows {known} positions; train it with --data.seq-len {known} or less"
+    positions, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
+    if isinstance(positions, int) and positions < cfg.data.seq_len:
+        yield f"note: the model knows {positions} positions; train it with --data.seq-len {positions} or less"
     if (modules := raw.get(MTP)) and cfg.model.mtp_layers == 0:
         yield f"note: {MTP}={modules}, but the run has model.mtp_layers=0: it trains without these modules"
     if isinstance(pad, int):

@@ -1,4 +1,4 @@
-"""Inspect a run: its checkpoints, where its time went, and what traced steps did: `ultrascale inspect RUN`.
+"""Inspect a run: its checkpoints, its time, and the work of traced steps: `ultrascale inspect RUN`.
 
 RUN is a run directory, or the URL of its copies, which have checkpoints alone. Unless told to verify, it reads only the
 metadata of a checkpoint. Exit code 1: a checkpoint is damaged or cannot be read, or none is complete in a run that has
@@ -73,7 +73,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as its own files describe it; what they do not say is None."""
+    """A checkpoint as its own files describe it; None where they do not."""
 
     step: int
     state: str
@@ -111,8 +111,9 @@ class Inspection:
     @property
     def sound(self) -> bool:
         """Return whether every checkpoint is sound, and a run that has written some has one."""
-        known = self.checkpoints or ()
-        return all(one.sound for one in known) and bool(known or not self.put_aside)
+        checkpoints = self.checkpoints or ()
+        all_sound = all(checkpoint.sound for checkpoint in checkpoints)
+        return all_sound and bool(checkpoints or not self.put_aside)
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,7 +122,7 @@ class Inspection:
         parts: list[RenderableType] = []
         if self.checkpoints:
             parts.append(_table(self.checkpoints))
-            parts += [_arrays(one) for one in self.checkpoints if one.arrays]
+            parts += [_arrays(checkpoint) for checkpoint in self.checkpoints if checkpoint.arrays]
         elif self.checkpoints is not None:
             parts.append(output.plain(f"there is no complete checkpoint in {self.run}"))
         parts += [output.plain(f"{name} was put aside as damaged") for name in self.put_aside]
@@ -134,8 +135,8 @@ class Inspection:
 
 def _table(checkpoints: Sequence[Checkpoint]) -> Table:
     table = output.table((), ["step", "size"], ["saved", "versions", "mesh", "state"])
-    for one in checkpoints:
-        table.add_row(*map(output.plain, one.row()))
+    for checkpoint in checkpoints:
+        table.add_row(*map(output.plain, checkpoint.row()))
     return table
 
 
@@ -147,17 +148,17 @@ def _arrays(checkpoint: Checkpoint) -> Table:
 
 
 def inspect(options: Options) -> Inspection:
-    """Read what the options ask for. Raises `UserError` where the run or a part that they name is not there."""
+    """Read the parts that the options name. Raises `UserError` for a run or a part that is missing."""
     if is_url(options.run):
         copies = Copies(options.run)
-        there = copies.steps()
+        available = copies.steps()
         fix = "holds no copy of a checkpoint; name a run's checkpoint.store"
-        require(bool(there), "run", copies.url, fix)
-        chosen = _chosen(options, there, copies.url)
+        require(bool(available), "run", copies.url, fix)
+        chosen = _chosen(options, available, copies.url)
         return Inspection(options.run, [_copy(copies, step, options) for step in chosen])
     run_dir = Path(options.run)
     check_path("run", run_dir, writes=False)
-    saved_config(run_dir)  # refuses what is no run directory
+    saved_config(run_dir)  # raises unless it is a run directory
     if options.trace:
         return Inspection(options.run, trace=_trace(run_dir))
     folder = run_dir / CHECKPOINTS
@@ -165,8 +166,8 @@ def inspect(options: Options) -> Inspection:
     result = Inspection(options.run, [_on_disk(folder / str(step), options) for step in chosen])
     if options.checkpoint is not None:
         return result
-    known = (run_dir / events.FILE_NAME).is_file()
-    ledger = read_ledger(run_dir) if known else None
+    has_events = (run_dir / events.FILE_NAME).is_file()
+    ledger = read_ledger(run_dir) if has_events else None
     result = replace(result, put_aside=quarantined(folder), time=ledger)
     if (run_dir / TRACES).is_dir():
         try:
@@ -183,12 +184,12 @@ def _trace(run_dir: Path) -> Mapping[str, Any]:
         return read_report(run_dir)
 
 
-def _chosen(options: Options, there: Sequence[int], place: str) -> Sequence[int]:
-    """Return the step that the options name, or all that are there."""
+def _chosen(options: Options, available: Sequence[int], place: str) -> Sequence[int]:
+    """Return the step that the options name, or all that are available."""
     if options.checkpoint is None:
-        return there
-    fix = f"{place} holds the steps {list(there)}"
-    require(options.checkpoint in there, "checkpoint", options.checkpoint, fix)
+        return available
+    fix = f"{place} holds the steps {list(available)}"
+    require(options.checkpoint in available, "checkpoint", options.checkpoint, fix)
     return [options.checkpoint]
 
 
@@ -231,7 +232,7 @@ def _copy(copies: Copies, step: int, options: Options) -> Checkpoint:
 
 
 def _described(place: Path, words: str, sound: bool, options: Options) -> Checkpoint:
-    """Return what the files at `place` say of a checkpoint, as far as they can be read."""
+    """Return the checkpoint that the files at `place` describe, as far as they can be read."""
     made = Checkpoint(int(place.name), words, sound)
     unreadable = (Damaged, OSError, AttributeError, TypeError)
     with contextlib.suppress(*unreadable):

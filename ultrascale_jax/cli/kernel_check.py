@@ -3,8 +3,8 @@
 The table of `kernels/choices.py` and the fields of `kernels` choose. Process 0 starts a process on one of its GPUs,
 which computes each part of the run that has a kernel, small, and compares it with the reference in float32
 (`cli/kernel_numerics.py`). A part that is wrong, or crashes, refuses the run on all processes; a part that could not be
-checked, because time was up or memory short, is told. A GPU that a run has taken has no memory left for a check, so the
-check comes first, on the shapes of the GPUs that the driver and the launcher tell of.
+checked, because time was up or memory short, is reported. A GPU that a run has taken has no memory left for a check, so
+the check comes first, on the shapes of the GPUs that the driver and the launcher report.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def check_run(
     def check_here() -> list[list[str]]:
         try:
             return _on_gpu(cfg, options, launch, tell, events)
-        except Exception as error:  # Whatever it is, it says nothing about the kernels.
+        except Exception as error:  # An error of the check itself says nothing about the kernels.
             tell(f"kernels: not checked: {type(error).__name__}: {error}")
             return []
 
@@ -143,7 +143,7 @@ def own_gpus(launch: Launch | None, environ: Mapping[str, str], present: int) ->
 
 
 def faults(
-    wanted: Sequence[Part],
+    run_parts: Sequence[Part],
     kind: str,
     environ: Mapping[str, str],
     tell: Callable[[str], None],
@@ -155,20 +155,20 @@ def faults(
     """Check the parts in a process of its own; return the name, value and fix of each that is wrong.
 
     Args:
-      wanted: the parts.
+      run_parts: the parts.
       kind: JAX's name of the GPU.
       environ: variables of the process.
       tell: gets a line before the check, and one for each part.
       events: gets one for each part.
-      module: what the process runs.
+      module: the module that the process runs.
       limit_s: seconds of all checks together.
     """
-    if not wanted:
+    if not run_parts:
         return []
-    tell(f"kernels: checking {len(wanted)} on a {kind}, for at most {limit_s:g} s")
-    answers = run_checks(wanted, environ, module, limit_s)
+    tell(f"kernels: checking {len(run_parts)} on a {kind}, for at most {limit_s:g} s")
+    answers = run_checks(run_parts, environ, module, limit_s)
     wrong = []
-    for part, answer in zip(wanted, answers, strict=True):
+    for part, answer in zip(run_parts, answers, strict=True):
         [(verdict, words)] = answer.items()
         tell(f"kernels.{part.field}={part.implementation}: {part}: {verdict}: {words}")
         events.record("kernel_check", **dataclasses.asdict(part), answer=answer)
@@ -182,29 +182,29 @@ def faults(
 
 
 def run_checks(
-    wanted: Sequence[Part], environ: Mapping[str, str], module: str, limit_s: float
+    run_parts: Sequence[Part], environ: Mapping[str, str], module: str, limit_s: float
 ) -> list[dict[str, str]]:
     """Return for each part a dict of one item, whose name is `right`, `wrong` or `unchecked`."""
-    command = [sys.executable, "-m", module, json.dumps([dataclasses.asdict(p) for p in wanted])]
+    command = [sys.executable, "-m", module, json.dumps([dataclasses.asdict(p) for p in run_parts])]
     environ = {**os.environ, **environ, SUPERVISOR: str(os.getpid())}
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=limit_s)
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout or b""
+    except subprocess.TimeoutExpired as timeout:
+        output = timeout.stdout or b""
         end = {"unchecked": f"the check was not done after {limit_s:g} s"}
     else:
-        # SIGKILL is the system's, which lacks memory.
+        # The system sends SIGKILL where memory is short.
         verdict = "unchecked" if done.returncode == -signal.SIGKILL else "wrong"
         last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         output = done.stdout
         end = {verdict: f"the check ended with code {done.returncode}: {last_line[:500]}"}
     answers = [json.loads(line) for line in output.splitlines()]
     skipped = {"unchecked": "an earlier check did not end"}
-    return [*answers, *[end, *[skipped] * len(wanted)]][: len(wanted)]
+    return [*answers, *[end, *[skipped] * len(run_parts)]][: len(run_parts)]
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Check the parts that the parent wants, on this process's first device, and print its answers."""
+    """Check the parts that the parent names, on this process's first device, and print its answers."""
     follow_supervisor(os.environ)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -1,9 +1,9 @@
 """Train under a supervisor: `ultrascale launch [--processes N] ... -- RECIPE [--section.field VALUE ...]`.
 
 It starts `ultrascale train`, and starts it again when it fails, until it is done, stopped by SIGTERM, or restarts bring
-no new step for half an hour. With `--processes` there are so many on this host; without, there is one, and what SLURM,
-Kubernetes, Open MPI or the user's environment say of its place among others is passed on. Both together: so many on
-each of several hosts, whose launcher started one supervisor a host.
+no new step for half an hour. It starts `--processes` on this host, or one, which takes its rank from SLURM, Kubernetes,
+Open MPI or the user's environment. Both together: so many on each of several hosts, whose launcher started one
+supervisor a host.
 """
 
 import os
@@ -64,11 +64,11 @@ def main(argv: Sequence[str]) -> None:
 def supervisor_of(argv: Sequence[str]) -> Supervisor:
     """Return the supervisor that the command line asks for."""
     arguments = list(argv)
-    own, given = split(arguments)
+    words, run_words = split(arguments)
     prog = "ultrascale launch"
     with command_line.user_errors():
         try:
-            options = command_line.read(Options, own, prog=prog, description=__doc__ or "")
+            options = command_line.read(Options, words, prog=prog, description=__doc__ or "")
         except UserError as error:
             hint = (
                 ""
@@ -77,7 +77,7 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
             )
             raise UserError(f"{error}{hint}") from None
     cfg, chosen = command_line.parse(
-        given, prog=f"{prog} --", options=train.Options, description=train.DESCRIPTION
+        run_words, prog=f"{prog} --", options=train.Options, description=train.DESCRIPTION
     )
     with command_line.user_errors():
         check_run_dir(cfg)
@@ -86,20 +86,20 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
         require(
             not several or chosen.fake_devices is None, "fake_devices", chosen.fake_devices, fix
         )
-        where = places(options, os.environ, chosen)
+        host_places = places(options, os.environ, chosen)
     resume, run_dir = cfg.checkpoint.resume, Path(cfg.log.run_dir)
     begun_before = begun_anew(run_dir)
 
     def command(restarts: int) -> list[str]:
-        # A run that has begun anew goes on from its own checkpoints; until then those that are there are another run's.
+        # A run that has begun anew resumes from its own checkpoints; until then the checkpoints are another run's.
         anew = restarts and resume == "never" and begun_anew(run_dir) > begun_before
         again = ["--checkpoint.resume", "auto"] if anew else []
-        return [sys.executable, "-m", "ultrascale_jax", "train", *given, *again]
+        return [sys.executable, "-m", "ultrascale_jax", "train", *run_words, *again]
 
     return Supervisor(
         command,
-        lambda: environments(options, os.environ, where),
-        where.ranks,
+        lambda: environments(options, os.environ, host_places),
+        host_places.ranks,
         run_dir,
         max_restarts=options.max_restarts,
         give_up_s=options.give_up_s,
@@ -108,51 +108,51 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
 
 
 def begun_anew(run_dir: Path) -> int:
-    """Count the starts with `checkpoint.resume=never` that moved away what they found."""
+    """Count the starts with `checkpoint.resume=never` that moved away an earlier run."""
     return sum(event["kind"] == "anew" for event in read_events(run_dir))
 
 
 def places(options: Options, environ: Mapping[str, str], chosen: train.Options) -> Places:
     """Return the ranks of this host, from `environ` and `--dist.*`; `UserError` if several start on an unknown host."""
-    launch, here = detect(environ, chosen.dist), options.processes or 1
+    launch, count = detect(environ, chosen.dist), options.processes or 1
     if launch is None:
-        return Places(tuple(range(here)), here, None)
-    if here == 1:
+        return Places(tuple(range(count)), count, None)
+    if count == 1:
         index = environ.get("JOB_COMPLETION_INDEX", "0")
         rank = launch.process_id if launch.process_id is not None else int(index)
         return Places((rank,), launch.num_processes or 0, launch.address)
-    given = (chosen.dist.address, chosen.dist.num_processes, chosen.dist.process_id)
+    dist = (chosen.dist.address, chosen.dist.num_processes, chosen.dist.process_id)
     fix = "several processes of a host get their places from JAX_* variables; leave out --dist.*"
-    require(given == (None,) * 3, "processes", here, fix)
-    known = None not in (launch.process_id, launch.num_processes, launch.address)
+    require(dist == (None,) * 3, "processes", count, fix)
+    is_complete = None not in (launch.process_id, launch.num_processes, launch.address)
     names = "JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS"
     fix = f"{launch.method} does not say which host this is; set {names}, counted in hosts"
-    require(known, "processes", here, fix)
-    first = here * (launch.process_id or 0)
-    total = here * (launch.num_processes or 0)
-    return Places(tuple(range(first, first + here)), total, launch.address)
+    require(is_complete, "processes", count, fix)
+    first = count * (launch.process_id or 0)
+    total = count * (launch.num_processes or 0)
+    return Places(tuple(range(first, first + count)), total, launch.address)
 
 
 def environments(
-    options: Options, environ: Mapping[str, str], where: Places
+    options: Options, environ: Mapping[str, str], host_places: Places
 ) -> list[dict[str, str]]:
-    """Return the variables of each process of this host; those of a single one are the host's own."""
-    here = len(where.ranks)
-    address = where.address or f"127.0.0.1:{free_port()}"
-    all_of_them = []
-    for place, rank in enumerate(where.ranks):
-        own = dict(environ)
-        if here > 1:
-            own |= {
+    """Return the variables of each process of this host; a single process keeps the host's."""
+    count = len(host_places.ranks)
+    address = host_places.address or f"127.0.0.1:{free_port()}"
+    environs = []
+    for place, rank in enumerate(host_places.ranks):
+        variables = dict(environ)
+        if count > 1:
+            variables |= {
                 "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(where.processes),
+                "JAX_NUM_PROCESSES": str(host_places.processes),
                 "JAX_PROCESS_ID": str(rank),
             }
         if options.devices_per_process is not None:
-            alone = where.processes == 1
-            own |= _devices(environ, place, options.devices_per_process, alone=alone)
-        all_of_them.append(own)
-    return all_of_them
+            alone = host_places.processes == 1
+            variables |= _devices(environ, place, options.devices_per_process, alone=alone)
+        environs.append(variables)
+    return environs
 
 
 def free_port() -> int:

@@ -69,18 +69,19 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Sampling":
         """Read `generation_kwargs` of a task. Raises `UserError` for a setting that cannot be obeyed."""
-        rest: dict[str, Any] = {**normalize_gen_kwargs(dict(settings), NEW_TOKENS)}
-        until, num_tokens = handle_stop_sequences(rest.pop("until"), None), rest.pop("max_gen_toks")
-        sampled, temperature = rest.pop("do_sample"), float(rest.pop("temperature", 1.0))
-        top_k = int(rest.pop("top_k", TOP_K))
-        for name, value in rest.items():
+        unread: dict[str, Any] = {**normalize_gen_kwargs(dict(settings), NEW_TOKENS)}
+        until = handle_stop_sequences(unread.pop("until"), None)
+        num_tokens = int(unread.pop("max_gen_toks"))
+        sampled, temperature = unread.pop("do_sample"), float(unread.pop("temperature", 1.0))
+        top_k = int(unread.pop("top_k", TOP_K))
+        for name, value in unread.items():
             idle = not sampled and name in OF_SAMPLING
             fix = (
                 f"{name} is not known; take the likeliest token, or sample by temperature and top_k"
             )
-            known = idle or (name in NEUTRAL and value == NEUTRAL[name])
-            require(known, "generation_kwargs", dict(settings), fix)
-        return cls(int(num_tokens), temperature if sampled else 0.0, top_k, tuple(until))
+            is_supported = idle or (name in NEUTRAL and value == NEUTRAL[name])
+            require(is_supported, "generation_kwargs", dict(settings), fix)
+        return cls(num_tokens, temperature if sampled else 0.0, top_k, tuple(until))
 
 
 def check_mesh(cfg: Config) -> None:
@@ -94,7 +95,7 @@ class LMEvalModel(TemplateLM):
     """A model of lm-evaluation-harness, in one process over all of its devices.
 
     Args:
-      model: a run directory or a Hugging Face folder (or what `cli.models.opened` made of one).
+      model: a run directory or a Hugging Face folder (or one that `cli.models.opened` opened).
       mesh: axes as `fsdp=4,tp=2`, without pp; tasks that generate take no cp and sp. None: all devices split the model.
       tokenizer: `bytes` or a `tokenizer.json`; none: the model's own.
       batch_size: rows at once over all devices; none: 8, or the next number that the mesh divides.
@@ -123,10 +124,10 @@ class LMEvalModel(TemplateLM):
             model = opened(ScoreOptions(model=model, batch=batch_size, **named))
         self._model, cfg = model, model.cfg
         check_mesh(cfg)
-        known = model.positions
-        fix = f"must be from 2 to {known}, the positions that the model knows"
-        require(max_length is None or 2 <= max_length <= known, "max_length", max_length, fix)
-        self.max_length = max_length or known
+        positions = model.positions
+        fix = f"must be from 2 to {positions}, the positions that the model knows"
+        require(max_length is None or 2 <= max_length <= positions, "max_length", max_length, fix)
+        self.max_length = max_length or positions
         with jax.set_mesh(model.mesh):
             self._scorer = Scorer(cfg, model.params, model.tokenizer)
         self._template: ChatTemplate | None = None
@@ -171,11 +172,11 @@ class LMEvalModel(TemplateLM):
             jax.set_mesh(self._model.mesh),
             tqdm(total=len(pairs), desc="log-likelihoods", disable=disable_tqdm) as bar,
         ):
-            found = self._scorer.continuations(pairs, bar.update)
-        for (texts, *_), answer in zip(requests, found, strict=True):
+            answers = self._scorer.continuations(pairs, bar.update)
+        for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return found
+        return answers
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """Drop the beginning of a context that is too long, but for one token."""
@@ -189,12 +190,12 @@ class LMEvalModel(TemplateLM):
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            own = [(None, *make_disjoint_window(pair)) for pair in pairs]
-            windows += own
-            owners += [number] * len(own)
+            text_windows = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += text_windows
+            owners += [number] * len(text_windows)
         sums = [0.0] * len(requests)
-        found = self._loglikelihood_tokens(windows, disable_tqdm)
-        for number, (likelihood, _) in zip(owners, found, strict=True):
+        likelihoods = self._loglikelihood_tokens(windows, disable_tqdm)
+        for number, (likelihood, _) in zip(owners, likelihoods, strict=True):
             sums[number] += likelihood
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -212,8 +213,8 @@ class LMEvalModel(TemplateLM):
         ):
             for sampling, numbers in groups.items():
                 texts = [requests[number].args[0] for number in numbers]
-                found = self._answers(texts, sampling, bar.update)
-                for number, answer in zip(numbers, found, strict=True):
+                group_answers = self._answers(texts, sampling, bar.update)
+                for number, answer in zip(numbers, group_answers, strict=True):
                     answers[number] = answer
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, answer)
@@ -231,37 +232,37 @@ class LMEvalModel(TemplateLM):
         answers, rows = [""] * len(texts), cfg.train.global_batch
         ending = ends(self._model.folder, self._model.tokenizer, self._template)
         for start in range(0, len(order), rows):
-            some = order[start : start + rows]
-            own = [prompts[i] for i in some] + [prompts[some[-1]]] * (rows - len(some))
-            padded = np.zeros((rows, len(own[0])), np.int32)
-            for row, ids in zip(padded, own, strict=True):
+            numbers = order[start : start + rows]
+            batch = [prompts[i] for i in numbers] + [prompts[numbers[-1]]] * (rows - len(numbers))
+            padded = np.zeros((rows, len(batch[0])), np.int32)
+            for row, ids in zip(padded, batch, strict=True):
                 row[: len(ids)] = ids
             sampled = generate(
                 self._model.params,
                 padded,
                 sampling.num_tokens,
-                lengths_B=[len(ids) for ids in own],
+                lengths_B=[len(ids) for ids in batch],
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 key=jax.random.key(start),
                 dtype=COMPUTE[cfg.train.precision],
             )
-            for i, ids in zip(some, np.asarray(sampled).tolist(), strict=False):
+            for i, ids in zip(numbers, np.asarray(sampled).tolist(), strict=False):
                 answers[i] = self._model.tokenizer.decode(cut(ids, ending), special=False)
                 for stop in filter(None, sampling.until):
                     answers[i] = answers[i].split(stop)[0]
-            done(len(some))
+            done(len(numbers))
         return answers
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation up to the model's answer, or whose last message the model goes on with."""
+        """Return the text of a conversation up to the model's answer, or up to its last message, to be continued."""
         template = self._chat()
         if add_generation_prompt:
             return template.prompt(chat_history)
-        *before, last = chat_history
-        return template.prompt(before) + self._model.tokenizer.quote(last["content"])
+        *history, last = chat_history
+        return template.prompt(history) + self._model.tokenizer.quote(last["content"])
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the template itself, which the harness records."""
@@ -273,10 +274,8 @@ class LMEvalModel(TemplateLM):
         if self._template is None:
             tokenizer = self._model.tokenizer
             fix = "has no chat template; give a tokenizer.json that has one beside it"
-            known = isinstance(tokenizer, JsonTokenizer)
-            require(known, "tokenizer", self._model.cfg.data.tokenizer, fix)
+            name = self._model.cfg.data.tokenizer
+            require(isinstance(tokenizer, JsonTokenizer), "tokenizer", name, fix)
             assert isinstance(tokenizer, JsonTokenizer)
-            self._template = ChatTemplate(
-                Path(on_disk(self._model.cfg.data.tokenizer)), tokenizer, datetime.now()
-            )
+            self._template = ChatTemplate(Path(on_disk(name)), tokenizer, datetime.now())
         return self._template

@@ -31,7 +31,7 @@ COMMANDS = {
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
     "convert-hf": "a run as a Hugging Face checkpoint                   RUN_DIR HF_DIR",
 }
-"""Commands by name, with what they do and an example of their arguments."""
+"""Commands by name, with a description and an example of their arguments."""
 
 GPU_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Files of which a host with NVIDIA GPUs has one, as JAX looks for them; the last is WSL's."""
@@ -40,10 +40,10 @@ PAGES = ("watch",)
 """Commands of `ultrascale_jax.web`; the others are of `ultrascale_jax.cli`."""
 
 LOGGING = ("train", "launch")
-"""Commands that are done when their run is, whoever reads what they print."""
+"""Commands whose work does not depend on a reader of their output."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a write that a full disk, a quota or a limit explains, whatever was written."""
+"""Errors of a write to a full disk, or beyond a quota or a limit."""
 
 HELP = """Train and plan language models on NVIDIA GPU clusters: `ultrascale COMMAND ...`; `COMMAND --help` says more.
 Completion for bash or zsh: `source <(ultrascale --completion bash)`.
@@ -66,13 +66,13 @@ def main() -> None:
             case ["--completion", shell]:
                 complete(shell)
             case [word, *_]:
-                near = difflib.get_close_matches(word, COMMANDS, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
+                matches = difflib.get_close_matches(word, COMMANDS, n=1)
+                hint = f"did you mean {matches[0]}? " if matches else ""
                 raise UserError(f"command={word!r}: {hint}choose one of {', '.join(COMMANDS)}")
 
 
 def run(command: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the command as a whole process: what ends it becomes an exit code."""
+    """Run the command as a whole process, and turn its exception into an exit code."""
     with _exit_code(logs=command in LOGGING):
         _check_working_directory()
         choose_platform(os.environ)
@@ -94,7 +94,7 @@ def complete(shell: str) -> None:
 
 @contextlib.contextmanager
 def _exit_code(*, logs: bool = False) -> Iterator[None]:
-    """Turn what ends the block, which is the whole process, into its exit code; one that `logs` may lose its output."""
+    """Turn an exception of the block, the whole process, into its exit code; with `logs` output may be lost."""
     _mend_streams()
     try:
         with user_errors():
@@ -165,7 +165,7 @@ def _flush() -> None:
 def _lost_output(error: OSError) -> int | None:
     """Return the exit code of a command that ends because stdout has no reader, as after `| head`, or no room is left.
 
-    None: something else was in the way.
+    None: it ends because of another error.
     """
     if isinstance(error, BrokenPipeError) and _stdout_is_closed():
         _silence_stdout()

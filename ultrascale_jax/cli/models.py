@@ -1,6 +1,5 @@
 """Open a model for a command that reads one: a run directory, the URL of its copies, or a Hugging Face folder."""
 
-import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +68,7 @@ class ModelOptions(Section):
         super().__post_init__()
 
     def find_devices(self) -> "list[Device]":
-        """Return the devices, the fake ones if the options ask for them; `UserError` if `mesh` wants more than one."""
+        """Return the devices, the fake ones if the options ask for them; `UserError` if `mesh` needs more than one."""
         from ultrascale_jax.launch.distributed import find_devices
 
         if self.fake_devices is not None:
@@ -101,7 +100,7 @@ def local_model(name: str) -> str:
 
 
 class Opened(NamedTuple):
-    """A model, and what it takes to score with it."""
+    """A model, with all that scoring needs."""
 
     folder: Path
     """The run directory or Hugging Face folder."""
@@ -138,29 +137,28 @@ def described(options: ModelOptions) -> tuple[Config, int]:
     folder = Path(options.model)
     kept = folder / TOKENIZER
     if not is_huggingface(folder):
-        cfg = saved_config(folder)  # refuses what is no run directory
+        cfg = saved_config(folder)  # raises unless it is a run directory
         path = on_disk(options.tokenizer or cfg.data.tokenizer)
         gone = path != "bytes" and not Path(path).is_file() and kept.is_file()
         data = replace(cfg.data, tokenizer=str(kept) if gone else path)
         return replace(cfg, data=data), known_context(cfg, original_config(cfg, folder))
     require(options.step is None, "step", options.step, "a Hugging Face folder has no steps")
-    known = read_json(folder / "config.json").get("max_position_embeddings")
-    known = known if isinstance(known, int) and known > 1 else LONGEST_ROW
+    positions = read_json(folder / "config.json").get("max_position_embeddings")
+    positions = positions if isinstance(positions, int) and positions > 1 else LONGEST_ROW
     fix = f"{folder} brings no {TOKENIZER}; name the model's own by --tokenizer FILE"
     fix = conversion(folder) or fix
     require(options.tokenizer is not None or kept.is_file(), "tokenizer", None, fix)
-    data = DataConfig(tokenizer=options.tokenizer or str(kept), seq_len=min(LONGEST_ROW, known))
+    data = DataConfig(tokenizer=options.tokenizer or str(kept), seq_len=min(LONGEST_ROW, positions))
     # Neither generation nor evaluation runs modules of multi-token prediction.
-    return Config(model=replace(read_config(folder), mtp_layers=0), data=data), known
+    return Config(model=replace(read_config(folder), mtp_layers=0), data=data), positions
 
 
 def on_mesh(options: ScoreOptions, cfg: Config, positions: int) -> tuple[Config, "Mesh"]:
-    """Return `cfg` as the options want it evaluated, checked for the mesh, and that mesh."""
+    """Return `cfg` for evaluation as the options say, checked for the mesh, and that mesh."""
     from ultrascale_jax.sharding.mesh import make_mesh
 
     count = len(options.find_devices())
-    whole = MeshConfig(fsdp=math.gcd(count, cfg.model.d_model), dp=-1)
-    sizes = (MeshConfig.parse(options.mesh) if options.mesh else whole).resolve(count)
+    sizes = devices.mesh_over_all(options.mesh, count, cfg.model.d_model).resolve(count)
     length = options.seq_len or cfg.data.seq_len
     fix = f"is longer than the {positions} positions that the model knows; use fewer"
     require(length <= positions, "seq_len", length, fix)
@@ -197,12 +195,12 @@ def loaded(options: ModelOptions, cfg: Config, mesh: "Mesh") -> tuple[Config, "T
     if is_huggingface(Path(options.model)):
         return cfg, load_huggingface(Path(options.model), cfg, mesh)
     saved, params = load_params(options.model, mesh, options.step)
-    # The parameters rest as the checkpoint's own ZeRO stage has them.
+    # The checkpoint's own ZeRO stage shards the parameters.
     return replace(cfg, train=replace(cfg.train, zero=saved.train.zero)), params.without_mtp()
 
 
 def load_huggingface(folder: Path, cfg: Config, mesh: "Mesh") -> "Transformer":
-    """Load the parameters of a Hugging Face folder as they rest in a run of `cfg` on `mesh`."""
+    """Load the parameters of a Hugging Face folder sharded as in a run of `cfg` on `mesh`."""
     import jax
 
     from ultrascale_jax.huggingface import checkpoint

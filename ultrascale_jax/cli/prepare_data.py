@@ -9,8 +9,8 @@
 
 One process reads the documents in order, others tokenize them, and the first writes them in order,
 so the shards depend on the input and the settings alone. A row is added to the index after every shard;
-the same command after a crash keeps the shards that are whole, checks that the input still has
-their documents, and continues behind them. Before the first whole shard there is no index.
+the same command after a crash keeps the complete shards, checks that the input still has
+their documents, and continues after them. Before the first complete shard there is no index.
 
 Chat data are rows of JSON lines or Parquet with `messages: [{"role": ..., "content": ...}, ...]`, or
 ShareGPT's `conversations`, and, if need be, `tools`. Each conversation is one document, written by
@@ -18,7 +18,7 @@ the tokenizer's own chat template, and the loss counts only the assistant's answ
 token that ends its turn.
 
 Preference data are such rows with `chosen` and `rejected`, and mostly `prompt`: all text, or all
-lists of messages as above. Without `prompt` it is what both begin with. Each makes two documents.
+lists of messages as above. Without `prompt` it is the text that both begin with. Each makes two documents.
 
     ultrascale prepare-data --input 'pairs/*.jsonl' --out tokens/pairs --tokenizer HF_DIR --preferences
 """
@@ -95,7 +95,7 @@ class Options(Section):
 
     @property
     def settings(self) -> dict:
-        """The settings that a restart must share with the run before it, beside the tokenizer."""
+        """The settings, without the tokenizer, that a restart must share with the previous run."""
         names = ("train_bpe", "text_field", "shard_tokens", "special_tokens")
         kinds = (name for name in ("chat", "preferences", "date") if getattr(self, name))
         return {name: getattr(self, name) for name in (*names, *kinds)}
@@ -164,7 +164,7 @@ def require_writable(args: Options) -> None:
     require(bool(out) and out.encode(errors="replace").decode() == out, "out", out, fix)
     fix = "is a name that data.source would read as several sources; choose another"
     require(Mixture.parse(source_of(out)).names == (f"tokens:{out}",), "out", out, fix)
-    existing = next(one for one in (args.folder, *args.folder.parents) if os.path.lexists(one))
+    existing = next(path for path in (args.folder, *args.folder.parents) if os.path.lexists(path))
     with output.writing("out", args.out):
         with contextlib.suppress(FileNotFoundError):
             args.folder.stat()  # for a name that is too long
@@ -172,18 +172,18 @@ def require_writable(args: Options) -> None:
 
 
 def inputs(args: Options) -> Sequence[File]:
-    """The files that the pattern matches, in order, without those that an earlier run wrote."""
+    """Return the files that the pattern matches, in order, without the output of an earlier run."""
     name = args.input.removeprefix("hf:").partition(":")[0]
     fix = f"write the files of the dataset: hf://datasets/{name}/**/*.parquet, or a folder's: {name}/*"
     require(is_url(args.input) or not args.input.startswith("hf:"), "input", args.input, fix)
     if is_url(args.input):
         return matching(args.input)
-    found, own = matching_files(args.input, "input"), args.folder.resolve()
-    return [path for path in found if own not in path.resolve().parents]
+    paths, folder = matching_files(args.input, "input"), args.folder.resolve()
+    return [path for path in paths if folder not in path.resolve().parents]
 
 
 def renderer(args: Options) -> Callable[[Any], str] | None:
-    """The function that makes marked text of a row of conversations or preference pairs; none for text."""
+    """Return the function that renders a conversation or a preference pair as marked text; none for text."""
     fix = "is for conversations, and preferences for pairs; give one of them"
     require(not (args.chat and args.preferences), "chat", True, fix)
     if args.kind == "text":
@@ -192,13 +192,13 @@ def renderer(args: Options) -> Callable[[Any], str] | None:
         return None
     fix = "is for text; train a tokenizer on text first, and give it by --tokenizer"
     require(not args.train_bpe, "train_bpe", args.train_bpe, fix)
-    own = load_tokenizer(args.tokenizer, args.special_tokens)
+    loaded = load_tokenizer(args.tokenizer, args.special_tokens)
     path, template = Path(args.tokenizer), None
-    is_json = isinstance(own, tokenizer.JsonTokenizer)
+    is_json = isinstance(loaded, tokenizer.JsonTokenizer)
     if is_json and (args.chat or chat.has_template(path)):
-        template = chat.ChatTemplate(path, own, day(args.date))
+        template = chat.ChatTemplate(path, loaded, day(args.date))
     if args.preferences:
-        return functools.partial(preferences.render_pair, tokenizer=own, template=template)
+        return functools.partial(preferences.render_pair, tokenizer=loaded, template=template)
     if template is None:
         fix = "has no chat template, which conversations need; give --tokenizer the folder of a chat model's"
         raise UserError(f"tokenizer={args.tokenizer!r}: {fix}")
@@ -206,7 +206,7 @@ def renderer(args: Options) -> Callable[[Any], str] | None:
 
 
 def day(date: str) -> datetime | None:
-    """The beginning of a day that is written as 2025-01-31; None for none."""
+    """Return the beginning of a day that is written as 2025-01-31; None for an empty text."""
     try:
         return datetime.strptime(date, "%Y-%m-%d") if date else None
     except ValueError:
@@ -214,19 +214,19 @@ def day(date: str) -> datetime | None:
 
 
 def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shards.Index:
-    """The index of the run before up to its first shard that is not whole, or a new one."""
+    """Return the previous run's index up to its first shard that is not complete, or a new one."""
     fix = "has shards made with other settings; remove it or choose another --out"
-    found = None
+    previous = None
     if (args.folder / "index.json").exists():
         try:
-            found = shards.load_index(args.folder)
+            previous = shards.load_index(args.folder)
         except ValueError as error:
             again = "remove it or choose another --out"
             raise UserError(f"out={str(args.folder)!r}: {error}; {again}") from error
-    if found is not None and not found.shards.size:
-        found = None  # Nothing depends on its settings.
-    require(found is None or found.settings == args.settings, "out", str(args.folder), fix)
-    if args.train_bpe and found is None:
+    if previous is not None and not previous.shards.size:
+        previous = None  # Nothing depends on its settings.
+    require(previous is None or previous.settings == args.settings, "out", str(args.folder), fix)
+    if args.train_bpe and previous is None:
         texts = read_documents(paths, args.text_field, progress, "train the tokenizer")
         with output.writing("out", args.out):
             tokenizer.train_bpe(texts, args.train_bpe, args.folder / "tokenizer.json")
@@ -240,15 +240,15 @@ def open_index(args: Options, paths: Sequence[File], progress: Progress) -> shar
         settings=args.settings,
         answers=args.kind != "text",
     )
-    if found is None:
+    if previous is None:
         return index
-    require(found.made_with == index.made_with, "out", str(args.folder), fix)
-    for number in range(found.shards.size):
-        fault = found.fault(args.folder, number, found.vocab_size)
+    require(previous.made_with == index.made_with, "out", str(args.folder), fix)
+    for number in range(previous.shards.size):
+        fault = previous.fault(args.folder, number, previous.vocab_size)
         if fault:
             progress.console.print(f"{fault}; writing this shard and all after it again")
-            return replace(found, shards=found.shards[:number], complete=False)
-    return found
+            return replace(previous, shards=previous.shards[:number], complete=False)
+    return previous
 
 
 def skip_documents(
@@ -259,9 +259,9 @@ def skip_documents(
     name = shards.shard_name(number)
     for expected in made_of["hash"][:: args.unit]:
         text = next(documents, None)
-        same = text is not None and shards.text_hash(text.encode()) == expected
+        is_same = text is not None and shards.text_hash(text.encode()) == expected
         fix = f"{name} was made of other documents; remove it or choose another --out"
-        require(same, "out", str(args.folder), fix)
+        require(is_same, "out", str(args.folder), fix)
 
 
 def write_shards(
@@ -270,7 +270,7 @@ def write_shards(
     documents: Iterator[str],
     progress: Progress,
 ) -> shards.Index:
-    """Write the shards after those of `index`, and the index after each; nothing before the first is complete."""
+    """Append shards to `index`, and save it after each; write nothing before the first is complete."""
     pending: list[Tokenized] = []
     size = 0
     writer = shards.IndexWriter(args.folder, index)
@@ -319,15 +319,15 @@ def tell_quoted(args: Options, progress: Progress) -> None:
 
 
 def copy_tokenizer(args: Options) -> None:
-    """Copy a tokenizer that was given, its settings and its chat template beside the shards."""
+    """Copy a tokenizer that was given, its settings and its chat template into the folder of the shards."""
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.tokenizer == "bytes":
         return
     path = Path(args.tokenizer)
     shards.write_atomic(args.folder / "tokenizer.json", path.read_bytes())
-    for other in map(path.with_name, (chat.CONFIG, chat.TEMPLATE)):
-        if other.exists():
-            shards.write_atomic(args.folder / other.name, other.read_bytes())
+    for file in map(path.with_name, (chat.CONFIG, chat.TEMPLATE)):
+        if file.exists():
+            shards.write_atomic(args.folder / file.name, file.read_bytes())
 
 
 def main(argv: Sequence[str]) -> None:

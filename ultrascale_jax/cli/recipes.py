@@ -55,9 +55,9 @@ def load_recipe(name: str) -> Config:
 
 
 def _module_name(name: str) -> str:
-    """Return the module of a recipe that is no file. Raises `UserError` for what can be neither."""
-    known, path = recipes(), Path(name)
-    if (stem := name.replace("-", "_")) in known:
+    """Return the module of a recipe that is no file. Raises `UserError` if there is none."""
+    names, path = recipes(), Path(name)
+    if (stem := name.replace("-", "_")) in names:
         return f"{configs.__name__}.{stem}"
     fix = "give a file that ends in .py and sets `config`, or a .json that --print-config printed"
     require(
@@ -68,9 +68,9 @@ def _module_name(name: str) -> str:
     fix = "is a model, no recipe; write ultrascale train finetune --train.init-from " + name
     require(not name.startswith("hf:"), "recipe", name, fix)
     files = [file for file in (f"{name}.py", f"{name}/config.json") if os.path.isfile(file)]
-    near = files or difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    fix = f"{hint}the recipes are {', '.join(known)}; or give a file, ./my.py, or a module, pkg.mod"
+    matches = files or difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {matches[0]}? " if matches else ""
+    fix = f"{hint}the recipes are {', '.join(names)}; or give a file, ./my.py, or a module, pkg.mod"
     raise UserError(f"recipe={name!r}: {fix}")
 
 
@@ -87,7 +87,7 @@ def _saved(path: Path) -> Config:
 
 
 def _run_file(path: Path) -> types.ModuleType:
-    """Run the user's own recipe as a module of a name that hides no other; it may import files beside it."""
+    """Run the user's own recipe as a module of a name that hides no other; it may import files of its folder."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as `python FILE` does
@@ -106,7 +106,7 @@ def _run_file(path: Path) -> types.ModuleType:
 
 
 def _why_not(module_name: str, error: BaseException) -> str:
-    """Why a recipe cannot be imported: it is not there, or its own code raised `error`."""
+    """Return why a recipe cannot be imported: there is no such module, or its code raised `error`."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{module_name}.".startswith(f"{missing}."):
         return f"there is no module {missing}"

@@ -58,11 +58,11 @@ def options_of(form: Any, prefix: str = "") -> Iterator[str]:
             yield from options_of(value, "" if whole else f"{name}.")
             continue
         names = [name, f"{prefix}no_{field.name}"] if field.type is bool else [name]
-        yield from (f"--{one}".replace("_", "-") for one in names)
+        yield from (f"--{option}".replace("_", "-") for option in names)
 
 
 def meant(word: str, options: Collection[str]) -> list[str]:
-    """Return the options that an unknown `word` means, the likeliest; never the opposite of a switch.
+    """Return the options that an unknown `word` most likely means; never the opposite of a switch.
 
     Args:
       word: as `--train.seqlen`, `--batch_size=8` or `--no-document-mask`.
@@ -70,19 +70,19 @@ def meant(word: str, options: Collection[str]) -> list[str]:
     """
     name = word.partition("=")[0].lower().replace("_", "-")
     name = re.sub(r"^--no-(.+\.)", r"--\1no-", name)
-    last = _squeezed(name)
-    same = [option for option in options if _squeezed(option) == last]
-    same = same or [
+    squeezed = _squeezed(name)
+    equal = [option for option in options if _squeezed(option) == squeezed]
+    equal = equal or [
         option
-        for option, others in SYNONYMS.items()
-        if option in options and last in map(_squeezed, others.split())
+        for option, synonyms in SYNONYMS.items()
+        if option in options and squeezed in map(_squeezed, synonyms.split())
     ]
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.77)
-    return same[:3] or [option for option in near if ("no-" in option) == ("no-" in name)]
+    similar = difflib.get_close_matches(name, options, n=1, cutoff=0.77)
+    return equal[:3] or [option for option in similar if ("no-" in option) == ("no-" in name)]
 
 
 def expanded(complaint: str, arguments: Sequence[str]) -> str | None:
-    """Return that an option got several files, where tyro's `complaint` is of one of them; None otherwise."""
+    """Return an error that an option got several files, if tyro's `complaint` names one of them; else None."""
     first = complaint.partition("Unrecognized options: ")[2].partition(", ")[0]
     for number, option in enumerate(arguments):
         files = list(itertools.takewhile(os.path.exists, arguments[number + 1 :]))

@@ -1,4 +1,4 @@
-"""Tables of a report of `plan/profile/report.py`: what traced steps of a run spent their time on."""
+"""Tables of a report of `plan/profile/report.py`: the time of a run's traced steps by part."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ SECONDS = ("total_s", "exposed_s")
 
 def tables(report: Mapping[str, Any]) -> Group:
     """Return a report as tables; times in milliseconds of a step."""
-    found, forecast = report["measured"], report["predicted"]
+    measured, forecast = report["measured"], report["predicted"]
     steps, devices = report["stop"] - report["first"], report["devices"]
     of = f"a step of {steps} ({report['first']} to {report['stop'] - 1})"
     slowest = max(devices, key=lambda device: device["step_s"])
@@ -25,25 +25,25 @@ def tables(report: Mapping[str, Any]) -> Group:
     predicted = f"predicted for {report['predicted_for']}, links as usual"
     return Group(
         output.plain(f"profile of {of} on {report['device_kind']}{mean}"),
-        _shares("where a step went", found, forecast, ("kernels_s", "exposed_s", "step")),
-        _shares("kernels by block", found, forecast, ("blocks_s",)),
-        *([_collectives(found, forecast)] if found["collectives"] else []),
+        _shares("where a step went", measured, forecast, ("kernels_s", "exposed_s", "step")),
+        _shares("kernels by block", measured, forecast, ("blocks_s",)),
+        *([_collectives(measured, forecast)] if measured["collectives"] else []),
         output.plain(report["no_prediction"] or predicted),
     )
 
 
 def _shares(
-    title: str, found: dict[str, Any], forecast: dict[str, Any] | None, parts: tuple[str, ...]
+    title: str, breakdown: dict[str, Any], forecast: dict[str, Any] | None, parts: tuple[str, ...]
 ) -> Table:
-    """Return the table of parts of a step: what was measured, and what only the prediction has."""
+    """Return the table of parts of a step, the measured and the predicted ones."""
     table = output.table([title], ["ms", "of the step", "predicted ms"])
     for part in parts:
-        measured, predicted = _seconds(found, part), _seconds(forecast or {}, part)
+        measured, predicted = _seconds(breakdown, part), _seconds(forecast or {}, part)
         for name in measured | predicted:
             seconds = measured.get(name, 0.0)
-            share = seconds / found["step_s"] if found["step_s"] else 0.0
-            told = None if forecast is None else predicted.get(name, 0.0)
-            table.add_row(name, _ms(seconds), f"{share:.1%}", _ms(told))
+            share = seconds / breakdown["step_s"] if breakdown["step_s"] else 0.0
+            forecast_s = None if forecast is None else predicted.get(name, 0.0)
+            table.add_row(name, _ms(seconds), f"{share:.1%}", _ms(forecast_s))
     return table
 
 
@@ -58,14 +58,14 @@ def _seconds(breakdown: Mapping[str, Any], part: str) -> dict[str, float]:
     return seconds
 
 
-def _collectives(found: dict[str, Any], forecast: dict[str, Any] | None) -> Table:
+def _collectives(breakdown: dict[str, Any], forecast: dict[str, Any] | None) -> Table:
     """Return the table of collectives, hidden or not."""
     columns = ["ms", "exposed ms", "predicted ms", "exposed, predicted ms"]
     table = output.table(["collective", "axes"], columns)
-    known = {(c["kind"], c["axes"]): c for c in (forecast or {}).get("collectives", ())}
-    for c in sorted(found["collectives"], key=lambda c: -c["exposed_s"]):
-        other = known.get((c["kind"], c["axes"]), {})
-        seconds = *(c[name] for name in SECONDS), *(other.get(name) for name in SECONDS)
+    predictions = {(c["kind"], c["axes"]): c for c in (forecast or {}).get("collectives", ())}
+    for c in sorted(breakdown["collectives"], key=lambda c: -c["exposed_s"]):
+        prediction = predictions.get((c["kind"], c["axes"]), {})
+        seconds = *(c[name] for name in SECONDS), *(prediction.get(name) for name in SECONDS)
         table.add_row(c["kind"], c["axes"] or ALONE, *map(_ms, seconds))
     return table
 

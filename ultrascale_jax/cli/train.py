@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, devices, generate, init_from, output, trace_tables
 from ultrascale_jax.config import Config, require
@@ -27,12 +25,9 @@ SAMPLE_TOKENS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Options(command_line.JobOptions):
-    """Options of `ultrascale train`, beside the configuration."""
+    """Options of `ultrascale train`, without the configuration's."""
 
-    profile: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="FIRST:LAST", help_behavior_hint="(default: none)"),
-    ] = None
+    profile: Annotated[str | None, command_line.option("FIRST:LAST")] = None
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13, and end with a report of it."""
 
     def __post_init__(self):
@@ -97,12 +92,12 @@ def report_profile(run_dir: str) -> None:
 
     try:
         output.console(120).print(trace_tables.tables(make_report(Path(run_dir))))
-    except Exception as error:  # Whatever it is, the run itself is done and well.
+    except Exception as error:  # The run itself is done and well.
         say(f"profile: no report: {' '.join(str(error).split())}")
 
 
 def look_back(run_dir: str) -> str:
-    """Return the loss of a run that is done as a chart of characters, and what to try next."""
+    """Return the loss of a run as a chart of characters, and commands to try next."""
     from ultrascale_jax.figures.text import line_chart
     from ultrascale_jax.training.metrics import read_rows
 

@@ -51,21 +51,21 @@ class Options(common.Options):
 
 
 def terms(cfg: Config, options: Options) -> Terms:
-    """Return what the training of `cfg` has to pay for; its tokens are those of its batches unless `options` say."""
+    """Return the terms of the training of `cfg`; its batches give the number of tokens unless `options` do."""
     tokens = cfg.train.batches.before(cfg.train.steps) * cfg.data.seq_len
     if options.tokens is not None:
         tokens = common.tokens("tokens", options.tokens)
     failures = None
     if options.failure_hours is not None and options.restart_s is not None:
-        every = None
+        interval = None
         if "checkpoint.every" in options.named:
             step_tokens = cfg.train.global_batch * cfg.data.seq_len
-            every = cfg.checkpoint.every or math.ceil(tokens / step_tokens)
+            interval = cfg.checkpoint.every or math.ceil(tokens / step_tokens)
         failures = FailureTerms(
             gpu_hours=options.failure_hours,
             restart_s=options.restart_s,
             save_s=options.save_s,
-            interval_steps=every,
+            interval_steps=interval,
         )
     return Terms(
         tokens=tokens,

@@ -103,7 +103,7 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
 
 
 def choose_open(cfg: Config, options: Options, cluster: Cluster) -> Config:
-    """Return `cfg` with its `auto` fields chosen for `cluster`; stderr says what was chosen and why.
+    """Return `cfg` with its `auto` fields chosen for `cluster`; stderr gets the choices and their reasons.
 
     Where nothing fits, the choice is the one that needs the least memory. Call it inside `user_errors`.
     """

@@ -105,11 +105,11 @@ def executed(cfg: Config, step: Any) -> Any:
         raise UserError(f"execute=True: the interpreter does not know {error}") from error
 
 
-def interruptible[T](work: Callable[[], T], what: str = "compiling") -> T:
+def interruptible[T](work: Callable[[], T], activity: str = "compiling") -> T:
     """Do `work` in another thread, so that Ctrl-C need not wait for XLA; stderr says that it runs."""
     with ThreadPoolExecutor() as pool:
         try:
-            with output.working(what):
+            with output.working(activity):
                 return pool.submit(work).result()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Explain the way to a configuration in the playbook's three steps: `ultrascale plan guide`.
 
 Fit the model, reach the global batch, maximise throughput: at each step what is ruled out and why, and at the end days,
-GPU hours, energy and cost of the whole training, beside those on other clusters. All by formula; nothing is compiled.
+GPU hours, energy and cost of the whole training, here and on other clusters. All by formula; nothing is compiled.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB, decimal, rounded
 
 INSTEAD = ("a100", "h100", "h200", "b200")
-"""GPUs whose bill is told beside that of the GPUs at hand."""
+"""GPUs whose bill is shown too."""
 
 WAYS = {
     "pp": "with a pipeline",
@@ -41,12 +41,12 @@ WAYS = {
     "tensor": "with matrices split",
     "ep": "with experts split",
 }
-"""Axis to what a mesh with it is called; the first that a mesh has names it."""
+"""Name of a mesh by the first of these axes that it has."""
 
 DATA = "data parallel alone"
 
 FACTORS = (0.5, 2)
-"""GPUs, and speed of the network, of other clusters, as multiples of those at hand."""
+"""GPUs, and speed of the network, of other clusters, as multiples of this one's."""
 
 CHANGES = 8
 """Changes to the best that are shown."""
@@ -155,8 +155,8 @@ class GuideReport:
             columns |= {"even_price": "as cheap at USD/h"}
         made = table(("cluster",), tuple(columns.values()), ("mesh",))
         assert self.bill is not None and self.step is not None  # there is a best
-        own: dict[str, Any] = {"what": "as asked", "label": self.step["label"]} | vars(self.bill)
-        for row in (own, *self.other_clusters):
+        best: dict[str, Any] = {"what": "as asked", "label": self.step["label"]} | vars(self.bill)
+        for row in (best, *self.other_clusters):
             cells = [row.get(name) for name in columns]
             shown = ["" if n is None else rounded(n) for n in cells]
             made.add_row(row["what"], *shown, row["label"])
@@ -174,9 +174,9 @@ class GuideReport:
         bars = []
         for row in self.fit:
             if row["peak_bytes"] is not None:
-                living = row["activation_bytes"] / GIB
-                state = row["peak_bytes"] / GIB - living
-                parts = {"parameters, gradients and optimizer": state, "activations": living}
+                activations = row["activation_bytes"] / GIB
+                state = row["peak_bytes"] / GIB - activations
+                parts = {"parameters, gradients and optimizer": state, "activations": activations}
                 bars.append(Bar(label=wrap(row["way"], 14), parts=parts))
         return Bars(
             name="guide",
@@ -201,18 +201,18 @@ def main(argv: list[str]) -> None:
 
 
 def explain(cfg: Config, options: Options, cluster: Cluster, tell: output.Tell) -> GuideReport:
-    """Return the results of all steps; `tell` gets what is computed.
+    """Return the results of all steps; `tell` gets the progress.
 
     Raises `UserError` where nothing is legal, `SystemExit` where Ctrl-C interrupts the search.
     """
-    asked = terms(cfg, options)
+    bill_terms = terms(cfg, options)
     fit = ladder(cfg, cluster, options)
-    found = Search(cfg, cluster, named_choices(cfg, options.named, options.gpus))
-    if search.predict(found, tell):
+    ranking = Search(cfg, cluster, named_choices(cfg, options.named, options.gpus))
+    if search.predict(ranking, tell):
         raise SystemExit(INTERRUPTED)
-    fix = search.illegal(found, options.gpus)
-    require(found.counts["candidates"] > 0, "gpus", options.gpus, fix)
-    best = None if found.winner is None else found.winner.best
+    fix = search.illegal(ranking, options.gpus)
+    require(ranking.counts["candidates"] > 0, "gpus", options.gpus, fix)
+    best = None if ranking.winner is None else ranking.winner.best
     trained = configured(cfg, best.run) if best else None
     return GuideReport(
         label=f"{options.recipe} on {options.gpus} {cluster.gpu.name}",
@@ -220,48 +220,43 @@ def explain(cfg: Config, options: Options, cluster: Cluster, tell: output.Tell) 
         usable_bytes=cluster.gpu.usable_bytes,
         parameters=ModelShape.of(cfg.model).num_params,
         seq_len=cfg.data.seq_len,
-        terms=asked,
+        terms=bill_terms,
         fit=fit,
         batch=batch(cfg, cluster, best),
-        throughput=throughput(found),
-        changes=changes(found),
-        answer=found.answer,
+        throughput=throughput(ranking),
+        changes=changes(ranking),
+        answer=ranking.answer,
         command=train_command(options.recipe, trained) if trained else None,
         check=plan_command("compile", trained, options) if trained else None,
         step=best.summary() if best else None,
-        checkpoint=checkpoint(best.run, cluster.gpu, asked.storage_gbs) if best else None,
-        bill=bill(best, asked) if best else None,
-        energy=energy(cluster.gpu, asked.watts),
-        other_clusters=others(cfg, cluster, best, asked, options, tell) if best else [],
+        checkpoint=checkpoint(best.run, cluster.gpu, bill_terms.storage_gbs) if best else None,
+        bill=bill(best, bill_terms) if best else None,
+        energy=energy(cluster.gpu, bill_terms.watts),
+        other_clusters=other_bills(cfg, cluster, best, bill_terms, options, tell) if best else [],
     )
 
 
 def ladder(cfg: Config, cluster: Cluster, options: Options) -> list[dict[str, Any]]:
     """Return the memory of one sequence a GPU in ways that hold ever less on each GPU, from the simplest."""
     n, node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
-    rest, one = n // node, MeshConfig.of
+    nodes, mesh_of = n // node, MeshConfig.of
     ways: list[tuple[str, MeshConfig, int, Remat]] = [
-        ("every GPU holds the whole model", one(dp=n), 0, "none"),
-        ("layers are computed again in the backward pass", one(dp=n), 0, "full"),
-        ("ZeRO-1 splits the optimizer's state", one(fsdp=n), 1, "full"),
-        (
-            "ZeRO-2 splits sums of gradients: none here",
-            one(fsdp=n),
-            2,
-            "full",
-        ),
-        ("ZeRO-3 splits the parameters too", one(fsdp=n), 3, "full"),
-        ("ZeRO-1, and a node shares each matrix", one(fsdp=rest, sp=node), 1, "full"),
-        ("ZeRO-3, and a node shares each matrix", one(fsdp=rest, sp=node), 3, "full"),
+        ("every GPU holds the whole model", mesh_of(dp=n), 0, "none"),
+        ("layers are computed again in the backward pass", mesh_of(dp=n), 0, "full"),
+        ("ZeRO-1 splits the optimizer's state", mesh_of(fsdp=n), 1, "full"),
+        ("ZeRO-2 splits sums of gradients: none here", mesh_of(fsdp=n), 2, "full"),
+        ("ZeRO-3 splits the parameters too", mesh_of(fsdp=n), 3, "full"),
+        ("ZeRO-1, and a node shares each matrix", mesh_of(fsdp=nodes, sp=node), 1, "full"),
+        ("ZeRO-3, and a node shares each matrix", mesh_of(fsdp=nodes, sp=node), 3, "full"),
     ]
     if cfg.data.seq_len >= LONG:
         way = "ZeRO-3, and a node shares each sequence"
-        ways.append((way, one(fsdp=rest, cp=node), 3, "full"))
+        ways.append((way, mesh_of(fsdp=nodes, cp=node), 3, "full"))
     rows, seen = [], set()
-    for what, mesh, zero, remat in ways:
+    for way, mesh, zero, remat in ways:
         if (mesh, zero, remat) not in seen:
             seen.add((mesh, zero, remat))
-            rows.append({"way": what} | _memory(cfg, cluster, options, mesh, zero, remat))
+            rows.append({"way": way} | _memory(cfg, cluster, options, mesh, zero, remat))
     return rows
 
 
@@ -269,34 +264,30 @@ def _memory(
     cfg: Config, cluster: Cluster, options: Options, mesh: MeshConfig, zero: int, remat: Remat
 ) -> dict[str, Any]:
     run = {"mesh": mesh.text, "zero": zero, "remat": str(remat)}
-    one = with_changes(
+    run_cfg = with_changes(
         cfg, mesh=mesh, zero=zero, remat=remat, microbatches=1, global_batch=mesh.batch
     )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            held = breakdown(Run.of(one, options.gpus))
+            memory = breakdown(Run.of(run_cfg, options.gpus))
     except UserError as error:
-        return run | {
-            "peak_bytes": None,
-            "activation_bytes": None,
-            "fits": False,
-            "illegal": str(error),
-        }
-    living = sum(size for name, size in held.parts.items() if name.startswith("activations"))
-    sizes = {"peak_bytes": held.peak_bytes, "activation_bytes": living}
-    verdict = by_formula(held.peak_bytes, cluster.gpu.usable_bytes)
+        sizes = {"peak_bytes": None, "activation_bytes": None}
+        return run | sizes | {"fits": False, "illegal": str(error)}
+    activations = sum(size for name, size in memory.parts.items() if name.startswith("activations"))
+    sizes = {"peak_bytes": memory.peak_bytes, "activation_bytes": activations}
+    verdict = by_formula(memory.peak_bytes, cluster.gpu.usable_bytes)
     return run | sizes | {"verdict": verdict, "illegal": ""}
 
 
 def batch(cfg: Config, cluster: Cluster, best: StepPrediction | None) -> dict[str, Any]:
     """Return how the sequences of one step spread over the GPUs."""
-    own = {"global_batch": cfg.train.global_batch, "seq_len": cfg.data.seq_len}
-    own |= {"gpus": cluster.num_gpus, "sharing": _sharing(cfg.train.global_batch, cluster)}
+    values = {"global_batch": cfg.train.global_batch, "seq_len": cfg.data.seq_len}
+    values |= {"gpus": cluster.num_gpus, "sharing": _sharing(cfg.train.global_batch, cluster)}
     if best is None:
-        return own
+        return values
     run = best.run
-    return own | {
+    return values | {
         "batch_shards": run.mesh.batch,
         "sequences": run.sequences,
         "microbatches": run.microbatches,
@@ -320,10 +311,10 @@ def _sharing(sequences: int, cluster: Cluster) -> str:
     return f"{each}, one after the other where they do not fit at once{even}"
 
 
-def throughput(found: Search) -> list[dict[str, Any]]:
+def throughput(ranking: Search) -> list[dict[str, Any]]:
     """Return the fastest mesh of each kind, and why it lost to the best."""
     first: dict[str, dict[str, Any]] = {}
-    for candidate, why in found.rows(10**6)["the best of each mesh"]:
+    for candidate, why in ranking.rows(10**6)["the best of each mesh"]:
         mesh = candidate.run.mesh
         way = next((w for axis, w in WAYS.items() if getattr(mesh, axis) > 1), DATA)
         row = {"way": way, "why": why} | candidate.best.summary()
@@ -332,28 +323,27 @@ def throughput(found: Search) -> list[dict[str, Any]]:
     return list(first.values())
 
 
-def changes(found: Search) -> list[dict[str, Any]]:
-    """Return what other micro-batches, ZeRO stages and recomputation do on the best mesh."""
-    rows = found.rows(1)["one change to the best"][:CHANGES]
+def changes(ranking: Search) -> list[dict[str, Any]]:
+    """Return the effects of other micro-batches, ZeRO stages and recomputation on the best mesh."""
+    rows = ranking.rows(1)["one change to the best"][:CHANGES]
     return [{"way": "", "why": why} | c.best.summary() for c, why in rows]
 
 
-def others(
+def other_bills(
     cfg: Config,
     cluster: Cluster,
     best: StepPrediction,
-    asked: Terms,
+    bill_terms: Terms,
     options: Options,
     tell: output.Tell,
 ) -> list[dict[str, Any]]:
     """Return the bill on other clusters, with the best's pipeline, tensor, context and expert groups.
 
-    Other numbers of GPUs are searched as the one at hand was, within what the command line names but the mesh.
-
+    Other numbers of GPUs are searched as this one was, with the fields that the command line names but the mesh.
     `even_price` is the price of a GPU hour there at which the training costs as much as on `cluster`.
     """
     n, replace = cluster.num_gpus, dataclasses.replace
-    hours = bill(best, asked).gpu_hours
+    hours = bill(best, bill_terms).gpu_hours
     clusters = {
         f"{factor:g} x the GPUs": replace(cluster, num_gpus=int(factor * n)) for factor in FACTORS
     }
@@ -366,15 +356,16 @@ def others(
         if name != cluster.gpu.name:
             clusters[f"{name} instead"] = find_cluster(None, name, n)
     rows = []
-    for what, other in clusters.items():
-        tell(f"other clusters: {what}")
+    for name, other in clusters.items():
+        tell(f"other clusters: {name}")
         step, why = _best_on(cfg, other, best.run, options) if other.num_gpus else (None, "")
-        row: dict[str, Any] = {"what": what, "label": step.run.label if step else why}
+        row: dict[str, Any] = {"what": name, "label": step.run.label if step else why}
         if step:
             row |= {"step_s": step.step_s, "mfu": step.mfu}
-            own = asked if other.gpu == cluster.gpu else replace(asked, price=None, watts=None)
-            row |= dataclasses.asdict(bill(step, own))
-            row["even_price"] = asked.price and asked.price * hours / row["gpu_hours"]
+            same_gpu = other.gpu == cluster.gpu
+            gpu_terms = bill_terms if same_gpu else replace(bill_terms, price=None, watts=None)
+            row |= dataclasses.asdict(bill(step, gpu_terms))
+            row["even_price"] = bill_terms.price and bill_terms.price * hours / row["gpu_hours"]
         rows.append(row)
     return rows
 
@@ -391,13 +382,13 @@ def _best_on(
         choices = {axis: (getattr(like.mesh, axis),) for axis in axes} | {"zero": (like.zero,)}
         if like.mesh.pp > 1:
             choices |= {"schedule": (like.schedule,), "virtual_stages": (like.virtual_stages,)}
-    found = Search(cfg, cluster, choices)
+    ranking = Search(cfg, cluster, choices)
     try:
-        found.predict()
+        ranking.predict()
     except UserError as error:
         return None, str(error)
-    if found.winner is not None:
-        return found.winner.best, ""
-    if found.counts["candidates"]:
-        return None, found.answer
-    return None, search.illegal(found, cluster.num_gpus)
+    if ranking.winner is not None:
+        return ranking.winner.best, ""
+    if ranking.counts["candidates"]:
+        return None, ranking.answer
+    return None, search.illegal(ranking, cluster.num_gpus)

@@ -19,35 +19,35 @@ from ultrascale_jax.plan.workload import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A run of which is asked how far it reaches."""
+    """A run whose limits are asked for."""
 
-    asked: Config
+    requested: Config
     """As the command line says; it may leave fields open."""
     chosen: Config
     """The same with all fields chosen."""
     options: common.Options
-    """They name what stays."""
+    """They name the fields that stay."""
     cluster: Cluster
 
     def answer(self) -> LimitsReport:
-        """Find how far it reaches; stderr says what is tried."""
+        """Find the limits; stderr shows the progress."""
         with output.working("looking for the fewest GPUs") as tell:
             fewest = self._fewest(tell)
-            own, length = self._longest_on_this_mesh()
-            farthest = self._longest_on_any_mesh(length, tell)
-        return LimitsReport(limits=[*fewest, own, farthest])
+            this_mesh, length = self._longest_on_this_mesh()
+            any_mesh = self._longest_on_any_mesh(length, tell)
+        return LimitsReport(limits=[*fewest, this_mesh, any_mesh])
 
     def _named(self, num_gpus: int, *, mesh: bool) -> Choices:
-        """Return what the command line names as choices, with `--mesh` or without."""
+        """Return the fields that the command line names as choices, with `--mesh` or without."""
         names = [name for name in self.options.named if mesh or name != "mesh"]
-        return named_choices(self.asked, names, num_gpus)
+        return named_choices(self.requested, names, num_gpus)
 
     def _fewest(self, tell: output.Tell) -> list[Limit]:
         """Return the fewest GPUs that may fit, if they are fewer, and the fewest that fit for certain.
 
         A mesh that is named stays if it has an open axis.
         """
-        is_open = "mesh" in self.options.named and -1 in self.asked.mesh.sizes.values()
+        is_open = "mesh" in self.options.named and -1 in self.requested.mesh.sizes.values()
         refused: list[UserError] = []
 
         def choices_of(count: int) -> Choices:
@@ -59,14 +59,14 @@ class Question:
                     raise
             return self._named(count, mesh=is_open)
 
-        sure, unsure, most = limits.fewest_gpus(self.asked, self.cluster, choices_of, tell)
+        sure, unsure, most = limits.fewest_gpus(self.requested, self.cluster, choices_of, tell)
         question = f"fewest GPUs on {'this' if is_open else 'any'} mesh"
         tried = str(refused[0]) if refused else f"nothing fits up to {most:,} GPUs"
         rows = [] if unsure is None else [self._limit(f"{question}, unsure", unsure, "")]
         return [*rows, self._limit(question, sure, tried)]
 
     def _longest_on_this_mesh(self) -> tuple[Limit, int]:
-        """Return the longest sequence on the mesh at hand, and its tokens; what is not named is chosen anew."""
+        """Return the longest sequence on this mesh, and its tokens; fields that are not named are chosen anew."""
         cfg = self._with_open_fields()
         choices = choices_of_mesh(cfg, self.cluster)
         length = limits.longest_on(cfg, self.cluster, choices)
@@ -81,25 +81,25 @@ class Question:
         """Return the chosen configuration with recomputation and micro-batches open, where they are not given."""
         free: dict[str, Any] = {"remat": "auto", "microbatches": AUTO}
         if self.options.mesh != "auto":
-            free = {name: getattr(self.asked.train, name) for name in free}
+            free = {name: getattr(self.requested.train, name) for name in free}
         for name in free:
             if f"train.{name}" in self.options.named:
-                free[name] = getattr(self.asked.train, name)
+                free[name] = getattr(self.requested.train, name)
         return with_changes(self.chosen, mesh=self.chosen.mesh, **free)
 
-    def _longest_on_any_mesh(self, known: int, tell: output.Tell) -> Limit:
-        """Return the longest sequence on the GPUs at hand; `known` tokens fit."""
+    def _longest_on_any_mesh(self, fitting: int, tell: output.Tell) -> Limit:
+        """Return the longest sequence on these GPUs; `fitting` tokens fit."""
         choices = self._named(self.cluster.num_gpus, mesh=False)
-        length = limits.longest(self.asked, self.cluster, choices, known, tell)
-        question, found = "longest sequence on any mesh", None
+        length = limits.longest(self.requested, self.cluster, choices, fitting, tell)
+        question, reach = "longest sequence on any mesh", None
         if length:
             tell(f"searching for the fastest with {length:,} tokens")
-            longer = limits.with_length(self.asked, length)
-            found = limits.fastest(longer, self.cluster, choices)
-        return self._limit(question, found, "no length fits")
+            longer = limits.with_length(self.requested, length)
+            reach = limits.fastest(longer, self.cluster, choices)
+        return self._limit(question, reach, "no length fits")
 
-    def _limit(self, question: str, found: Reach | None, tried: str) -> Limit:
-        if found is None:
+    def _limit(self, question: str, reach: Reach | None, tried: str) -> Limit:
+        if reach is None:
             return Limit(question=question, step=None, tried=tried)
-        command = train_command(self.options.recipe, found.config)
-        return Limit(question=question, step=found.step, tried="", command=command)
+        command = train_command(self.options.recipe, reach.config)
+        return Limit(question=question, step=reach.step, tried="", command=command)

@@ -46,12 +46,12 @@ LEAN: dict[str, tuple[str, ...]] = {"schedule": ("1f1b", "interleaved")}
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "memory", Options, __doc__)
     with command_line.user_errors():
-        asked = cfg
-        cfg = common.choose_open(asked, options, cluster)
+        requested = cfg
+        cfg = common.choose_open(requested, options, cluster)
         with output.working("looking for options that fit"):
             hints = find_hints(cfg, options, cluster)
         step = estimate(Run.of(cfg, options.gpus), cluster)
-        question = Question(asked=asked, chosen=cfg, options=options, cluster=cluster)
+        question = Question(requested=requested, chosen=cfg, options=options, cluster=cluster)
         report = MemoryReport.of(
             step,
             cluster,
@@ -80,8 +80,8 @@ def find_hints(
     """Find the options of a faster run that fits; where `cfg` may not fit, of runs that do, for certain if any does.
 
     The first hint computes the same, the second, where it is faster or alone fits for certain, has smaller moments.
-    Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, then whatever
-    `plan search` chooses on any of `meshes`.
+    Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, and then, with
+    `meshes`, on any mesh as `plan search` does.
     """
     step = estimate(Run.of(cfg, options.gpus), cluster)
     if step.verdict == FITS:
@@ -90,8 +90,8 @@ def find_hints(
     hints: list[Hint] = []
     for tried in (cfg, with_smaller_moments(cfg)):
         fitting = any(hint.verdict == FITS for hint in hints)
-        found = _hints(cfg, tried, cluster, meshes=meshes and not fitting) if tried else ()
-        best = _first_fitting(found)
+        candidates = _hints(cfg, tried, cluster, meshes=meshes and not fitting) if tried else ()
+        best = _first_fitting(candidates)
         if best is None or not best.options:
             continue
         surer = best.verdict == FITS and not fitting
@@ -112,25 +112,25 @@ def _first_fitting(hints: Iterable[Hint]) -> Hint | None:
 
 
 def _hints(cfg: Config, tried: Config, cluster: Cluster, *, meshes: bool) -> Iterator[Hint]:
-    """Complete `tried` in ways that change ever more, and yield the options of those that may fit."""
-    own = with_changes(tried, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
-    sharded = with_changes(own, mesh=cfg.mesh, zero=3)
-    ways = [(own, False)] + [(sharded, False)] * (sharded != own) + [(sharded, True)] * meshes
+    """Complete `tried` in ways that change ever more, and yield the options of each that may fit."""
+    base = with_changes(tried, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
+    sharded = with_changes(base, mesh=cfg.mesh, zero=3)
+    ways = [(base, False)] + [(sharded, False)] * (sharded != base) + [(sharded, True)] * meshes
     for way, choose_mesh in ways:
         fixed = LEAN if choose_mesh else pinned(way)
         with warnings.catch_warnings(), contextlib.suppress(UserError):
             warnings.simplefilter("ignore")
             if choose_mesh and leanest_verdict(way, cluster, fixed) == DOES_NOT_FIT:
                 continue  # a search would take much longer to say so
-            found, _ = choose_auto(
+            chosen, _ = choose_auto(
                 way, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=False
             )
-            step = estimate(Run.of(found, cluster.num_gpus), cluster)
+            step = estimate(Run.of(chosen, cluster.num_gpus), cluster)
             if step.verdict != DOES_NOT_FIT:
-                yield Hint.of(_options(cfg, found), step)
+                yield Hint.of(_options(cfg, chosen), step)
 
 
-def _options(before: Config, after: Config) -> str:
+def _options(base: Config, target: Config) -> str:
     """Return the words of the command line that turn one configuration into the other."""
-    mesh = [] if after.mesh == before.mesh else ["--mesh", after.mesh.text]
-    return " ".join([*mesh, *differences(before, after)])
+    mesh = [] if target.mesh == base.mesh else ["--mesh", target.mesh.text]
+    return " ".join([*mesh, *differences(base, target)])

@@ -244,6 +244,6 @@ def compared(rows: Mapping[str, dict[str, Any] | str], title: str) -> Table:
         bubbles = row["bubble"]
         percents = [f"{bubbles[n]:.1%}" for n in ("lockstep", "dependencies")]
         closed = "" if bubbles["formula"] is None else f"{bubbles['formula']:.1%}"
-        held = (f"{max(row[n]) / row['virtual']:g}" for n in ("in_flight", "w_queue"))
-        made.add_row(name, str(row["virtual"]), str(row["ticks"]), closed, *percents, *held)
+        chunks = (f"{max(row[n]) / row['virtual']:g}" for n in ("in_flight", "w_queue"))
+        made.add_row(name, str(row["virtual"]), str(row["ticks"]), closed, *percents, *chunks)
     return made

@@ -52,9 +52,9 @@ def main(argv: list[str]) -> None:
         choices |= _fixed(options, choices)
         search = Search(cfg, cluster, choices)
         interrupted = run(search, compiler(options), options.compile)
-        some = search.counts["candidates"] > 0 or interrupted
+        has_candidates = search.counts["candidates"] > 0 or interrupted
         named = ("gpus", options.gpus) if options.fixed is None else ("fixed", options.fixed)
-        require(some, *named, illegal(search, options.gpus))
+        require(has_candidates, *named, illegal(search, options.gpus))
         report = SearchReport.of(
             search,
             options.recipe,
@@ -72,11 +72,11 @@ def main(argv: list[str]) -> None:
 
 def _fixed(options: Options, named: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the choices of `--fixed`. Raises `UserError` where they contradict the options `named`."""
-    found = {} if options.fixed is None else parse_choices("fixed", options.fixed)
-    for name in sorted(found.keys() & named.keys()):
+    choices = {} if options.fixed is None else parse_choices("fixed", options.fixed)
+    for name in sorted(choices.keys() & named.keys()):
         fix = f"another option says {name}={named[name][0]}; leave out one of them"
-        require(found[name] == named[name], "fixed", options.fixed, fix)
-    return found
+        require(choices[name] == named[name], "fixed", options.fixed, fix)
+    return choices
 
 
 def predict(search: Search, tell: output.Tell) -> bool:

@@ -23,20 +23,20 @@ def words(recipe: str, cfg: Config) -> list[str]:
     return [recipe, "--mesh", cfg.mesh.text, *differences(default, cfg, ALWAYS)]
 
 
-def differences(before: Config, after: Config, always: Sequence[str] = ()) -> list[str]:
+def differences(base: Config, target: Config, always: Sequence[str] = ()) -> list[str]:
     """Return the words that turn one configuration into the other but the mesh; `always` are fields of `train`."""
-    found = []
-    for section in (field.name for field in dataclasses.fields(after) if field.name != "mesh"):
-        old, new = getattr(before, section), getattr(after, section)
-        found += command_line.changes(section, old, new, always if section == "train" else ())
-    return found
+    changed = []
+    for section in (field.name for field in dataclasses.fields(target) if field.name != "mesh"):
+        old, new = getattr(base, section), getattr(target, section)
+        changed += command_line.changes(section, old, new, always if section == "train" else ())
+    return changed
 
 
 def search_words(recipe: str, cfg: Config) -> list[str]:
     """Return the same without the mesh and all else that a search chooses."""
     chosen = {"--mesh", *(f"--{option.replace('_', '-')}" for option in OPTIONS.values())}
-    every = words(recipe, cfg)
-    return [w for w, last in zip(every, ["", *every], strict=False) if not {w, last} & chosen]
+    line = words(recipe, cfg)
+    return [w for w, last in zip(line, ["", *line], strict=False) if not {w, last} & chosen]
 
 
 def train_command(recipe: str, cfg: Config) -> str:
@@ -52,9 +52,9 @@ def plan_command(verb: str, cfg: Config, options: Options) -> str:
 
 def machine_words(options: Options) -> list[str]:
     """Return the options that name the machine."""
-    found = ["--gpus", str(options.gpus)]
-    found += ["--gpu", options.gpu] if options.gpu else []
-    return found + (["--cluster", options.cluster] if options.cluster else [])
+    machine = ["--gpus", str(options.gpus)]
+    machine += ["--gpu", options.gpu] if options.gpu else []
+    return machine + (["--cluster", options.cluster] if options.cluster else [])
 
 
 NAMES = {"schedule": SCHEDULES, "stash": STASHES}
@@ -62,20 +62,20 @@ NAMES = {"schedule": SCHEDULES, "stash": STASHES}
 
 def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
     """Parse choices, as `tp=8,pp=1` or `fsdp=1,2,4 remat=none,full`; a `UserError` begins with `name`."""
-    found: dict[str, tuple[Any, ...]] = {}
+    choices: dict[str, tuple[Any, ...]] = {}
     key = ""
     for word in re.split(r"[,\s]+", text.strip()):
         left, equals, right = word.rpartition("=")
         if equals:
             key = left.replace("-", "_")
             require(key in FIELDS, name, text, f"{left!r} is none of {', '.join(FIELDS)}")
-            require(key not in found, name, text, f"{key!r} is given twice")
+            require(key not in choices, name, text, f"{key!r} is given twice")
         require(bool(key and right), name, text, "write it as tp=8,pp=1")
-        values = found.get(key, ())
+        values = choices.get(key, ())
         if key == "remat" and values and right.partition("+")[0] in REMAT_NAMES:
             values, right = values[:-1], f"{values[-1]},{right}"  # one more name of save:q,k,v
-        found[key] = (*values, _value(name, text, key, right))
-    return found
+        choices[key] = (*values, _value(name, text, key, right))
+    return choices
 
 
 def _value(name: str, text: str, field: str, word: str) -> Any:
