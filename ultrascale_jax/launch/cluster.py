@@ -105,7 +105,7 @@ STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def detect(environ: Mapping[str, str], dist: DistConfig | None = None) -> Launch | None:
-    """Return the launch of `dist` and `environ`, None for a process on its own; `UserError` names what is wrong."""
+    """Return the launch of `dist` and `environ`, None for a process on its own; `UserError` names the fault."""
     explicit = _explicit(environ, dist or DistConfig())
     launch = _plain(environ, explicit) or _launched(environ, explicit["address"])
     if launch is None:
@@ -192,7 +192,7 @@ def _launched(environ: Mapping[str, str], address: Setting) -> Launch | None:
 
 
 def _is_complete(environ: Mapping[str, str], launcher: Launcher) -> bool:
-    """Return whether `environ` has what it takes to find the process's place."""
+    """Return whether `environ` has enough variables to find the process's place."""
     names = STEP if launcher is SLURM else (launcher.rank,)
     return bool(_size_name(environ, launcher)) and environ.keys() >= set(names)
 
@@ -345,8 +345,8 @@ def _bind_address(environ: Mapping[str, str], address: str | None) -> str | None
 def _host_and_port(name: str, text: str, port: str, fix: str) -> str:
     """Return the `host:port` in `text`, with `port` where it has none. Raises `UserError` about `name`."""
     match = re.fullmatch(r"([^:\[\]\s]+|\[[^\]\s]+\])(?::(.*))?", text)
-    host, given = (match[1], match[2]) if match else (text, None)
-    port = port if given is None else given
+    host, text_port = (match[1], match[2]) if match else (text, None)
+    port = port if text_port is None else text_port
     require(_is_number(port) and 0 < int(port) < 65536, name, text, fix)
     return f"{_host(name, text, host)}:{port}"
 

@@ -149,7 +149,7 @@ def from_process0(name: str, make: Callable[[], Any], timeout_s: float) -> Any:
     """Return `make()` of process 0 on all processes; no process needs its devices for it.
 
     Args:
-      name: its place among what processes share; another one for each call.
+      name: its key in the store that the processes share; another one for each call.
       make: called on process 0 alone; its result must survive JSON.
       timeout_s: how long the others wait at most, before they fail.
     """

@@ -2,7 +2,7 @@
 
 An event is one line of JSON, written by one call to a file opened for appending, so that lines of many writers never
 mix on a local disk. On NFS one of two hosts that write in the same moment may overwrite the other's line. No error here
-stops a run: the writer reports on stderr what it cannot write, and readers skip lines that are damaged.
+stops a run: the writer reports on stderr an event that it cannot write, and readers skip lines that are damaged.
 """
 
 import contextlib

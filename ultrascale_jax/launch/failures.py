@@ -46,7 +46,7 @@ DENIED = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
 }
-"""Errors of a file that last until somebody changes its mode, its owner, its disk, or what is in its place."""
+"""Errors of a file that last until somebody changes its mode, its owner, its disk, or the file in its place."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Failures:
                 say(cause.text, sys.stderr)
             elif first is None and self._rank != 0:
                 say(f"error: {cause.summary}", sys.stderr)
-            # Last, as the disk may be what failed.
+            # Last, as the disk may have failed.
             self._note(cause, first=first in (cause, None))
             self._leave(first or cause, cause)
 
@@ -231,7 +231,7 @@ def _flush() -> None:
 
 
 def denied(error: BaseException) -> UserError | None:
-    """Return the refusal of a file that forbids what was tried until somebody fixes it; None for another error."""
+    """Return the refusal of a file whose error lasts until somebody fixes it; None for another error."""
     if isinstance(error, UserError) or not isinstance(error, OSError):
         return None
     if error.errno not in DENIED or error.filename is None:

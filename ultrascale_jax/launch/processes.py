@@ -1,4 +1,4 @@
-"""Start the processes of one host, forward what they print, kill them.
+"""Start the processes of one host, forward their output, kill them.
 
 Each is the leader of its own process group, so Ctrl-C reaches the supervisor alone, and dies with its supervisor.
 """
@@ -25,7 +25,7 @@ class Child:
     def __init__(
         self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, plain: bool
     ):
-        """Start process `rank` of the job; what it prints gets its rank in front, unless `plain`."""
+        """Start process `rank` of the job; its output gets its rank in front, unless `plain`."""
         self.rank = rank
         self.process = subprocess.Popen(
             command,

@@ -1,7 +1,7 @@
 """Keep the processes of one host alive: start them, end them together and start them again.
 
 When one process of a job dies, the others wait in a collective, so all are ended. One that makes no progress ends
-itself (`watchdog.py`); one that a signal has stopped is killed with those that ended for want of it.
+itself (`watchdog.py`); one that a signal has stopped is killed with the processes that ended waiting for it.
 
 There is no restart after an exit code that says it would not help, after a signal to stop, or when `TRIES` restarts in
 a row brought no new step and `GIVE_UP_S` seconds have passed since the first failure of that row. SIGTERM stops the run
@@ -64,7 +64,7 @@ class Supervisor:
     ):
         """
         Args:
-            command: what a process runs, given how many restarts there were.
+            command: returns the command line of a process, from the number of restarts.
             environments: called before every start: the variables of each process.
             ranks: their numbers in the job.
             run_dir: where heartbeats, stacks and events are.
@@ -140,17 +140,17 @@ class Supervisor:
         self._children = []
         for rank, environ in zip(self._ranks, self._environments(), strict=True):
             plain = rank == 0 or len(self._ranks) == 1
-            # Each is known before the next is started, so that what fails meanwhile leaves none.
+            # Each is listed before the next is started, so that an error meanwhile leaves no process behind.
             self._children.append(Child(rank, command, {**environ, **variables}, plain=plain))
 
     def _wait(self) -> tuple[int, str | None]:
         """Wait until all processes are gone; return the exit code of the first that failed, and the cause, if any."""
         first: Child | None = None
-        deadline, told = math.inf, False
+        deadline, forwarded = math.inf, False
         while living := [child for child in self._children if child.code is None]:
-            if self._signals and not told:
+            if self._signals and not forwarded:
                 # Once, so that all save and stop; a second Ctrl-C kills them.
-                told = True
+                forwarded = True
                 self._record("told", signal=signal.Signals(self._signals[0]).name)
                 for child in living:
                     child.signal(signal.SIGTERM)
