@@ -91,7 +91,7 @@ class Copies:
         self.remote.remove([f"{step}/{COMPLETE}"])
 
     def remove_old(self, newest: int, keep: int | None) -> None:
-        """Remove what ended uploads have left, and all but the newest `keep` copies; `newest` was made last."""
+        """Remove the remains of ended uploads, and all but the newest `keep` copies; `newest` was made last."""
         names = self.remote.files()
         whole = _steps_with(COMPLETE, names)
         unfinished = set(_steps_with(METADATA, names)).difference(whole, [newest])

@@ -43,7 +43,7 @@ def load_params(
 
     Raises `UserError` when there is no such checkpoint, `Damaged` when none restores, and `Unreadable`.
     """
-    saved_config(Path(run_dir))  # refuses what is no run directory
+    saved_config(Path(run_dir))  # raises unless it is a run directory
     folder = checkpoints_of(run_dir)
     kind = model if like is None else type(like)
 

@@ -378,7 +378,7 @@ class Checkpoints:
     def _branch(
         self, abstract: TrainState, accept: Accept
     ) -> tuple[TrainState, int, list[str]] | None:
-        """Restore what `checkpoint.branch_from` names of another run, which is only read."""
+        """Restore the checkpoint of another run that `checkpoint.branch_from` names; that run is only read."""
         point = branch_point(self._cfg.checkpoint.branch_from)
         if point is None:
             return None

@@ -212,7 +212,7 @@ def cast[Tree](tree: Tree, like: Tree) -> Tree:
 def found_by_process0[Value](find: Callable[[], Value]) -> Value:
     """Return `find()` of process 0, as JSON carries it, on all processes; the others may see less, so they do not look.
 
-    Raises on all processes what `find` raises, as `on_all` does.
+    Raises on all processes an error of `find`, as `on_all` does.
     """
     values: list[Value] = []
 
@@ -225,7 +225,7 @@ def found_by_process0[Value](find: Callable[[], Value]) -> Value:
 
 
 def on_all(do: Callable[[], None]) -> None:
-    """Call `do` on every process, and raise on all what it raises on one: `Damaged`, `Unreadable` or `UserError`.
+    """Call `do` on every process, and raise on all an error of one: `Damaged`, `Unreadable` or `UserError`.
 
     An `OSError` becomes `Unreadable`, or `UserError` where a file may not be used.
     """
@@ -301,6 +301,6 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _unless_loop_is_closed(hook: Callable[[Any], object], raised: Any) -> None:
-    """Pass what was raised where nobody can catch it on to `hook`, but for a read that ends after its event loop."""
+    """Pass an exception that nobody can catch on to `hook`, but for a read that ends after its event loop."""
     if str(raised.exc_value) != "Event loop is closed":
         hook(raised)

@@ -1,4 +1,4 @@
-"""Describe a run by its config, data and library versions, and check what a resumed run may change."""
+"""Describe a run by its config, data and library versions, and check the changes of a resumed run."""
 
 import dataclasses
 import difflib
@@ -32,7 +32,7 @@ NO_DATA = "no data yet, tokenizer "
 BATCHES = ("train.global_batch", "train.batch_ramp")
 
 DATA_ORDER = ("data.", "train.seed", *BATCHES)
-"""Fields that decide what is read and in which order."""
+"""Fields that decide which data are read, and in which order."""
 
 BUILT_IN = "Transformer"
 """Class of the model that a run has unless it is given another one."""

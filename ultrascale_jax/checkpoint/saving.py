@@ -128,7 +128,7 @@ def move_aside(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process killed during a save, a deletion, a fetch or a `Probe` left in `folder`."""
+    """Remove the files that a process killed during a save, a deletion, a fetch or a `Probe` left in `folder`."""
     for left in folder.glob(".probe-*"):
         left.unlink(missing_ok=True)
     for partial in folder.glob(f"*{PARTIAL}*"):

@@ -158,22 +158,22 @@ def _check_paths(place: Path, saved: Any, expected: Any) -> None:
 
 
 def _check_form(
-    place: Path, path: str, saved: tuple[Any, tuple[int, ...], str], wanted: jax.ShapeDtypeStruct
+    place: Path, path: str, saved: tuple[Any, tuple[int, ...], str], expected: jax.ShapeDtypeStruct
 ) -> None:
     """Raise unless a saved array has the shape of the leaf at `path` of `like`, and a type that may be cast to its."""
     dtype, shape, _ = saved
     fix = f"{place} holds {shape} there; give `like` that shape, or load another step"
-    require(wanted.shape == shape, f"like{path}.shape", wanted.shape, fix)
+    require(expected.shape == shape, f"like{path}.shape", expected.shape, fix)
     fix = f"cannot hold the values of {dtype}, which {place} has there; give `like` {dtype}, and cast what is loaded"
-    require(_may_cast(dtype, wanted.dtype), f"like{path}.dtype", str(wanted.dtype), fix)
+    require(_may_cast(dtype, expected.dtype), f"like{path}.dtype", str(expected.dtype), fix)
 
 
-def _may_cast(saved: Any, wanted: Any) -> bool:
-    """Return whether floats become floats, or each value of the type `saved` is one of the type `wanted`."""
-    if not jnp.issubdtype(wanted, jnp.floating) or saved == jnp.bool_:
-        return np.can_cast(saved, wanted, "safe")
+def _may_cast(saved: Any, target: Any) -> bool:
+    """Return whether floats become floats, or each value of the type `saved` is one of the type `target`."""
+    if not jnp.issubdtype(target, jnp.floating) or saved == jnp.bool_:
+        return np.can_cast(saved, target, "safe")
     if jnp.issubdtype(saved, jnp.floating):
         return True
     # The sign of an integer is a bit of its own, and the first bit of a mantissa is not stored.
     bits = jnp.iinfo(saved).bits - jnp.issubdtype(saved, jnp.signedinteger)
-    return jnp.finfo(wanted).nmant + 1 >= bits
+    return jnp.finfo(target).nmant + 1 >= bits
