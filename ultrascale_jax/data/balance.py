@@ -6,7 +6,7 @@ import numpy as np
 
 
 def attention_work(lengths: Sequence[int]) -> int:
-    """Return what the attention of a row grows with if its documents have these lengths: the sum of their squares."""
+    """Return the work of attention in a row of documents of these lengths: the sum of their squares."""
     return sum(length**2 for length in lengths)
 
 

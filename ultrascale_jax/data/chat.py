@@ -299,7 +299,7 @@ def _environment(date: datetime | None) -> Any:
 
 
 def _fix(error: Exception) -> str:
-    """Return what a user can do about an error of a template that renders."""
+    """Return the fix of an error of a template that renders."""
     from jinja2 import TemplateError, UndefinedError
     from jinja2.sandbox import SecurityError
 

@@ -129,7 +129,7 @@ class Corpus:
     below: np.ndarray | None = None
     """int64 [shards, levels]: tokens of the documents whose hash is below each of `shards.LEVELS`."""
     fetch: Fetch | None = None
-    """Fetches what is not on this host; none where everything is."""
+    """Fetches files that are not on this host; none where all are."""
 
     @property
     def is_small(self) -> bool:

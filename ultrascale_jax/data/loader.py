@@ -76,12 +76,12 @@ class Loader:
         global_batch: rows of one step (B), over all processes; or `Batches`, the rows of each step.
         seed: sets the order of the training split; the held-out split always has the same.
         split: `train`, or `eval` for the held-out documents.
-        sources: what `open_sources` returned for `data` and `vocab_size`, to open it only once.
+        sources: the result of `open_sources` for `data` and `vocab_size`, to open them only once.
         cp: ranks of the mesh axis that splits a row.
         context: strategy of attention over these ranks.
         microbatches: micro-batches of a step of the largest size, whose devices get rows with similar work.
         steps: steps of the run, of which a stage of `data.source` may begin at a share.
-        together: every process of the job creates this loader now, so they share the checks: see `open_shards`.
+        share_checks: share the checks with the other processes, which all create this loader now: see `open_shards`.
 
     Raises:
         ValueError: a source is missing, damaged or outside the vocabulary, or has no full row to
@@ -101,7 +101,7 @@ class Loader:
         context: ContextConfig | None = None,
         microbatches: int = 1,
         steps: int | None = None,
-        together: bool = False,
+        share_checks: bool = False,
     ):
         require(split in ("train", "eval"), "split", split, "must be train or eval")
         if not isinstance(global_batch, Batches):
@@ -125,8 +125,8 @@ class Loader:
             require_type("context", context, ContextConfig)
         self._cp, self._context = cp, context
         self._order = sequence_order(data.seq_len, cp, context) if context and cp > 1 else None
-        self._microbatches, self._together = microbatches, together
-        self.sources = sources or open_sources(data, vocab_size, share_checks=together)
+        self._microbatches, self._share_checks = microbatches, share_checks
+        self.sources = sources or open_sources(data, vocab_size, share_checks=share_checks)
         self.tokenizer = self.sources.tokenizer
         stages = parse_stages("data.source", data.source) if split == "train" else ()
         self.begins: tuple[int, ...] = begins("data.source", data.source, stages, steps)
@@ -188,7 +188,7 @@ class Loader:
             seed=0,
             cp=self._cp,
             context=self._context,
-            together=self._together,
+            share_checks=self._share_checks,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Mixtures of sources: what `data.source` says, and which sample of which source each sequence of a run is.
+"""Mixtures of sources: the text of `data.source`, and which sample of which source each sequence of a run is.
 
     tokens:web@0.9,tokens:code@0.1; 0.8: tokens:web@0.5,tokens:math@0.5
 

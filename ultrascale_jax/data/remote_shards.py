@@ -91,7 +91,7 @@ def fetch_tokenizer(url: str) -> Path:
 
 
 def upload_shards(folder: Path, url: str) -> None:
-    """Upload what `prepare-data` wrote into `folder`, the index last; objects of the same size stay.
+    """Upload the files that `prepare-data` wrote into `folder`, the index last; objects of the same size stay.
 
     Raises `UserError` if there are shards of another index at `url`, and `RemoteError`.
     """

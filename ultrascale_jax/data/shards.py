@@ -107,7 +107,7 @@ class Index:
 
     @property
     def made_with(self) -> dict[str, Any]:
-        """Return what all shards of a folder share."""
+        """Return the settings that all shards of a folder share."""
         names = ("dtype", "tokenizer", "vocab_size", "settings", "answers")
         return {name: getattr(self, name) for name in names}
 
@@ -157,7 +157,7 @@ def read_documents(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return `DOCUMENT` [documents] of a shard, and by kind of file uint8 [chunks, 16], the digests of its chunks.
 
-    Raises `UserError` where the file is not what the index says.
+    Raises `UserError` where the file differs from the index.
     """
     name = f"{shard_name(number)}.documents"
     files = index.files(number)

@@ -1,4 +1,4 @@
-"""Document sources: open and check what `data.source` names before the first step.
+"""Document sources: open and check the sources of `data.source` before the first step.
 
     python-stdlib    the .py files of the running Python's own standard library: no download, about 10 MB
     text:GLOB        each matching file is one document of UTF-8 text, held in memory
@@ -89,7 +89,7 @@ def documents_of(
     Args:
       arrays: token ids of each document, integers `[tokens]`; its end token is the last one, if it has one.
       vocab_size: ids must be below it.
-      tokenizer: what made the ids; bytes without one.
+      tokenizer: the tokenizer that made the ids; bytes without one.
 
     Raises:
       UserError: a document is empty or no array of one dim of integers, an id is outside the vocabulary, or there is

@@ -181,7 +181,7 @@ def make_loader(cfg: Config) -> Loader:
         steps=cfg.train.steps,
         seed=cfg.train.seed,
         microbatches=cfg.train.microbatches,
-        together=True,
+        share_checks=True,
         cp=cfg.mesh.cp,
         context=cfg.cp,
     )
