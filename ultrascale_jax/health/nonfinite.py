@@ -93,8 +93,8 @@ def _first_gradient(model: Transformer, finite: dict[str, np.ndarray]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    others = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
-    return ", ".join([*names[:NAMED], *others])
+    count = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+    return ", ".join([*names[:NAMED], *count])
 
 
 def _forward(

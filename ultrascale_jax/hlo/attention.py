@@ -76,7 +76,7 @@ class AttentionCall:
 
 
 def attention_call(module: Module, computation: str, i: Instruction) -> AttentionCall | None:
-    """Return what `i` of `computation` says as a call of cuDNN's attention; None if it is none."""
+    """Return `i` of `computation` as a call of cuDNN's attention; None if it is none."""
     if "cudnn$fmha" not in i.attributes:
         return None
     named = module.by_name[computation]

@@ -320,7 +320,7 @@ class Interpreter:
     def _communicate(
         self, i: Instruction, kind: str, operands: list[list[np.ndarray]], devices: Devices
     ) -> Results:
-        """Return what the devices receive of `operands[operand][device]`; a permutation's idle receivers get zeros."""
+        """Return the `operands[operand][device]` that devices receive; a permutation's idle receivers get zeros."""
         received: dict[int, list[np.ndarray]] = {}
         if kind == "collective-permute":
             received = {device: [np.zeros_like(x[0]) for x in operands] for device in devices}
@@ -341,7 +341,7 @@ class Interpreter:
     def _received(
         self, i: Instruction, kind: str, operands: list[list[np.ndarray]], rank: int
     ) -> list[np.ndarray]:
-        """Return what a rank of one group receives of `operands[operand][rank]`."""
+        """Return the values that a rank of one group receives of `operands[operand][rank]`."""
         dims, size = ints_of(i, "dimensions"), len(operands[0])
 
         def piece(x: np.ndarray) -> np.ndarray:

@@ -209,10 +209,10 @@ def _chains(buffers: tuple[Buffer, ...]) -> list[list[int]]:
 def _class_of(
     chain: list[Buffer], instructions: Mapping[str, Instruction], backward: int, update: int
 ) -> str:
-    """Return what a chain of buffers holds; `backward` and `update` are where those parts of a step begin."""
+    """Return the content of a chain of buffers; `backward` and `update` are where those parts of a step begin."""
     first, start, end = chain[0], chain[0].start, max(buffer.end for buffer in chain)
     scopes = [i.op_name for b in chain if (i := instructions.get(b.instruction))]
-    # A loop writes what it keeps into zeros, row by row.
+    # A loop writes the rows that it keeps into zeros.
     is_activation = "broadcast" in first.instruction or any("jvp(" in scope for scope in scopes)
     stays, is_sent = start < backward <= end, COLLECTIVE.match(first.instruction)
     if start < update <= end:

@@ -118,7 +118,7 @@ class StoreLock:
 
 
 def _identity(run_dir: Path) -> str:
-    """Return what identifies a folder among all of all machines, until its machine is switched off."""
+    """Return an identity of a folder among the folders of all machines, until its machine is switched off."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -65,7 +65,7 @@ def asking(url: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, FileExistsError, UserError):
         raise
-    except Exception as error:  # The libraries raise what their own libraries do.
+    except Exception as error:  # The libraries pass on any error of their own libraries.
         raise _explained(url, error) from error
 
 

@@ -73,7 +73,7 @@ def _run_steps(run: Run, batches: Iterable[Batch]) -> None:
     for batch in batches:
         if step_fn is None or batch["tokens"].shape[0] != size:
             size = batch["tokens"].shape[0]
-            step_fn = None  # frees what the old one holds of the devices
+            step_fn = None  # frees the old one's device memory
             step_fn = _compile(run, batch)
             if run.check_stop():
                 break

@@ -105,7 +105,7 @@ class RunLog(Hook):
         run_dir.mkdir(parents=True, exist_ok=True)
         finished = first_step >= num_steps
         missing = truncate_rows(run_dir / METRICS, first_step, finished=finished)
-        # Without Python's buffer, which loses what it cannot write.
+        # Without Python's buffer, which loses rows that it cannot write.
         self._file = self._stack.enter_context(open(run_dir / METRICS, "ab", 0))
         self._waiting, self._full = b"", False
         if self._console.is_terminal:

@@ -43,8 +43,8 @@ def hold_run_lock(run_dir: Path, events: Events, store: str = "") -> Iterator[Ca
 
         def check() -> None:
             # Where storage does not answer nobody can have taken it.
-            held = store_lock is None or disk.ask(lambda: store_lock.held, PROBE_S) is not False
-            lost = agree(None if held else f"{store}/lock is another job's now: this one ends")
+            is_ours = store_lock is None or disk.ask(lambda: store_lock.held, PROBE_S) is not False
+            lost = agree(None if is_ours else f"{store}/lock is another job's now: this one ends")
             if lost is not None:
                 raise UserError(lost)
 

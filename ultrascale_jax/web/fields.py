@@ -139,7 +139,7 @@ class Bases:
         return {name: text for name, text in state.items() if text != default.get(name, "")}
 
     def form(self) -> dict[str, Any]:
-        """Return what the page must know before it asks: its fields, and the state that it begins with."""
+        """Return the fields of the page, and the state that it begins with."""
         sections = [
             {
                 "title": title,
