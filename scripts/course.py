@@ -1,14 +1,14 @@
 """Run the blocks of pages: `python -m scripts.course check|update|figures [PAGE...]`.
 
-    check     run every block of the pages, and compare what it prints with the page
-    update    run every block, and write what it prints into the page
+    check     run every block of the pages, and compare its output with the page
+    update    run every block, and write its output into the page
     figures   run the blocks that draw figures, and keep the ones in the folder `figures` of the page
 
 A PAGE is a name such as 01_memory or a path; without one these are all of docs/course and docs/explanation. `parts` is
 docs/parts.md. Commands run in an empty folder with links to the checkout, so a page writes nothing into it. The Python
-blocks of a page are one process with 8 fake CPU devices, which runs after the page's commands; those of parts are a
-process each. `figures` runs all Python of a page if one block draws. Only stdout is compared. The exit code is 1 if a
-page differs.
+blocks of a page are one process with 8 fake CPU devices, which runs after the page's commands; a block of parts is a
+process of its own. `figures` runs all Python of a page if one block draws. Only stdout is compared. The exit code is 1
+if a page differs.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def check(page: Path) -> str:
 
 
 def update(page: Path) -> str:
-    """Write what each block prints into the page."""
+    """Write the output of each block into the page."""
     lines = page.read_text(encoding="utf-8").splitlines()
     changes: list[tuple[Block, list[str]]] = []
     with checkout() as folder:

@@ -84,7 +84,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether the program computed what it should."""
+        """Whether the program's result is right."""
         if self.error:
             return False
         if self.from_float32 is None:

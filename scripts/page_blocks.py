@@ -77,7 +77,7 @@ def read_page(path: Path) -> list[Block]:
     text = path.read_text(encoding="utf-8")
     tokens = MarkdownIt().parse(text)
     blocks: list[Block] = []
-    for token, after in itertools.pairwise([*tokens, Token("end", "", 0)]):
+    for token, following in itertools.pairwise([*tokens, Token("end", "", 0)]):
         if token.type != "fence" or token.map is None:
             continue
         start, end = token.map
@@ -86,8 +86,8 @@ def read_page(path: Path) -> list[Block]:
             blocks += _commands(path, text.splitlines(), start + 1, end - 1)
         elif token.info.strip() == "python":
             output = Output(lines=[], start=end, fenced=False)
-            if after.type == "fence" and after.info == "text" and after.map:
-                output = Output(lines=after.content.splitlines(), start=after.map[0] + 1)
+            if following.type == "fence" and following.info == "text" and following.map:
+                output = Output(lines=following.content.splitlines(), start=following.map[0] + 1)
             blocks.append(PythonBlock(line=start + 2, source=source, output=output))
     return blocks
 
@@ -135,7 +135,7 @@ def updated(expected: Sequence[str], seen: Sequence[str]) -> list[str] | None:
 
 
 def _words(line: str) -> str:
-    """Return a line without what changes with its numbers: digits, and the width of columns and rules."""
+    """Return a line without its digits and the width of columns and rules, which change with the numbers."""
     return re.sub(r"[\s─━┃│-]+", " ", re.sub(r"[-+]?\d[\d,.]*", "#", line)).strip()
 
 

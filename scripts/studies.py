@@ -5,8 +5,8 @@
     lines    memory, throughput and exposed communication over the Xs; a line for each P
     map      the throughput of each P (a row) and X (a column), with the run
 
-WORDS are those of `ultrascale plan memory`, in which `{panel}` stands for each P and `{x}` for each X. So a value that
-they leave open is chosen for each variant, as the fastest that fits: the micro-batch, recomputation, and with
+WORDS are arguments of `ultrascale plan memory`, in which `{panel}` stands for each P and `{x}` for each X. So a value
+that they leave open is chosen for each variant, as the fastest that fits: the micro-batch, recomputation, and with
 `--mesh auto` the mesh. A variant that is not legal is left out.
 """
 
@@ -52,8 +52,8 @@ class Study:
 
     def title(self, panel: str) -> str:
         """Return a P with the option that it is the value of."""
-        before = dict(zip(self.words[1:], self.words, strict=False)).get("{panel}", "")
-        return f"{before.lstrip('-')} {panel}" if before.startswith("--") else panel
+        option = dict(zip(self.words[1:], self.words, strict=False)).get("{panel}", "")
+        return f"{option.lstrip('-')} {panel}" if option.startswith("--") else panel
 
     @property
     def caption(self) -> str:
@@ -71,7 +71,7 @@ class Study:
 
     def steps(self, *, one_sequence: bool = False) -> dict[str, dict[str, StepPrediction]]:
         """Predict the variants by panel and x, as they are or with micro-batches of one sequence."""
-        found: dict[str, dict[str, StepPrediction]] = {panel: {} for panel in self.panels}
+        predictions: dict[str, dict[str, StepPrediction]] = {panel: {} for panel in self.panels}
         why = None
         for panel, x in itertools.product(self.panels, self.xs):
             try:
@@ -82,10 +82,10 @@ class Study:
             if one_sequence:
                 rows = run.sequences * run.microbatches
                 run = dataclasses.replace(run, sequences=1, microbatches=rows)
-            found[panel][x] = estimate(run, cluster)
-        if why and not any(found.values()):
+            predictions[panel][x] = estimate(run, cluster)
+        if why and not any(predictions.values()):
             raise why
-        return {self.title(panel): steps for panel, steps in found.items() if steps}
+        return {self.title(panel): steps for panel, steps in predictions.items() if steps}
 
 
 def memory(study: Study) -> Figure:

@@ -86,7 +86,7 @@ def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Allocator:
-    """Predict what PyTorch's caching allocator reserves for the bytes needed, by fitted constants."""
+    """Predict the memory that PyTorch's caching allocator reserves for the bytes needed, by fitted constants."""
 
     fixed: float
     """GiB that every run has: workspaces, small tensors."""

@@ -43,7 +43,7 @@ class Prediction:
     """Memory of the first stage."""
     fits: bool
     impossible: bool
-    """Whether not even what is certainly needed fits."""
+    """Whether not even the memory that is certainly needed fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +118,13 @@ def cells(predictions: Iterable[Prediction]) -> list[Cell]:
 
 
 def totals(predictions: Sequence[Prediction], compared: Sequence[Cell]) -> list[tuple[str, ...]]:
-    """Return what is compared, the figure over all cells, and its goal, as text."""
+    """Return, as text, each quantity that is compared, its value over all cells, and its goal."""
     ranks = [cell.spearman for cell in compared]
     choices = [cell.first_choice for cell in compared]
     ran = [(p, p.row.tokens_per_s_gpu) for p in predictions if p.row.tokens_per_s_gpu]
     speed = statistics.median(abs(math.log(p.tokens_per_s_gpu / speed)) for p, speed in ran)
-    known = [(p, p.row.memory_gib) for p in predictions if p.row.memory_gib]
-    memory = statistics.median(abs(p.memory_gib / gib - 1) for p, gib in known)
+    fitting = [(p, p.row.memory_gib) for p in predictions if p.row.memory_gib]
+    memory = statistics.median(abs(p.memory_gib / gib - 1) for p, gib in fitting)
     right = [p.fits for p, _ in ran]
     right += [not p.fits for p in predictions if not p.row.tokens_per_s_gpu and p.impossible]
     return [
