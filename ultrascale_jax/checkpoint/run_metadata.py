@@ -13,7 +13,7 @@ from ultrascale_jax.storage.foreign import read_json
 
 SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),
-    "optim.stochastic_rounding",
+    *("optim.stochastic_rounding", "optim.weight_dtype"),
     *("train.seed", "train.global_batch", "train.batch_ramp", "train.init_from", "train.lora"),
     "train.dpo",
 )

@@ -59,6 +59,9 @@ class OptimConfig(Section, name="optim"):
     """Type in which moments are stored; bfloat16: the first alone, unless it is rounded at random."""
     stochastic_rounding: bool = False
     """With bfloat16 moments: store both so, rounded up or down at random so that they are right on average."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the matrices of the layers are stored; bfloat16 needs `stochastic_rounding`, which an update of
+    them is rounded by too. Their gradients are then bfloat16 within a micro-batch."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -68,6 +71,8 @@ class OptimConfig(Section, name="optim"):
             self.refuse("stochastic_rounding", "needs optim.moment_dtype=bfloat16")
         if self.stochastic_rounding and self.name != "adamw":
             self.refuse("stochastic_rounding", "needs optim.name=adamw")
+        if self.weight_dtype == "bfloat16" and not self.stochastic_rounding:
+            self.refuse("weight_dtype", "needs optim.stochastic_rounding")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,8 @@ class Run:
     """Attention ends at document borders."""
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
+    weight_bytes: int = 4
+    """Bytes in which a trained matrix of a layer rests; 2 with `optim.weight_dtype=bfloat16`."""
     lora: Lora = field(default_factory=Lora)
     """As `train.lora`: with adapters all other parameters are frozen."""
     reference: bool = False
@@ -115,6 +117,7 @@ class Run:
             "precision": COUNTED_AS.get(train.precision, train.precision),
             "document_mask": cfg.data.document_mask,
             "moment_bytes": moment_bytes(cfg.optim),
+            "weight_bytes": weight_bytes(cfg),
             "lora": train.lora,
             "reference": train.dpo.has_reference,
             "kernels": cfg.kernels,
@@ -301,6 +304,11 @@ def moment_bytes(optim: OptimConfig) -> int:
     if optim.moment_dtype == "float32":
         return 8
     return 4 if optim.stochastic_rounding else 6
+
+
+def weight_bytes(cfg: Config) -> int:
+    """Count the bytes in which a trained matrix of a layer rests; adapters stay float32."""
+    return 2 if cfg.optim.weight_dtype == "bfloat16" and not cfg.train.lora.enabled else 4
 
 
 def group(mesh: MeshConfig, axes: tuple[str, ...], gpus_per_node: int) -> Group:

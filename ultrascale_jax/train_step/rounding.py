@@ -13,8 +13,11 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from ultrascale_jax.config import Config
+from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.transformer import Transformer, map_with_order
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
+from ultrascale_jax.sharding.rules import is_matrix
 
 
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
@@ -41,6 +44,32 @@ def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
         return updates, new._replace(mu=mu, nu=nu)
 
     return optax.GradientTransformation(init, update)  # pyrefly: ignore
+
+
+def in_storage_type(cfg: Config, params: Transformer) -> Transformer:
+    """Return parameters in the types in which they rest: matrices of the layers in `optim.weight_dtype`."""
+
+    def leaf(value, dims, act_dims):
+        is_stored_so = dims.startswith("L") and is_matrix(dims) and not {"X", "U"} & set(dims)
+        return value.astype(cfg.optim.weight_dtype) if is_stored_so else value
+
+    return map_params(leaf, params)
+
+
+def add_updates(
+    params: Transformer, updates: Transformer, seed: int, step: jax.Array
+) -> Transformer:
+    """Return the parameters after an optimizer's float32 updates; bfloat16 ones are rounded stochastically.
+
+    The random numbers are others than those of the moments, and depend on as little.
+    """
+    bits = random_bits(jax.random.fold_in(jax.random.key(seed), -1 - step), params)
+
+    def leaf(p, u, b):
+        new = p.astype(jnp.float32) + u.astype(jnp.float32)
+        return round_stochastically(new, b) if p.dtype == jnp.bfloat16 else new.astype(p.dtype)
+
+    return jax.tree.map(leaf, params, updates, bits)
 
 
 def random_bits(key: jax.Array, params: Transformer) -> Transformer:

@@ -33,6 +33,7 @@ from ultrascale_jax.sharding.rules import act, check_shards, stored_spec
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.precision import COMPUTE
+from ultrascale_jax.train_step.rounding import in_storage_type
 from ultrascale_jax.train_step.spikes import Spikes
 
 
@@ -90,7 +91,7 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
 
 def fresh_state(cfg: Config, model: Transformer) -> TrainState:
     """Make the state of a run that begins with these parameters; call it under `jax.jit`."""
-    params, frozen, zero = model, None, jnp.int32(0)
+    params, frozen, zero = in_storage_type(cfg, model), None, jnp.int32(0)
     if cfg.train.lora.enabled:
         params, frozen = split_adapters(model)
     elif cfg.train.dpo.has_reference:

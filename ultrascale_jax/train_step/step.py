@@ -29,6 +29,7 @@ from ultrascale_jax.train_step.objective import (
 )
 from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
 from ultrascale_jax.train_step.precision import fp8_of
+from ultrascale_jax.train_step.rounding import add_updates
 from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.train_step.zero import (
     accumulator_spec,
@@ -172,10 +173,11 @@ def apply_gradients(
             scale *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
         clipped = jax.tree.map(lambda g: g * scale, grads)
         update: Callable = (chosen or optimizer(cfg)).update
-        updates, opt_state = update(clipped, state.opt_state, trained)
+        exact = jax.tree.map(lambda p: p.astype(jnp.float32), trained)
+        updates, opt_state = update(clipped, state.opt_state, exact)
         if chosen is not None:
             verdict = guards.check_update(verdict, updates)
-        new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), trained, updates)
+        new = add_updates(trained, updates, cfg.train.seed, state.step)
         new = balance.rebalanced(cfg, new, sums.routed)
         new, opt_state = jax.tree.map(
             lambda new, old: jnp.where(verdict.ok, new, old),

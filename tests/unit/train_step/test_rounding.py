@@ -25,7 +25,12 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.train_step.objective import Sums
-from ultrascale_jax.train_step.rounding import in_bfloat16, random_bits, round_stochastically
+from ultrascale_jax.train_step.rounding import (
+    add_updates,
+    in_bfloat16,
+    random_bits,
+    round_stochastically,
+)
 from ultrascale_jax.train_step.state import abstract_state, to_checkpoint_layout
 from ultrascale_jax.train_step.step import apply_gradients
 
@@ -179,7 +184,56 @@ def test_moments_round_another_way_at_another_seed_or_step_only():
     assert first == same and len({first, step, seed}) == 3
 
 
+def updated(cfg):
+    """The parameters after two updates by a gradient of ones, as a checkpoint holds them."""
+    mesh = mesh_of(cfg)
+    batch = {"targets": jnp.zeros((8, 32), jnp.int32)}
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        grads = jax.tree.map(lambda p: jnp.ones_like(p, jnp.float32), state.params)
+        step = jax.jit(lambda state, g: apply_gradients(cfg, state, batch, g, Sums(jnp.float32(1))))
+        for _ in range(2):
+            state, _ = step(state, grads)
+        return to_checkpoint_layout(state.params)
+
+
+def in_bfloat16_weights(cfg, **changes):
+    optim = dataclasses.replace(cfg.optim, weight_dtype="bfloat16", **changes)
+    return dataclasses.replace(cfg, optim=optim)
+
+
+def test_matrices_of_layers_rest_in_bfloat16_and_are_updated_alike_on_every_mesh():
+    configs = [in_bfloat16_weights(cfg, clip_norm=0.0) for cfg in (CFG, FSDP_TP, INTERLEAVED)]
+    results = [updated(cfg) for cfg in configs]
+    stored = results[0]
+    assert {x.dtype for x in jax.tree.leaves((stored.stacks[0].attn, stored.stacks[0].mlp))} == {
+        jnp.dtype(jnp.bfloat16)
+    }
+    others = stored.embed, stored.head, stored.final_norm, stored.stacks[0].mlp_norm
+    assert {x.dtype for x in jax.tree.leaves(others)} == {jnp.dtype(jnp.float32)}
+    for got in results[1:]:
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(stored), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-6
+            )
+
+
+def test_updates_too_small_for_bfloat16_add_up():
+    """Each step takes 1e-4 off 1, a hundredth of the distance between two bfloat16 numbers there."""
+    with jax.set_mesh(mesh_of(CFG)):
+        start = {"w": jnp.ones((4096,), jnp.bfloat16)}
+        updates = {"w": jnp.full((4096,), -1e-4)}
+
+        def step(params, number):
+            return add_updates(params, updates, 0, number), None
+
+        end, _ = jax.jit(lambda p: jax.lax.scan(step, p, jnp.arange(200)))(start)
+    assert abs(np.asarray(end["w"], np.float64).mean() - 0.98) < 5e-4
+
+
 def test_what_cannot_be_is_refused():
+    with pytest.raises(UserError, match=r"optim\.weight_dtype='bfloat16': needs optim\.stoch"):
+        OptimConfig(weight_dtype="bfloat16", moment_dtype="bfloat16")
     with pytest.raises(UserError, match=r"optim\.stochastic_rounding=True: needs optim\.name"):
         OptimConfig(name="muon", moment_dtype="bfloat16", stochastic_rounding=True)
     plain = dataclasses.replace(CFG, optim=OptimConfig(moment_dtype="bfloat16"))

@@ -1,6 +1,6 @@
 """Count the bytes of a checkpoint and the seconds of a save; no JAX.
 
-A checkpoint holds the float32 parameters that are trained and the optimizer's moments (`checkpoint/manager.py`). A save
+A checkpoint holds the parameters that are trained and the optimizer's moments (`checkpoint/manager.py`). A save
 copies them to the host's memory, for which training waits, and then writes them while training goes on.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax import units
 from ultrascale_jax.plan.formulas import costs
-from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
+from ultrascale_jax.plan.formulas.parameters import sharded_params, trained_params, weights_of
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run
 
@@ -44,6 +44,10 @@ def checkpoint(run: Run, gpu: Gpu, storage_gbs: float | None = None) -> Checkpoi
     total = width * (run.adapter_params or run.shape.num_params)
     norms = 0 if run.adapter_params else weights.vectors
     copied = width * (trained_params(run, weights) + norms)
+    saved = 4 - run.weight_bytes
+    tables = run.shape.vocab_size * run.shape.d_model * (1 if run.shape.tied_embeddings else 2)
+    total -= saved * (run.shape.num_params - tables)
+    copied -= saved * sharded_params(run, weights, tables=False)
     return Checkpoint(
         total_bytes=int(total),
         gpu_bytes=int(copied),

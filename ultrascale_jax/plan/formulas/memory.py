@@ -89,13 +89,14 @@ def host_bytes(run: Run) -> int:
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
-    """Count the bytes between steps: float32 master parameters, AdamW's moments, the batch of int32.
+    """Count the bytes between steps: master parameters, AdamW's moments, the batch of int32.
 
     The base of adapters is stored in the type of compute, and has no moments; so is the reference of `train.dpo`.
     """
     trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
-    parameters = {"master parameters": 4 * (trained + weights.vectors)}
+    saved = (4 - run.weight_bytes) * sharded_params(run, weights, tables=False)
+    parameters = {"master parameters": 4 * (trained + weights.vectors) - saved}
     if run.adapter_params or run.reference:
         width = 4 if run.precision == "fp32" else 2
         frozen = width * sharded_params(run, weights)
@@ -122,17 +123,17 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 
     zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers each
     layer, of shards that are cast once, unless each layer sums its gradients in float32. Only zero 2 and 3 shard the
-    sums. float32 needs no cast.
+    sums. What rests in the type of compute needs no cast.
     """
-    several, cast = run.microbatches > 1, run.precision != "fp32"
-    width = 2 if cast else 4
+    several, trained = run.microbatches > 1, not run.adapter_params
+    width = 4 if run.precision == "fp32" else 2
+    casts_blocks, casts_tables = width != run.weight_bytes and trained, width == 2 and trained
     if run.zero == 3:
         used = sharded_params(run, weights, tables=False)
-        used *= cast and not (run.lowering.sums_by_layer or run.adapter_params)
+        used *= casts_blocks and not run.lowering.sums_by_layer
     else:
-        used = (weights.blocks + weights.tables * several) * (
-            (cast and not run.adapter_params) or run.zero > 0
-        )
+        used = weights.blocks * (casts_blocks or run.zero > 0)
+        used += weights.tables * several * (casts_tables or run.zero > 0)
     whole = weights.blocks + weights.tables
     if run.reference and not run.adapter_params and run.zero in (1, 2):
         used += whole  # the reference, gathered once a step

@@ -32,10 +32,11 @@ def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count parameters in the type of compute, gathered once a step with zero < 3, and float32 sums of gradients."""
     whole = weights.blocks + weights.tables
     cast = run.precision != "fp32" or 0 < run.zero < 3
+    used = cast * (sharded_params(run, weights) if run.zero == 3 else whole)
+    if layer.width == run.weight_bytes and run.zero in (0, 3):
+        used -= cast * sharded_params(run, weights, tables=False)
     return {
-        "compute parameters": layer.width
-        * cast
-        * (sharded_params(run, weights) if run.zero == 3 else whole),
+        "compute parameters": layer.width * used,
         "accumulation buffer": 4 * (sharded_params(run, weights) if run.zero >= 2 else whole),
     }
 

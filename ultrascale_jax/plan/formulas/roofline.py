@@ -153,7 +153,7 @@ def _elementwise(
         "residual sum": (f["residual"] * layer.residual, 3 * width * layer.residual),
     }
     owned = run.shape.num_params / (run.mesh.tensor * run.mesh.pp * (run.shards if run.zero else 1))
-    moved = owned * (3 * 4 + 2 * run.moment_bytes + width)
+    moved = owned * (4 + 2 * run.weight_bytes + 2 * run.moment_bytes + width)
     values["AdamW, once a step"] = (ADAMW_FLOPS * owned, moved)
     for name, (flops, moved) in values.items():
         yield Operation(

@@ -471,8 +471,8 @@ class Step:
                 scatter += self.summed("reduce-scatter", 4 * count, shards)
             if run.zero in (1, 2):
                 gather += self.gathered(2 * count, shards)
-        # Float32 parameter, gradient and both moments: read; all but the gradient and a bfloat16 copy: written.
-        traffic = kept * (14 + 2 * run.moment_bytes)
+        # Parameter, float32 gradient and both moments: read; all but the gradient and a bfloat16 copy: written.
+        traffic = kept * (6 + 2 * run.weight_bytes + 2 * run.moment_bytes)
         return {
             "exposed dp": max(0.0, reduce - hidden),
             "exposed fsdp": max(0.0, scatter - hidden) + gather,
