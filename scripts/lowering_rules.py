@@ -1,6 +1,6 @@
-"""Compile runs for H100s with each rule of `config/lowering.py` off, and simulate them, for a page of the benchmarks.
+"""Compile runs for H100s with each rule of `config/lowering.py` off, simulate them, and print what each rule brings.
 
-python -m scripts.lowering_rules              # the rows that docs/benchmarks/lowering.csv lacks, into it and the page
+python -m scripts.lowering_rules              # the rows that docs/benchmarks/lowering.csv lacks, into it
 python -m scripts.lowering_rules --runs 8b    # of one run
 """
 
@@ -25,9 +25,7 @@ from ultrascale_jax.launch.distributed import set_environment
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import find_cluster
 
-PAGE = Path("docs/benchmarks/h100.md")
 TABLE = Path("docs/benchmarks/lowering.csv")
-BEGIN = "<!-- made by scripts.lowering_rules -->\n"
 PLAIN = "all of them"
 """Name of the row of a run without any rule."""
 
@@ -140,7 +138,7 @@ def measure(name: str, without: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return Markdown with the runs to which each rule brings most and least, `without -> with`."""
+    """Return a table of the runs to which each rule brings most and least, `without -> with`."""
     whole = {row.case: row.step_s for row in rows if not row.without}
     lines = ["| rule | runs | most | least |", "|---|---|---|---|"]
     for name in [PLAIN, *(rule.name for rule in rules.RULES)]:
@@ -168,14 +166,13 @@ def read_rows() -> list[Row]:
 
 
 def write_rows(rows: Sequence[Row]) -> None:
-    """Write all rows, and the page's table of them."""
+    """Write all rows."""
     with TABLE.open("w", newline="") as file:
         writer = csv.DictWriter(
             file, [f.name for f in dataclasses.fields(Row)], lineterminator="\n"
         )
         writer.writeheader()
         writer.writerows(map(dataclasses.asdict, rows))
-    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + table(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -199,7 +196,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[row.case, row.without] = row
             print(f"{time.perf_counter() - start:6.0f} s  {row}", file=sys.stderr, flush=True)
             write_rows(list(rows.values()))
-    write_rows(list(rows.values()))
     print(table(list(rows.values())))
 
 
