@@ -30,8 +30,12 @@ from ultrascale_jax.config import (
     OptimConfig,
     PipelineConfig,
     RopeScaling,
+    Split,
     TrainConfig,
     UserError,
+    by_layer,
+    keeps,
+    offloads,
     remat_names,
 )
 from ultrascale_jax.config.section import Section
@@ -154,6 +158,9 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(section, f
         (lambda: MeshConfig(dp=-1), "mesh.fsdp=-1"),
         (lambda: Keep(), "train.remat=Keep(saved=(), offloaded=())"),
         (lambda: Keep(saved=("q", "nothing")), "train.remat.saved=('q', 'nothing')"),
+        (lambda: Split(first="full", layers=0, others="dots"), "train.remat.layers=0"),
+        (lambda: Split(first="dots", layers=2, others="dots"), "train.remat='dots:2+dots'"),
+        (lambda: Split(first="auto", layers=2, others="dots"), "train.remat='auto:2+dots'"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(make, named):
@@ -161,6 +168,7 @@ def test_parts_that_do_not_fit_together_are_refused(make, named):
         make()
 
 
+EIGHT = Split(first="full", layers=8, others="dots")
 PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
 CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
 PACKED = {"kernels__attention": "cudnn_packed", "train__precision": "bf16"}
@@ -324,6 +332,13 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
             "train.remat=Keep(saved=(), offloaded=('gate',))",
             "mesh.pp=1",
         ),
+        ({"train__remat": EIGHT}, 8, "train.remat='full:8+dots'", "the model has 8 layers"),
+        (
+            {**PP4, "train__remat": dataclasses.replace(EIGHT, layers=1)},
+            8,
+            "train.remat='full:1+dots'",
+            "a stage has 1 layer; take a smaller number, or full for all",
+        ),
     ],
 )
 def test_a_run_refuses_what_its_mesh_cannot_divide_before_anything_is_made(
@@ -389,6 +404,16 @@ def test_a_configuration_that_is_not_chosen_yet_is_refused(field, value):
     assert cfg.train.auto == (field,)
     with pytest.raises(UserError, match=rf"^train\.{field}='auto': .*ultrascale_jax.choose_auto"):
         cfg.check(1)
+
+
+def test_two_policies_are_those_of_consecutive_layers():
+    keep = Keep(saved=("q",), offloaded=("gate",))
+    remat = Split(first="full", layers=3, others=keep)
+    assert by_layer(remat, 8) == [("full", 3), (keep, 5)]
+    assert by_layer(remat, 3) == [("full", 3)]
+    assert by_layer("dots", 8) == [("dots", 8)]
+    assert offloads(remat) and not offloads(EIGHT)
+    assert not keeps(remat, "q") and keeps(dataclasses.replace(remat, first="dots"), "q")
 
 
 def test_remat_names_are_split_into_saved_and_offloaded():

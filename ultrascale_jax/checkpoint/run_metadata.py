@@ -7,6 +7,7 @@ import json
 import platform
 import typing
 from pathlib import Path
+from typing import Any
 
 from ultrascale_jax.config import DATA, Config, UserError, require
 from ultrascale_jax.storage.foreign import read_json
@@ -162,8 +163,7 @@ def _dataclass_from_dict(kind, values: dict, name: str):
     arguments = {}
     for field, value in values.items():
         require(field in hints, f"{name}.{field}", value, _unknown(field, [*hints]))
-        kinds = (hints[field], *typing.get_args(hints[field]))
-        inner = next((part for part in kinds if dataclasses.is_dataclass(part)), None)
+        inner = _dataclass_of(hints[field], value)
         if inner is not None and (isinstance(value, dict) or hints[field] is inner):
             value = _dataclass_from_dict(inner, value, f"{name}.{field}")
         arguments[field] = _tuples(value)
@@ -173,6 +173,17 @@ def _dataclass_from_dict(kind, values: dict, name: str):
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{name}={values!r}: cannot be understood ({error})") from None
+
+
+def _dataclass_of(hint: Any, value: object) -> Any:
+    """Return the dataclass among the types of a field, of several the one that has the most of the value's fields."""
+    kinds = [part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)]
+    names = set(value) if isinstance(value, dict) else set()
+
+    def shared(kind: Any) -> int:
+        return len(names & {field.name for field in dataclasses.fields(kind)})
+
+    return max(kinds, key=shared, default=None)
 
 
 def _tuples(value: object) -> object:

@@ -33,9 +33,11 @@ from ultrascale_jax.config import (
     Experts,
     Keep,
     LatentAttention,
+    LayerRemat,
     MeshConfig,
     Remat,
     RopeScaling,
+    Split,
     UserError,
     put_home,
     require,
@@ -104,30 +106,42 @@ def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 @REGISTRY.primitive_rule
 def _remat(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """Let tyro read a policy of recomputation, or the tensors to keep."""
-    if info.type != Policy | Keep:
+    if info.type != Policy | Keep | Split:
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="POLICY",
         instance_from_str=lambda words: parse_remat(words[0]),
-        is_instance=lambda value: isinstance(value, str | Keep),
+        is_instance=lambda value: isinstance(value, str | Keep | Split),
         str_from_instance=lambda value: [str(value)],
     )
 
 
 def parse_remat(text: str) -> Remat:
-    """Read `full`, `auto` or another policy, or the tensors that a layer keeps: `save:q,k+offload:gate,up`.
+    """Read the policy of all layers, or that of the first ones and of the others: `full:12+selective`.
 
     Raises `UserError` for another text.
     """
-    if text in get_args(Policy):
-        return text  # pyrefly: ignore[bad-return]
+    if (split := SPLIT.fullmatch(text)) is None:
+        return _layer_remat(text, text)
+    first, others = (_layer_remat(split[part], text) for part in ("first", "others"))
+    return Split(first=first, layers=int(split["layers"]), others=others)
+
+
+SPLIT = re.compile(r"(?P<first>.+):(?P<layers>\d{1,9})\+(?P<others>.+)", re.ASCII)
+
+
+def _layer_remat(words: str, text: str) -> LayerRemat:
+    """Read `full`, `auto` or another policy, or the tensors that a layer keeps: `save:q,k+offload:gate,up`; a part of
+    `text`."""
+    if words in get_args(Policy):
+        return words  # pyrefly: ignore[bad-return]
     names: dict[str, tuple[str, ...]] = {}
-    for group in text.split("+"):
+    for group in words.split("+"):
         kind, _, listed = group.partition(":")
         if kind not in ("save", "offload") or kind in names or not listed:
             policies = ", ".join((*REMAT_POLICIES, "auto"))
-            fix = f"must be {policies}, or save:NAMES and offload:NAMES joined by +"
+            fix = f"must be {policies}, or save:NAMES and offload:NAMES joined by +; of several FIRST:LAYERS+OTHERS"
             require(False, "train.remat", text, fix)
         names[kind] = tuple(listed.split(","))
         for name in names[kind]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ultrascale_jax.config import Config, MeshConfig, remat_names, require
+from ultrascale_jax.config import Config, MeshConfig, offloads, require
 
 if TYPE_CHECKING:
     from ultrascale_jax.cli.command_line import Options
@@ -35,7 +35,7 @@ def on_devices(
     if options.fake_devices is None:
         require_devices(cfg.mesh, count)
     is_open = bool(cfg.train.auto) or options.mesh == "auto"
-    if not (is_open or remat_names(cfg.train.remat)[1]):
+    if not (is_open or offloads(cfg.train.remat)):
         return cfg.check(count)
     local = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     limits = [limit for process in gather(local) for limit in process if limit]

@@ -10,7 +10,7 @@ from typing import Any
 
 import tyro
 
-from ultrascale_jax.config import Keep
+from ultrascale_jax.config import Keep, Split
 
 SYNONYMS = {
     "--optim.lr": "learning_rate max_lr peak_lr",
@@ -27,7 +27,7 @@ SYNONYMS = {
     "--train.steps": "max_steps num_steps num_train_steps train_iters max_iters",
     "--train.eval-every": "eval_interval eval_steps eval_iters",
     "--train.precision": "dtype mixed_precision",
-    "--train.remat": "gradient_checkpointing activation_checkpointing recompute",
+    "--train.remat": "gradient_checkpointing activation_checkpointing recompute recompute_num_layers",
     "--train.lora.rank": "lora lora_r lora_rank",
     "--train.lora.alpha": "lora_alpha",
     "--train.dpo.beta": "dpo dpo_beta",
@@ -53,7 +53,7 @@ def options_of(form: Any, prefix: str = "") -> Iterator[str]:
         if tyro.conf.Suppress in getattr(field.type, "__metadata__", ()):
             continue
         value, name = getattr(form, field.name, None), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value) and not isinstance(value, Keep):
+        if dataclasses.is_dataclass(value) and not isinstance(value, Keep | Split):
             whole = not prefix and field.name in ("options", "config")
             yield from options_of(value, "" if whole else f"{name}.")
             continue

@@ -30,9 +30,14 @@ from ultrascale_jax.config.remat import (
     REMAT_NAMES,
     REMAT_POLICIES,
     Keep,
+    LayerRemat,
     Remat,
+    Split,
+    by_layer,
     keeps,
     kept_by_name,
+    offloads,
+    policies,
     remat_names,
 )
 from ultrascale_jax.config.run import Config, check_split, with_changes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import FP8, Config, MeshConfig, Remat, keeps, remat_names, require
+from ultrascale_jax.config import FP8, Config, MeshConfig, Remat, keeps, offloads, require
 
 type XlaOptions = tuple[tuple[str, int | bool | str], ...]
 """Options of XLA's compiler by name, sorted."""
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="copies_for_offload",
-        applies=lambda run, lowering: lowering.gathers_ahead and bool(remat_names(run.remat)[1]),
+        applies=lambda run, lowering: lowering.gathers_ahead and offloads(run.remat),
         # XLA counts copies into stacks and out of them as computations, of which two may be in flight.
         xla={"xla_gpu_experimental_parallel_async_compute_limit": 8},
         # From O1 on these would fetch from the host ahead once more: they take a layer out of the loop, which is then

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ultrascale_jax.config.base import require
-from ultrascale_jax.config.section import check_fields
+from ultrascale_jax.config.section import Count, check_fields
 
 Policy = Literal["auto", "none", "selective", "dots", "full"]
 """Rules of `train_step/remat.py`; `auto` is the fastest that fits."""
@@ -43,20 +43,73 @@ class Keep:
         return "+".join(f"{kind}:{','.join(names)}" for kind, names in groups.items() if names)
 
 
-type Remat = Policy | Keep
+type LayerRemat = Policy | Keep
+"""Recomputation of one layer."""
 
 
-def remat_names(remat: Remat) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Recomputation of a model's first layers by one policy and of the others by another.
+
+    The one that keeps less belongs first, as in Megatron's `--recompute-method block`: the backward pass begins with
+    the last layers while everything is kept, and its working memory is smaller with less recomputation. In a pipeline
+    the first layers are those of each stage, for all ranks run one program.
+    """
+
+    first: Policy | Keep
+    """Policy of the first layers."""
+    layers: Count
+    """Number of these, in a pipeline of each stage's."""
+    others: Policy | Keep
+    """Policy of the others."""
+
+    def __post_init__(self):
+        check_fields("train.remat", self)
+        for policy in (self.first, self.others):
+            fix = "auto chooses for all layers; use it alone"
+            require(policy != "auto", "train.remat", str(self), fix)
+        fix = f"has one policy; use {self.first}"
+        require(self.first != self.others, "train.remat", str(self), fix)
+
+    def __str__(self) -> str:
+        """Return what the command line reads: `full:12+selective`."""
+        return f"{self.first}:{self.layers}+{self.others}"
+
+
+type Remat = LayerRemat | Split
+
+
+def policies(remat: Remat) -> tuple[LayerRemat, ...]:
+    """Return the policies that layers have, from the first layer on."""
+    return (remat.first, remat.others) if isinstance(remat, Split) else (remat,)
+
+
+def by_layer(remat: Remat, num_layers: int) -> list[tuple[LayerRemat, int]]:
+    """Return the policies of consecutive layers of a model, or of a stage of a pipeline, and the number of each."""
+    if not isinstance(remat, Split):
+        return [(remat, num_layers)]
+    first = min(remat.layers, num_layers)
+    parts = (remat.first, first), (remat.others, num_layers - first)
+    return [(policy, count) for policy, count in parts if count]
+
+
+def remat_names(remat: LayerRemat) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the tensors to save on the device and to offload to the host by name; none for a policy."""
     return (remat.saved, remat.offloaded) if isinstance(remat, Keep) else ((), ())
 
 
-def kept_by_name(remat: Remat) -> tuple[Tensor, ...]:
+def kept_by_name(remat: LayerRemat) -> tuple[Tensor, ...]:
     """Return the tensors to keep by name, in some memory; none for a policy."""
     saved, offloaded = remat_names(remat)
     return (*saved, *offloaded)
 
 
+def offloads(remat: Remat) -> bool:
+    """Return whether some layer keeps tensors in the host's memory."""
+    return any(remat_names(policy)[1] for policy in policies(remat))
+
+
 def keeps(remat: Remat, name: Tensor) -> bool:
-    """Return whether a layer keeps its tensor of that name in some memory."""
-    return remat in ("none", "selective", "dots") or name in kept_by_name(remat)
+    """Return whether each layer keeps its tensor of that name in some memory."""
+    named = ("none", "selective", "dots")
+    return all(policy in named or name in kept_by_name(policy) for policy in policies(remat))

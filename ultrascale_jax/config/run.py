@@ -17,7 +17,7 @@ from ultrascale_jax.config.kernels import KernelsConfig
 from ultrascale_jax.config.mesh import MeshConfig
 from ultrascale_jax.config.model import ModelConfig
 from ultrascale_jax.config.pipeline import PipelineConfig
-from ultrascale_jax.config.remat import remat_names
+from ultrascale_jax.config.remat import Split, offloads
 from ultrascale_jax.config.run_folder import CheckpointConfig, LogConfig
 from ultrascale_jax.config.section import Section, refuse
 from ultrascale_jax.config.training import FP8, Fp8Config, OptimConfig, TrainConfig
@@ -59,6 +59,7 @@ class Config(Section, name=""):
             self._check_pipeline(mesh)
         self._check_objective(mesh)
         self._check_experts()
+        self._check_remat(mesh)
         split = {"seq_len": self.data.seq_len, "zero": train.zero}
         check_split(model, mesh, **split, context=self.cp, moe=self.moe)
         if self.kernels.attention == "cudnn_packed":
@@ -101,6 +102,17 @@ class Config(Section, name=""):
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {near[0]}?" if near else "write it as data.seq_len"
                 refuse("checkpoint", "allow_change", name, f"is no field; {hint}")
+
+    def _check_remat(self, mesh: MeshConfig) -> None:
+        """Refuse two policies of recomputation where the first would hold for all layers, or all of a stage."""
+        remat, layers, whose = self.train.remat, self.model.num_layers, "the model"
+        if not isinstance(remat, Split) or (mesh.pp > 1 and self.pp.from_file):
+            return
+        if mesh.pp > 1:
+            layers, whose = math.ceil(layers / (mesh.pp * self.pp.stages_per_rank)), "a stage"
+        fix = f"{whose} has {layers} layer{'s' * (layers > 1)}; take a smaller number, or {remat.first} for all"
+        if remat.layers >= layers:
+            refuse("train", "remat", str(remat), fix)
 
     def _check_batch(self, mesh: MeshConfig) -> None:
         rows, count = self.train.global_batch, self.train.microbatches
@@ -187,7 +199,7 @@ class Config(Section, name=""):
             ring = "passes keys on from rank to rank, which stages cannot where model.full_attention_every"
             fix = f"{ring} makes their layers differ; use allgather or ulysses, or mesh.pp=1"
             self.refuse("cp.strategy", fix)
-        if remat_names(train.remat)[1]:
+        if offloads(train.remat):
             keeps = "a pipeline keeps its activations on the device"
             self.refuse("train.remat", f"{keeps}; use another policy, or mesh.pp=1")
 

@@ -9,7 +9,7 @@ from ultrascale_jax.config.base import put_home
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
-from ultrascale_jax.config.remat import Keep, Policy
+from ultrascale_jax.config.remat import Keep, Policy, Split
 from ultrascale_jax.config.section import (
     Count,
     Natural,
@@ -94,9 +94,10 @@ class TrainConfig(Section, name="train"):
     precision: Precision = "bf16"
     """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The three of fp8 are
     bfloat16 but for the products of the layers: one scale for a tensor, for a row, or for a block (DeepSeek-V3)."""
-    remat: Policy | Keep = "none"
+    remat: Policy | Keep | Split = "none"
     """Recomputation in the backward pass: `none`, `selective` (attention), `dots`, `full`, or all but the tensors of
-    `save:q,k+offload:gate,up`; `auto`: the fastest that fits."""
+    `save:q,k+offload:gate,up`; `full:12+selective`: one for the first 12 layers, or the first 12 of each stage of a
+    pipeline, and another for the others; `auto`: the fastest that fits."""
     lowering: Literal["auto", "plain"] = "auto"
     """How XLA runs the step: `auto` by the rules of `config/lowering.py`, `plain` by none; results are the same."""
     z_loss: NonNegative = 0.0

@@ -1,9 +1,9 @@
-"""Run a stack of equal layers: one scan over its rows, or one for each piece with a window and a precision."""
+"""Run a stack of equal layers: one scan over its rows, or one for each piece of them that are alike."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import jax
@@ -17,8 +17,22 @@ from ultrascale_jax.parallel.prefetch import prefetch_scan
 from ultrascale_jax.sharding.primitives import leave_sums
 
 
+class Recomputation(NamedTuple):
+    """The way in which a layer is run for its backward pass; by default it keeps everything."""
+
+    wrap: Callable[[Callable], Callable] = lambda layer: layer
+    """Wraps the layer's function, to say what its backward pass recomputes."""
+    offload: tuple[str, ...] = ()
+    """Names of kept tensors that wait in the host's memory, where `lowering` gathers ahead; not with a cache."""
+    adapt: Callable[[LayerInputs], LayerInputs] = lambda inputs: inputs
+    """Sets the fields of the layer's inputs that follow from it."""
+
+
+KEEP_ALL = Recomputation()
+
+
 class Piece(NamedTuple):
-    """Consecutive layers of a stack with the same window and precision."""
+    """Consecutive layers of a stack with the same window, precision and recomputation."""
 
     block: Block
     """Their parameters, with a leading dim of layers."""
@@ -26,6 +40,7 @@ class Piece(NamedTuple):
     """Their parts of `LayerInputs.stacked`."""
     inputs: LayerInputs
     """The inputs of all of them."""
+    recomputation: Recomputation
     last_layer: int
     """Number of the last one in the model."""
 
@@ -47,30 +62,36 @@ def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
 
 
 def pieces(
-    stack: Block, layers: range, inputs: LayerInputs, ends: Collection[int] = ()
+    stack: Block,
+    layers: range,
+    inputs: LayerInputs,
+    remat: Callable[[int], Recomputation],
+    ends: Collection[int] = (),
 ) -> Iterator[Piece]:
-    """Cut a stack of these layers of the model where window or precision change, and after the layers in `ends`."""
+    """Cut a stack of these layers of the model where window, precision or recomputation change, and after the layers in
+    `ends`."""
     cfg, fp8 = stack.cfg, inputs.fp8
 
-    def traits(layer: int) -> tuple[int | None, bool, int]:
+    def traits(layer: int) -> tuple[int | None, bool, Recomputation, int]:
         in_fp8 = fp8 is not None and fp8.recipe.covers(layer, cfg.num_layers)
-        return cfg.loop_window(layer), in_fp8, sum(end < layer for end in ends)
+        return cfg.loop_window(layer), in_fp8, remat(layer), sum(end < layer for end in ends)
 
-    for (window, in_fp8, _), group in itertools.groupby(layers, traits):
+    for (window, in_fp8, recomputation, _), group in itertools.groupby(layers, traits):
         numbers = list(group)
         first, stop = numbers[0], numbers[-1] + 1
-        inputs_of_piece = dataclasses.replace(inputs, window=window, fp8=fp8 if in_fp8 else None)
+        inputs_of_piece = dataclasses.replace(
+            recomputation.adapt(inputs), window=window, fp8=fp8 if in_fp8 else None
+        )
         block = cut(stack, first - layers.start, stop - layers.start)
-        yield Piece(block, cut(inputs_of_piece.stacked, first, stop), inputs_of_piece, stop - 1)
+        rows = cut(inputs_of_piece.stacked, first, stop)
+        yield Piece(block, rows, inputs_of_piece, recomputation, stop - 1)
 
 
-def run(
-    piece: Piece, x_BRD: jax.Array, remat: Callable, offload: Sequence[str]
-) -> tuple[jax.Array, LayerOutputs]:
-    """Run the layers of a piece; `remat` and `offload` as in `Transformer.__call__`."""
+def run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
+    """Run the layers of a piece."""
     num_layers = len(jax.tree.leaves(piece.block)[0])
     if piece.inputs.lowering.gathers_ahead and num_layers > 1:
-        return _gathering_ahead(piece, x_BRD, remat, offload)
+        return _gathering_ahead(piece, x_BRD)
 
     def layer(x_BRD, row):
         block, layer_row = row
@@ -78,12 +99,10 @@ def run(
         x_BRD, routed, cache, terms = block.gather_params(inputs)(x_BRD, inputs)
         return x_BRD, LayerOutputs(cache and cache[:2], routed, terms)
 
-    return jax.lax.scan(remat(layer), x_BRD, (piece.block, piece.rows))
+    return jax.lax.scan(piece.recomputation.wrap(layer), x_BRD, (piece.block, piece.rows))
 
 
-def _gathering_ahead(
-    piece: Piece, x_BRD: jax.Array, remat: Callable, offload: Sequence[str]
-) -> tuple[jax.Array, LayerOutputs]:
+def _gathering_ahead(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
     """Run the layers, the parameters of the next one gathered while this one computes."""
     inputs, lowering = piece.inputs, piece.inputs.lowering
 
@@ -99,7 +118,7 @@ def _gathering_ahead(
     # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
     context = dataclasses.replace(inputs, fp8=None)
     x_BRD, ((balance_LBR, terms), *statistics) = prefetch_scan(
-        remat(compute),
+        piece.recomputation.wrap(compute),
         piece.block,
         x_BRD,
         gather=gather,
@@ -107,7 +126,7 @@ def _gathering_ahead(
         context=context,
         leave_sums=functools.partial(map_params, leave_sums) if lowering.sums_late else None,
         lowering=lowering,
-        offload=offload,
+        offload=piece.recomputation.offload,
     )
     routed = Routed(balance_LBR, *statistics) if statistics else None
     return x_BRD, LayerOutputs(None, routed, terms)

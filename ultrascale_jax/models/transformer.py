@@ -6,9 +6,9 @@
 
 Layers are equal if their parameters are. A stack is a `Block` made under `jax.vmap` over the init keys of its layers,
 so each parameter has a leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Where layers
-differ in window or precision, a stack is run in pieces; a period of windows (every sixth layer full) is one piece,
-whose layers read a flag. Under ZeRO-3 each iteration gathers one layer's parameters (`Block.gather_params`): in
-training those of the next layer, otherwise its own.
+differ in window, precision or recomputation, a stack is run in pieces; a period of windows (every sixth layer full) is
+one piece, whose layers read a flag. Under ZeRO-3 each iteration gathers one layer's parameters
+(`Block.gather_params`): in training those of the next layer, otherwise its own.
 
 `model.orders` says where layers rest: the layer at each row of each stack. A pipeline's have padding
 (`schedules.stack_orders`); a checkpoint's are those above (`train_step/state.py`).
@@ -39,7 +39,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.mtp import MTPModule
-from ultrascale_jax.models.stack import LayerOutputs, pieces, run
+from ultrascale_jax.models.stack import KEEP_ALL, LayerOutputs, Recomputation, pieces, run
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.primitives import (
     einsum,
@@ -191,14 +191,12 @@ class Transformer(nnx.Module):
         tokens_BT: jax.Array,
         inputs: LayerInputs,
         *,
-        remat: Callable[[Callable], Callable] = lambda layer: layer,
-        offload: Sequence[str] = (),
+        remat: Callable[[int], Recomputation] = lambda layer: KEEP_ALL,
         capture: Collection[int] = (),
     ) -> ModelOutputs:
         """Run the model on token ids (int32), and keep the residual stream after the layers in `capture`, from 0.
 
-        `remat` wraps a layer's function, to say what its backward pass recomputes. Where `inputs.lowering` gathers
-        ahead, what `remat` keeps by the names in `offload` waits in the host's memory; not with a cache.
+        `remat` says what the backward pass of the layer with a number recomputes.
         """
         require_type(
             "inputs", inputs, LayerInputs, "as LayerInputs.of(cfg.model, positions, segment_ids)"
@@ -215,9 +213,9 @@ class Transformer(nnx.Module):
         outputs: list[LayerOutputs] = []
         captured: dict[int, jax.Array] = {}
         for stack, layers in zip(self.stacks, self.cfg.stacks, strict=True):
-            for piece in pieces(stack, layers, inputs, capture):
+            for piece in pieces(stack, layers, inputs, remat, capture):
                 with jax.named_scope("layers"):
-                    x_BRD, output = run(piece, x_BRD, remat, offload)
+                    x_BRD, output = run(piece, x_BRD)
                 outputs.append(output)
                 if piece.last_layer in capture:
                     captured[piece.last_layer] = x_BRD

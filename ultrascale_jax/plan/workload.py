@@ -4,6 +4,7 @@
 done.
 """
 
+import copy
 import functools
 import math
 from dataclasses import dataclass, field
@@ -15,11 +16,14 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     KernelsConfig,
+    LayerRemat,
     MeshConfig,
     ModelConfig,
     MoEConfig,
     OptimConfig,
     PipelineConfig,
+    Remat,
+    by_layer,
     check_split,
     require,
     require_type,
@@ -27,7 +31,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.lowering import Lowering, Traits, choose
 from ultrascale_jax.config.pipeline import Stash
-from ultrascale_jax.config.remat import Keep, Policy
+from ultrascale_jax.config.remat import Keep, Policy, Split
 from ultrascale_jax.config.section import Count, check_fields
 from ultrascale_jax.kernels.choices import HOPPER, AttentionCall
 from ultrascale_jax.parallel.context.window import distances_in_reach
@@ -55,7 +59,7 @@ class Run:
     """Micro-batches of a step (the playbook's gas, for a pipeline its m)."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage over (fsdp, cp, ep), as `train.zero`."""
-    remat: Policy | Keep = "none"
+    remat: Policy | Keep | Split = "none"
     """As `train.remat`."""
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"
     """Type of compute; fp8 keeps bf16 attention, head and norms."""
@@ -203,6 +207,34 @@ class Run:
     def chunk_layers(self) -> int:
         """Layers of one stage; the stages that have one less are padded."""
         return math.ceil(self.shape.layers / (self.mesh.pp * self.virtual_stages))
+
+    @property
+    def policy(self) -> LayerRemat:
+        """The policy of all layers; a run with two policies has them in `by_policy`."""
+        assert not isinstance(self.remat, Split)
+        return self.remat
+
+    @property
+    def split_layers(self) -> int:
+        """Layers of which the first may have another policy: those of the model, or of a pipeline's stage."""
+        return self.chunk_layers if self.mesh.pp > 1 else self.shape.num_layers
+
+    @functools.cached_property
+    def by_policy(self) -> list[tuple["Run", int]]:
+        """The layers of the model, or of a pipeline's stage, as runs with one policy, and the number of each."""
+        layers = self.split_layers + self.shape.mtp_layers
+        parts = by_layer(self.remat, layers)
+        return [(self if len(parts) == 1 else self.with_remat(p), count) for p, count in parts]
+
+    def with_remat(self, remat: Remat, **changes: Any) -> "Run":
+        """Return the run with another policy, and other fields that need no check; its sizes, whose check takes long,
+        stay."""
+        made = copy.copy(self)
+        for name in ("lowering", "by_policy"):  # which follow from the policy
+            vars(made).pop(name, None)
+        for name, value in ({"remat": remat} | changes).items():
+            object.__setattr__(made, name, value)
+        return made
 
     @property
     def rank_layers(self) -> int:

@@ -19,7 +19,7 @@ from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
-from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.remat import of_last_layer
 
 
 class Ahead(NamedTuple):
@@ -57,7 +57,9 @@ def predict_ahead(
         with jax.named_scope("mtp"):
             # Without a barrier XLA looks up again in the backward pass, and keeps the table until then.
             token_BRD = jax.lax.optimization_barrier(used.embedding(tokens_BT, inputs.dtype))
-            x_BRD, routed = remat(cfg)(type(module).__call__)(module, x_BRD, token_BRD, inputs)
+            x_BRD, routed = of_last_layer(cfg).wrap(type(module).__call__)(
+                module, x_BRD, token_BRD, inputs
+            )
             total, bare, *_ = used.loss(
                 x_BRD, targets_BT, weight * factor, z_loss=cfg.train.z_loss, dtype=inputs.dtype
             )

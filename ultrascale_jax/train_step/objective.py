@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import Config, remat_names, require, require_type
+from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.models.block import Terms
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
@@ -19,7 +19,7 @@ from ultrascale_jax.models.transformer import ModelOutputs, Transformer
 from ultrascale_jax.train_step import balance, preference
 from ultrascale_jax.train_step.multi_token import predict_ahead
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
-from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.remat import by_number
 from ultrascale_jax.train_step.zero import prepare_params
 
 Batch = dict[str, jax.Array]
@@ -155,8 +155,7 @@ def preference_objective(
 
 def run_layers(cfg: Config, model: Transformer, batch: Batch, inputs: LayerInputs) -> ModelOutputs:
     """Run embedding, layers and final norm as `cfg` recomputes and offloads them."""
-    offload = remat_names(cfg.train.remat)[1]
-    return model(batch["tokens"], inputs, remat=remat(cfg), offload=offload)
+    return model(batch["tokens"], inputs, remat=by_number(cfg))
 
 
 def model_loss(

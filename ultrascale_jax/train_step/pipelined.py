@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import FP8, Config
+from ultrascale_jax.config import FP8, Config, Split
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.layers import each_param, map_params
+from ultrascale_jax.models.stack import Recomputation
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
@@ -29,7 +30,7 @@ from ultrascale_jax.sharding.rules import act, axes_of, mesh_size, specs, varyin
 from ultrascale_jax.train_step import mixed_stages
 from ultrascale_jax.train_step.objective import Sums, join_terms, model_loss, sum_terms
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
-from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.remat import of_last_layer, of_policy
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
 
 MicroBatches = dict[str, jax.Array]
@@ -113,12 +114,21 @@ def _run(
     return losses, grads, out.statistics
 
 
-def _layer(cfg: Config, params: Transformer) -> Callable:
+def _first_layers(cfg: Config, params: Transformer) -> tuple[int, Callable] | None:
+    """Return the number and the function of the first layers of a stage, if they have a policy of their own."""
+    remat = cfg.train.remat
+    if not isinstance(remat, Split):
+        return None
+    return remat.layers, _layer(cfg, params, of_policy(cfg, remat.first))
+
+
+def _layer(cfg: Config, params: Transformer, recomputation: Recomputation) -> Callable:
     """Return a layer as `Stages` says, whose statistics are those of its router, if any, and the terms of its parts."""
 
     def layer(blocks: tuple[Block, ...], x_BRD, context, number, rows: Rows | None = None):
         inputs, router_weight = context
-        inputs = inputs.of_layer(jax.tree.map(lambda amax: amax[number], inputs.stacked))
+        row = jax.tree.map(lambda amax: amax[number], inputs.stacked)
+        inputs = recomputation.adapt(inputs).of_layer(row)
         block, *mlps = blocks
         if rows is None:
             x_BRD, routed, sums, terms = block.gather_params(inputs)(x_BRD, inputs)
@@ -136,7 +146,7 @@ def _layer(cfg: Config, params: Transformer) -> Callable:
             aux += weight * router_weight * _share(cfg, terms[name], x_BRD)
         return x_BRD, aux, (statistics_Z, terms), *(() if rows is None else (sums,))
 
-    return layer
+    return recomputation.wrap(layer)
 
 
 def _share(cfg: Config, term: jax.Array, x_BRD: jax.Array) -> jax.Array:
@@ -205,7 +215,7 @@ def _stages(
     one = tuple(jax.tree.map(lambda p: p[0], params.stacks))
     shared = params.with_stacks(())
     return Stages(
-        layer=remat(cfg)(_layer(cfg, params)),
+        layer=_layer(cfg, params, of_last_layer(cfg)),
         embed=embed,
         embed_parts=True,
         head=head,
@@ -215,5 +225,6 @@ def _stages(
         accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
         numbered=True,
         in_place=mixed_stages.in_place(one) if _is_mixed(cfg) else None,
+        first_layers=_first_layers(cfg, params),
         hides_exchanges=Lowering.of(cfg).orders_exchanges,
     )

@@ -8,7 +8,7 @@ router, the embedding and the head stay in the compute dtype.
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config import FP8, Config, require
+from ultrascale_jax.config import FP8, Config, policies, require
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.kernels.choices import AttentionCall, is_hopper
 from ultrascale_jax.models.fp8 import Fp8, Recipe, Scaling, weight_amaxes
@@ -57,7 +57,7 @@ def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> L
         dtype=COMPUTE[cfg.train.precision],
         window=cfg.model.sliding_window,
         context=cfg.cp,
-        recompute=cfg.train.remat == "selective",
+        recompute=policies(cfg.train.remat)[-1] == "selective",
         moe=cfg.moe,
         lowering=Lowering.of(cfg),
         fp8=fp8,

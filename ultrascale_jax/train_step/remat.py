@@ -8,42 +8,79 @@ dots        the results of matmuls with parameters, or what alone is read of the
             only the sum that returns to a token; and those of attention, which does not run again: cuDNN's residuals,
             or what blocks or documents are joined to
 Keep        its tensors alone, in the memory of the device or of the host; the layer's input in any case
+Split       one of these for the first layers, and another for the others
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 
-from ultrascale_jax.config import REMAT_NAMES, Config, remat_names
+from ultrascale_jax.config import (
+    REMAT_NAMES,
+    Config,
+    LayerRemat,
+    by_layer,
+    policies,
+    remat_names,
+    with_changes,
+)
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.kernels.residuals import ATTENTION_RESIDUAL
+from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.stack import Recomputation
 from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 
 
-def remat(cfg: Config) -> Callable[[Callable], Callable]:
-    """Return the wrapper of one layer's function that `train.remat` asks for."""
-    policies = jax.checkpoint_policies
-    name, (saved, offloaded) = cfg.train.remat, remat_names(cfg.train.remat)
-    if name == "none":
-        policy = _keep_all_but_gathered
-    elif name == "selective":
-        policy = policies.save_only_these_names(*set(REMAT_NAMES) - {"layer_input"})
-    elif name == "full":
-        policy = policies.nothing_saveable
-    elif name == "dots":
-        policy = policies.save_only_these_names(PRODUCT, ATTENTION_RESIDUAL)
-    elif Lowering.of(
-        cfg
-    ).gathers_ahead:  # whose loop takes them to the host, while the next layer computes
-        policy = policies.save_only_these_names(*saved, *offloaded)
-    else:
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(saved),
-            names_which_can_be_offloaded=list(offloaded),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=False)
+def by_number(cfg: Config) -> Callable[[int], Recomputation]:
+    """Return what `train.remat` asks for, as a function of a layer's number in a model without a pipeline."""
+    parts = by_layer(cfg.train.remat, cfg.model.num_layers)
+    layers = [
+        recomputation
+        for policy, count in parts
+        for recomputation in [of_policy(cfg, policy)] * count
+    ]
+    return layers.__getitem__
+
+
+def of_last_layer(cfg: Config) -> Recomputation:
+    """Return what `train.remat` asks for in the last layer."""
+    return of_policy(cfg, policies(cfg.train.remat)[-1])
+
+
+def of_policy(cfg: Config, remat: LayerRemat) -> Recomputation:
+    """Return what a policy of a layer asks for."""
+    lowering = Lowering.of(with_changes(cfg, mesh=cfg.mesh, remat=remat))
+    policy = _policy(remat, lowering)
+
+    def wrap(layer: Callable) -> Callable:
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+    def adapt(inputs: LayerInputs) -> LayerInputs:
+        return dataclasses.replace(inputs, recompute=remat == "selective", lowering=lowering)
+
+    return Recomputation(wrap, remat_names(remat)[1], adapt)
+
+
+def _policy(remat: LayerRemat, lowering: Lowering) -> Callable[..., bool]:
+    """Return the policy of `jax.checkpoint`."""
+    named, (saved, offloaded) = jax.checkpoint_policies, remat_names(remat)
+    if remat == "none":
+        return _keep_all_but_gathered
+    if remat == "selective":
+        return named.save_only_these_names(*set(REMAT_NAMES) - {"layer_input"})
+    if remat == "full":
+        return named.nothing_saveable
+    if remat == "dots":
+        return named.save_only_these_names(PRODUCT, ATTENTION_RESIDUAL)
+    if lowering.gathers_ahead:  # whose loop takes them to the host, while the next layer computes
+        return named.save_only_these_names(*saved, *offloaded)
+    return named.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.gpu_programs import LAYERS, compiled
-from ultrascale_jax.config import Config, Keep
+from ultrascale_jax.config import Config, Keep, Split
 from ultrascale_jax.plan.compiled.compile import CompiledStep, simulate_step
 from ultrascale_jax.plan.hardware import find_cluster
 
@@ -14,7 +14,7 @@ INPUTS = Keep(offloaded=("layer_input",))
 ATTENTION = Keep(offloaded=("layer_input", "attn_core"))
 
 
-def run(remat: str | Keep) -> tuple[Config, CompiledStep]:
+def run(remat: str | Keep | Split) -> tuple[Config, CompiledStep]:
     """A run by its policy, and its step on H100s."""
     return compiled(8, {"fsdp": 8}, remat=remat)
 
@@ -66,6 +66,19 @@ def test_attention_runs_again_only_under_full_recomputation():
 def test_what_is_kept_takes_memory():
     kept = [run(remat)[1].temporary_bytes for remat in ("full", NAMED, "selective", "none")]
     assert kept == sorted(kept) and len(set(kept)) == len(kept)
+
+
+@pytest.mark.parametrize("others", ["selective", NAMED])
+def test_memory_is_linear_in_the_number_of_layers_with_a_policy(others):
+    """Of two policies the one that keeps less needs less for the first layers than for the last ones."""
+    (cfg, full), (_, alone) = run("full"), run(others)
+    count, layers = LAYERS, cfg.model.num_layers
+    _, split = run(Split(first="full", layers=count, others=others))
+    kept, kept_split = (step.temporary_bytes - full.temporary_bytes for step in (alone, split))
+    assert kept_split == pytest.approx(kept * (layers - count) / layers, rel=0.05)
+    assert split.host_bytes * layers == alone.host_bytes * (layers - count)
+    _, reverse = run(Split(first=others, layers=layers - count, others="full"))
+    assert split.temporary_bytes < reverse.temporary_bytes
 
 
 def test_no_recomputation_keeps_every_product_of_every_layer():

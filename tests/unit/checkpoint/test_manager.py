@@ -19,10 +19,13 @@ from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
+    Keep,
     LogConfig,
     ModelConfig,
     OptimConfig,
     RopeScaling,
+    Split,
+    TrainConfig,
     UserError,
 )
 
@@ -227,8 +230,13 @@ def test_other_libraries_are_told():
     assert notes[1:] == [f"jax: saved by 0.4.1, now {jax.__version__}"]
 
 
-def test_a_config_survives_json_with_its_nested_parts():
+KEEP = Keep(saved=("q",), offloaded=("gate",))
+
+
+@pytest.mark.parametrize("remat", ["dots", KEEP, Split(first="full", layers=2, others=KEEP)])
+def test_a_config_survives_json_with_its_nested_parts(remat):
     cfg = Config(
+        train=TrainConfig(remat=remat),
         model=ModelConfig(rope_scaling=RopeScaling(factor=32.0)),
         checkpoint=CheckpointConfig(every=5),
         log=LogConfig(run_dir="x"),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -16,10 +17,12 @@ from ultrascale_jax.cli import command_line, devices, generate, prepare_data, tr
 from ultrascale_jax.config import (
     AUTO,
     Experts,
+    Keep,
     LatentAttention,
     MeshConfig,
     PipelineConfig,
     RopeScaling,
+    Split,
     UserError,
 )
 from ultrascale_jax.configs.debug import config as debug
@@ -50,6 +53,7 @@ def model(**fields):
 
 ROPE = RopeScaling(kind="yarn")
 EXPERTS = Experts(top_k=3, normalize=False)
+SPLIT = Split(first="full", layers=3, others=Keep(saved=("q", "k"), offloaded=("gate",)))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +76,24 @@ EXPERTS = Experts(top_k=3, normalize=False)
         ("--data.seq-len 4Ki", change(debug, data={"seq_len": 4096})),
         ("--data.no-document-mask", change(debug, data={"document_mask": False})),
         # Values that are chosen later.
+        ("--train.remat full:3+save:q,k+offload:gate", change(debug, train={"remat": SPLIT})),
         ("--train.remat auto", change(debug, train={"remat": "auto"})),
         ("--train.microbatches auto", change(debug, train={"microbatches": AUTO})),
     ],
 )
 def test_any_dotted_field_is_replaced_and_the_others_stay(line, expected):
     assert parse(f"debug {line}")[0] == expected
+
+
+@pytest.mark.parametrize("text", ["dots", str(SPLIT.others), str(SPLIT), f"{SPLIT.others}:3+full"])
+def test_a_policy_of_recomputation_is_printed_as_it_is_read(text):
+    assert str(command_line.parse_remat(text)) == text
+
+
+@pytest.mark.parametrize("text", ["full:+dots", "full:x+dots", "full:3+", ":3+full", "full:3"])
+def test_a_policy_that_is_none_is_refused_as_it_was_written(text):
+    with pytest.raises(UserError, match=rf"^train\.remat='{re.escape(text)}': must be none, "):
+        command_line.parse_remat(text)
 
 
 def test_fields_of_a_part_that_the_recipe_has_are_there():

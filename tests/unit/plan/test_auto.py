@@ -83,7 +83,7 @@ def test_the_line_says_what_was_chosen_and_why():
     cfg, why = choose_auto(left_open(llama3_70b), h100s(512))
     step = estimate(Run.of(cfg, 512), h100s(512))
     options = f"--train.remat {cfg.train.remat} --train.microbatches {cfg.train.microbatches} ("
-    assert why.startswith(options) and "by formula the fastest that fits 512 x h100 of 24" in why
+    assert why.startswith(options) and "by formula the fastest that fits 512 x h100 of " in why
     for number in (f"{step.step_s:.3g} s a step", f"{step.peak_bytes / GIB:.1f} of 72.8 GiB a GPU"):
         assert number in why
     assert why.endswith(f"{step.host_bytes / GIB:.1f} of 192.0 GiB of its host, at 53.5 GB/s")

@@ -1,6 +1,8 @@
 """Run the layers of one tick: forward, backward and weight gradients of three stages in one loop."""
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -55,6 +57,37 @@ class _Layer(NamedTuple):
     """Whether it is not padding, and its rank not idle."""
 
 
+class _Part(NamedTuple):
+    """Consecutive layers of each stage that run one function."""
+
+    number: int
+    """Its place in the stage, and in the buffers of residuals and of waiting weight gradients."""
+    layers: range
+    """Their places in the stage."""
+    run: Callable[..., tuple]
+    """One of them, `(params, x, context, number, rows)`."""
+
+    def read(self, buffers: Tree, *slot_and_layer) -> Tree:
+        """Return a layer's values in the buffers of all parts; the last index is its place in the stage."""
+        *slot, index = slot_and_layer
+        return at(buffers[self.number], *slot, index - self.layers.start)
+
+    def write(self, buffers: Tree, values: Tree, slot, index) -> Tree:
+        """Return the buffers of all parts with a layer's values."""
+        changed = put(buffers[self.number], values, slot, index - self.layers.start)
+        return [*buffers[: self.number], changed, *buffers[self.number + 1 :]]
+
+
+class _Span(NamedTuple):
+    """Iterations of the loop of a tick whose layers are of the same parts."""
+
+    starts: range
+    """The first layer of each."""
+    forward: list[_Part]
+    """Parts of the layers of one."""
+    backward: list[_Part]
+
+
 class LayerLoop:
     """Runs the layers of one rank, tick by tick; `executor.py` does the rest of a tick.
 
@@ -73,13 +106,13 @@ class LayerLoop:
         self.hides_exchanges = stages.hides_exchanges and trains
         self.trains, self.stashes = trains, trains and call.stash == "residuals"
         leaves = jax.tree.leaves(call.blocks)
-        self.layer = _with_all_arguments(stages)
         self.accumulate = jax.tree.leaves(stages.accumulate) or [float32] * len(leaves)
         in_place = [i for i, reads in enumerate(jax.tree.leaves(stages.in_place)) if reads]
         grads = {i: self.accumulate[i](at(leaves[i], 0)) for i in in_place}
         self.in_place = {i: buffer(g, len(leaves[i]), self.axis) for i, g in grads.items()}
         positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
         self.depth = positions // schedule.virtual
+        self.parts = _parts(stages, self.depth)
         whole = orders_whole_stage(self.depth, split=schedule.split)
         self.step = self.depth if self.hides_exchanges and whole else 1
         self.rows = call.rows and [jnp.asarray(t)[lax.axis_index(self.axis)] for t in call.rows]
@@ -105,7 +138,7 @@ class LayerLoop:
         tick = {"forward_chunk": zero, "forward_on": zero}
         context = self.context(at(self.microbatches, zero))
         params, args, *_ = self._layer_at(tick, "forward", zero, context)
-        y, aux, *statistics = self.layer(params, x, *args)
+        y, aux, *statistics = self.parts[0].run(params, x, *args)
         statistics = statistics[:-1] if self.in_place else statistics
         _check_result(x, y, aux)
         self.axes = varying_axes((x, y)) | {self.axis}
@@ -115,11 +148,17 @@ class LayerLoop:
         state = StageState(auxiliary=vary(jnp.float32(0.0), self.aux_axes))
         if not self.trains:
             return x, state
-        self.vjp = LayerVJP(self._layer, params, x, args, in_place=[*self.in_place])
-        y, aux, statistics, kept = self.vjp.forward(params, x, args)
+        self.vjps = [
+            LayerVJP(
+                functools.partial(self._layer, part), params, x, args, in_place=[*self.in_place]
+            )
+            for part in self.parts
+        ]
+        (y, aux, statistics, _), *_ = results = [vjp.forward(params, x, args) for vjp in self.vjps]
+        kept = [result[3] for result in results]
         statistics = self._buffers(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux), *self.in_place.values())
-        grads, _ = self.vjp.backward(params, args, kept, cotangents)
+        grads, _ = self.vjps[0].backward(params, args, kept[0], cotangents)
         leaves = enumerate(zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True))
         blocks = [
             self.in_place[i] if i in self.in_place else self._buffers(fn(g), len(leaf))
@@ -127,15 +166,26 @@ class LayerLoop:
         ]
         state = replace(state, statistics=statistics, blocks=blocks)
         if self.stashes:
-            residuals = self._buffers(self._buffers(kept, self.depth), slots.residuals + 1)
-            state = replace(state, residuals=residuals)
+            state = replace(state, residuals=self._by_part(kept, slots.residuals + 1))
         if self.schedule.split:
-            examples = params, args, kept, cotangents
-            self.split = SplitBackward(self.vjp, *examples, early=[*self.in_place])
-            waiting = self.split.first(*examples)[2]
-            weights = self._buffers(self._buffers(waiting, self.depth), slots.weights + 1)
-            state = replace(state, weights=weights)
+            examples = [(params, args, values, cotangents) for values in kept]
+            self.splits = [
+                SplitBackward(vjp, *example, early=[*self.in_place])
+                for vjp, example in zip(self.vjps, examples, strict=True)
+            ]
+            waiting = [
+                split.first(*example)[2]
+                for split, example in zip(self.splits, examples, strict=True)
+            ]
+            state = replace(state, weights=self._by_part(waiting, slots.weights + 1))
         return x, state
+
+    def _by_part(self, values: list, slots: int) -> list:
+        """Return buffers of so many slots, of each part for its layers, from the values of one layer of each."""
+        return [
+            self._buffers(self._buffers(one, len(part.layers)), slots)
+            for part, one in zip(self.parts, values, strict=True)
+        ]
 
     def _buffers(self, tree: Tree, count: int) -> Tree:
         return buffer(tree, count, self.axis)
@@ -175,39 +225,68 @@ class LayerLoop:
         if backward and not self.stashes:
             residuals = self._repeat(state.x_backward, contexts["backward"], tick)
 
-        def layers(carry, start):
+        def layers(span, carry, start):
             indices = [start + i for i in range(self.step)]
             updated, new_residuals, sent = self._passes(
-                kinds, carry, residuals, tick, indices, contexts
+                kinds, span, carry, residuals, tick, indices, contexts
             )
             if weights:
-                back = self.depth - 1 - start
                 queue = updated.weights if backward else state.weights
-                layer = self._layer_at(tick, "weight", back, contexts["weight"])
-                waiting = at(queue, tick["weight_queue"], back)
-                grads = self.split.second(layer.params, layer.args, waiting)
-                updated = replace(updated, blocks=self._add(updated.blocks, grads, layer))
+                back, context = self.depth - 1 - start, contexts["weight"]
+                blocks = self._add_late(
+                    updated.blocks, queue, tick, span.backward[0], back, context
+                )
+                updated = replace(updated, blocks=blocks)
             if writes_residuals and backward:
                 # Written after the backward pass has read its own, or XLA would copy the full buffer.
                 names = "residuals", "g", "blocks", "weights"
                 read = {name: getattr(updated, name) for name in names}
                 updated = replace(updated, **lax.optimization_barrier(read))
             if writes_residuals:
-                updated = self._stash(updated, new_residuals, tick, indices)
+                updated = self._stash(updated, new_residuals, tick, span.forward, indices)
             return updated, sent
 
-        starts = jnp.arange(0, self.depth, self.step)
-        if len(starts) == 1:
-            updated, sent = layers(carry, starts[0])
-        else:
-            updated, sent = lax.scan(layers, carry, starts)
+        updated, sent = carry, {}
+        for span in self._spans(kinds):
+            starts, body = jnp.asarray(span.starts), functools.partial(layers, span)
+            if len(span.starts) == 1:
+                updated, sent = body(updated, starts[0])
+            else:
+                updated, sent = lax.scan(body, updated, starts)
         names = "auxiliary", "blocks", "residuals", "statistics", "weights"
         sums = {name: getattr(updated, name) for name in names}
         state = replace(state, **{name: a for name, a in sums.items() if a is not None})
         return state, updated.x_forward, updated.g, sent or self._send_both(kinds, updated)
 
+    def _spans(self, kinds) -> Iterator[_Span]:
+        """Yield the iterations of a tick's loop, cut where layers of another part begin in a pass that it has."""
+        part_of = [part for part in self.parts for _ in part.layers]
+
+        def span(starts: list[int]) -> _Span:
+            places = range(starts[0], starts[0] + self.step)
+            backward = [part_of[self.depth - 1 - i] for i in places]
+            return _Span(
+                range(starts[0], starts[-1] + 1, self.step), [part_of[i] for i in places], backward
+            )
+
+        def numbers(start: int) -> list[int]:
+            _, forward, backward = span([start])
+            return [
+                part.number for part in forward * ("F" in kinds) + backward * bool(kinds - {"F"})
+            ]
+
+        for _, starts in itertools.groupby(range(0, self.depth, self.step), numbers):
+            yield span([*starts])
+
     def _passes(
-        self, kinds, carry: StageState, residuals: Tree, tick: Tick, indices: list, contexts: dict
+        self,
+        kinds,
+        span: _Span,
+        carry: StageState,
+        residuals: Tree,
+        tick: Tick,
+        indices: list,
+        contexts: dict,
     ) -> tuple[StageState, list, dict]:
         """Run layers forward, and as many backward.
 
@@ -219,9 +298,9 @@ class LayerLoop:
 
         def forward(x):
             changes, new_residuals = {"x_forward": x}, []
-            for index in indices:
+            for part, index in zip(span.forward, indices, strict=True):
                 current = replace(carry, **changes)
-                changes, kept = self._forward_layer(current, tick, index, contexts["forward"])
+                changes, kept = self._forward_layer(current, tick, part, index, contexts["forward"])
                 new_residuals.append(kept)
             sent = self.send("forward", changes["x_forward"]) if sends else []
             return changes, new_residuals, sent
@@ -229,16 +308,17 @@ class LayerLoop:
         def backward(inputs):
             g, kept = inputs
             changes = {"blocks": carry.blocks, "weights": carry.weights, "g": g}
-            for index, layer_residuals in zip(indices, kept, strict=True):
+            for part, index, layer_residuals in zip(span.backward, indices, kept, strict=True):
                 back, context = self.depth - 1 - index, contexts["backward"]
-                changes = self._backward_layer(changes, layer_residuals, tick, back, context)
+                changes = self._backward_layer(changes, layer_residuals, tick, part, back, context)
             return changes, [], self.send("backward", changes["g"]) if sends else []
 
         runs: dict[str, tuple] = {"forward": (forward, carry.x_forward)} if "F" in kinds else {}
         if "B" in kinds:
             stash = residuals if carry.residuals is None else carry.residuals
             slot = (tick["backward_residuals"],) if self.stashes else ()
-            kept = [at(stash, *slot, self.depth - 1 - index) for index in indices]
+            layers = zip(span.backward, indices, strict=True)
+            kept = [part.read(stash, *slot, self.depth - 1 - index) for part, index in layers]
             runs["backward"] = backward, (carry.g, kept)
         if self.hides_exchanges and runs:
             results = interleave(*runs.values())
@@ -251,7 +331,7 @@ class LayerLoop:
         return updated, new_residuals, sent if sends else {}
 
     def _forward_layer(
-        self, carry: StageState, tick: Tick, index, context
+        self, carry: StageState, tick: Tick, part: _Part, index, context
     ) -> tuple[dict[str, Tree], list]:
         """Return the changed fields of the carry, and the residuals for the backward pass."""
         layer = self._layer_at(tick, "forward", index, context)
@@ -260,11 +340,12 @@ class LayerLoop:
             return jax.tree.map(lambda a, b: a + jnp.where(layer.on, b, 0), sums, terms)
 
         if not self.trains:
-            y, aux, *_ = self._layer(layer.params, carry.x_forward, layer.args)
+            y, aux, *_ = self._layer(part, layer.params, carry.x_forward, layer.args)
             sums = {"auxiliary": total(carry.auxiliary, aux)}
             return sums | {"x_forward": where(layer.real, y, carry.x_forward)}, []
         position = tick["forward_chunk"] * self.depth + index
-        y, aux, statistics, kept = self.vjp.forward(layer.params, carry.x_forward, layer.args)
+        vjp = self.vjps[part.number]
+        y, aux, statistics, kept = vjp.forward(layer.params, carry.x_forward, layer.args)
         statistics = total(at(carry.statistics, position), statistics)
         changes = {
             "x_forward": where(layer.real, y, carry.x_forward),
@@ -274,7 +355,7 @@ class LayerLoop:
         return changes, kept
 
     def _backward_layer(
-        self, fields: dict[str, Tree], kept: list, tick: Tick, back, context
+        self, fields: dict[str, Tree], kept: list, tick: Tick, part: _Part, back, context
     ) -> dict[str, Tree]:
         """Return `g`, `blocks` and `weights` of the carry, given before the layer, after it."""
         g, blocks, weights = fields["g"], fields["blocks"], fields["weights"]
@@ -282,35 +363,54 @@ class LayerLoop:
         sums = [blocks[i] for i in self.in_place]
         cotangents = (g, vary(jnp.float32(layer.on), self.aux_axes), *sums)
         if self.schedule.split:
-            dx, grads, waiting = self.split.first(layer.params, layer.args, kept, cotangents)
-            weights = put(weights, waiting, tick["backward_queue"], back)
+            split = self.splits[part.number]
+            dx, grads, waiting = split.first(layer.params, layer.args, kept, cotangents)
+            weights = part.write(weights, waiting, tick["backward_queue"], back)
         else:
-            gradients, dx = self.vjp.backward(layer.params, layer.args, kept, cotangents)
+            vjp = self.vjps[part.number]
+            gradients, dx = vjp.backward(layer.params, layer.args, kept, cotangents)
             grads = dict(enumerate(gradients))
         blocks = self._add(blocks, grads, layer)
         return {"g": where(layer.on, dx, g), "blocks": blocks, "weights": weights}
 
-    def _stash(self, carry: StageState, residuals: list, tick: Tick, indices: list) -> StageState:
+    def _add_late(self, blocks: list, queue: list, tick: Tick, part: _Part, back, context) -> list:
+        """Return `blocks` with the weight gradients of one layer added that wait in the queue."""
+        layer = self._layer_at(tick, "weight", back, context)
+        waiting = part.read(queue, tick["weight_queue"], back)
+        grads = self.splits[part.number].second(layer.params, layer.args, waiting)
+        return self._add(blocks, grads, layer)
+
+    def _stash(
+        self,
+        carry: StageState,
+        residuals: list,
+        tick: Tick,
+        parts: list[_Part],
+        indices: list,
+    ) -> StageState:
         """Write the residuals of the layers `indices`, which ran forward, to their slot."""
-        buffer = carry.residuals
-        for index, kept in zip(indices, residuals, strict=True):
-            buffer = put(buffer, kept, tick["forward_residuals"], index)
-        return replace(carry, residuals=buffer)
+        buffers = carry.residuals
+        for part, index, kept in zip(parts, indices, residuals, strict=True):
+            buffers = part.write(buffers, kept, tick["forward_residuals"], index)
+        return replace(carry, residuals=buffers)
 
     def _repeat(self, x, context, tick: Tick) -> list[jax.Array]:
-        """Run the forward pass of a stage once more, for its layers' residuals."""
+        """Run the forward pass of a stage once more, for its layers' residuals, by part."""
 
-        def run(x, index):
+        def run(vjp, x, index):
             layer = self._layer_at(tick, "backward", index, context)
-            y, _, _, kept = self.vjp.forward(layer.params, x, layer.args)
+            y, _, _, kept = vjp.forward(layer.params, x, layer.args)
             return where(layer.real, y, x), kept
 
-        x = where(tick["backward_on"] > 0, x)
-        return lax.scan(run, x, jnp.arange(self.depth))[1]
+        x, residuals = where(tick["backward_on"] > 0, x), []
+        for part, vjp in zip(self.parts, self.vjps, strict=True):
+            x, kept = lax.scan(functools.partial(run, vjp), x, jnp.asarray(part.layers))
+            residuals.append(kept)
+        return residuals
 
-    def _layer(self, params, x, context) -> tuple:
-        """Run the layer, its results typed as the state that holds them."""
-        y, aux, *extra = self.layer(params, x, *context)
+    def _layer(self, part: _Part, params, x, context) -> tuple:
+        """Run a layer, its results typed as the state that holds them."""
+        y, aux, *extra = part.run(params, x, *context)
         statistics, sums = (extra[:-1], extra[-1:]) if self.in_place else (extra, [])
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
         return vary_all(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
@@ -353,8 +453,19 @@ class LayerLoop:
         return sums
 
 
-def _with_all_arguments(stages: Stages) -> Callable[..., tuple]:
-    """Return the layer of `stages`, called also with arguments that it does not have, and with an auxiliary loss."""
+def _parts(stages: Stages, depth: int) -> list[_Part]:
+    """Return the parts of a stage of `depth` layers."""
+    first, run = stages.first_layers or (0, stages.layer)
+    functions = (range(first), run), (range(first, depth), stages.layer)
+    parts = [(layers, run) for layers, run in functions if layers]
+    return [
+        _Part(number, layers, _with_all_arguments(stages, run))
+        for number, (layers, run) in enumerate(parts)
+    ]
+
+
+def _with_all_arguments(stages: Stages, run: Callable) -> Callable[..., tuple]:
+    """Return a layer of `stages`, called also with arguments that it does not have, and with an auxiliary loss."""
 
     def layer(params, x, context, number, rows):
         options = (
@@ -362,7 +473,7 @@ def _with_all_arguments(stages: Stages) -> Callable[..., tuple]:
             (stages.numbered, number),
             (rows is not None, rows),
         )
-        results = stages.layer(params, x, *(value for taken, value in options if taken))
+        results = run(params, x, *(value for taken, value in options if taken))
         return with_auxiliary(results, x)
 
     return layer

@@ -71,6 +71,8 @@ class Stages:
         default. These leaves have the same row for a layer, and come as a last argument, `rows.Rows`. In `params` sums
         of gradients stand in their place, of all layers of the rank, and a list of them is a last result, for
         `rows.either`.
+      first_layers: how many layers at the beginning of each stage run another function, and that function: it returns
+        what `layer` does and keeps other residuals. Each stage has more layers.
       hides_exchanges: whether layers have all-to-alls, which `interleave.py` then hides behind the other pass of a
         tick.
     """
@@ -86,6 +88,7 @@ class Stages:
     gives_microbatch_gradients: bool = False
     numbered: bool = False
     in_place: Tree = None
+    first_layers: tuple[int, Callable[..., Tree]] | None = None
     hides_exchanges: bool = False
 
     def check_arguments(self) -> None:
@@ -142,13 +145,13 @@ class StageState:
     objective: Tree = None
     """Sum of the head's objective."""
     residuals: Tree = None
-    """Residuals of layers, by slot and layer of the stage."""
+    """Residuals of layers, by function of the layers, slot and layer of the stage."""
     shared: Tree = None
     """Sums of the gradients of the shared parameters."""
     statistics: list | None = None
     """Sums of the layers' statistics, by layer."""
     weights: Tree = None
-    """Values that the split backward passes leave for the weight gradients, by slot and layer of the stage."""
+    """Values that the split backward passes leave for the weight gradients, as `residuals`."""
     x_backward: Tree = None
     """Input of the stage that runs backward next, where its forward pass is repeated."""
     x_forward: Tree = None

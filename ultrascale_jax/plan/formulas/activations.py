@@ -86,6 +86,15 @@ def document_mask(run: Run, layer: Layer) -> float:
     return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
 
 
+def kept_bytes(layers: Sequence[tuple[Run, int]], layer: Layer) -> dict[str, float]:
+    """Count the bytes that layers keep for their backward pass, by kind; they are given as `Run.by_policy`."""
+    parts: dict[str, float] = {}
+    for alike, count in layers:
+        for name, size in saved_bytes(alike, layer).items():
+            parts[name] = parts.get(name, 0) + count * size
+    return parts
+
+
 def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """Count the bytes that one dense layer keeps from its forward to its backward pass, by kind.
 
@@ -100,19 +109,19 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     core = held["attn_core"]
     mlp = 2 * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
-    on_host = "layer_input" in remat_names(run.remat)[1]
+    on_host = "layer_input" in remat_names(run.policy)[1]
     parts = {"layer inputs": 0 if on_host else a * residual}
-    if run.remat == "full":
+    if run.policy == "full":
         return parts
-    if run.remat == "selective":
+    if run.policy == "selective":
         parts["attention"] = sum(held.values())
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual + a * residual * (out_norms > 0)
-    elif run.remat == "dots":
+    elif run.policy == "dots":
         parts["attention"] = a * (query + 2 * key + residual) + core * bool(layer.statistics)
         parts["mlp"] = mlp
         parts["norms"] = a * residual * (out_norms > 0)
-    elif run.remat == "none":
+    elif run.policy == "none":
         qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
         scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
         parts["layer inputs"] = 0
@@ -121,7 +130,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = 3 * mlp
         parts["norms"] = 12 * (2 + out_norms) * residual + 2 * i * layer.whole
     else:
-        parts |= _named_bytes(run, layer, remat_names(run.remat)[0])
+        parts |= _named_bytes(run, layer, remat_names(run.policy)[0])
     return parts
 
 
@@ -150,7 +159,7 @@ def _attention_bytes(layer: Layer) -> dict[str, float]:
 
 def offloaded_bytes(run: Run) -> float:
     """Count the bytes of a mean layer's activations that wait for its backward pass in the host's memory."""
-    names = remat_names(run.remat)[1]
+    names = remat_names(run.policy)[1]
     if not names:
         return 0.0
     kept = saved_bytes(replace(run, remat=Keep(saved=names)), layer_of(run))
@@ -172,15 +181,15 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     rows, ffn = experts.expert_values(run)
     shared = shape.shared_width * run.tokens / run.mesh.tensor * (not _has_branches(run))
     got = a * experts.a2a_rows(run) * shape.d_model
-    if run.remat == "selective":
+    if run.policy == "selective":
         return {"mlp": 2 * a * (ffn + shared), "dispatch": got}
-    if run.remat == "dots":
+    if run.policy == "dots":
         return {"mlp": 2 * a * shared}
-    if run.remat == "none":
+    if run.policy == "none":
         mlp = (6 * a + 4) * ffn + 6 * a * shared
         norms = 4 * layer.residual - layer.input_width * layer.whole
         return {"mlp": mlp, "dispatch": got + a * rows, "norms": norms}
-    saved = remat_names(run.remat)[0]
+    saved = remat_names(run.policy)[0]
     wide = sum(name in ("gate", "up") for name in saved)
     return {"mlp": a * wide * (ffn + shared), "dispatch": got * ("dispatched" in saved)}
 
@@ -191,7 +200,7 @@ def mtp_saved_bytes(run: Run, layer: Layer) -> float:
     Its two inputs; without recomputation the projection's input too, and three norms' float32 insides (3 arrays each).
     """
     kept = 2 * layer.width * layer.residual
-    return kept + (2 * layer.input_width + 36) * layer.residual if run.remat == "none" else kept
+    return kept + (2 * layer.input_width + 36) * layer.residual if run.policy == "none" else kept
 
 
 def working_set(run: Run, layer: Layer) -> float:
@@ -201,7 +210,7 @@ def working_set(run: Run, layer: Layer) -> float:
     scores where they are in memory, value and gradient in float32 and in the type of compute; or a ring's blocks.
     """
     a, shape = layer.width, run.shape
-    wide = {"none": 2, "selective": 3, "dots": 3}.get(str(run.remat), 4)
+    wide = {"none": 2, "selective": 3, "dots": 3}.get(str(run.policy), 4)
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
     mlp = a * ffn * wide
@@ -229,8 +238,8 @@ def experts_working_set(run: Run, layer: Layer) -> float:
     rows, ffn = experts.expert_values(run)
     got = experts.num_chunks(run) * experts.received_rows(run) * run.shape.d_model
     came = max(got, experts.a2a_rows(run) * run.shape.d_model)
-    saved, offloaded = remat_names(run.remat)
-    kept = run.remat in ("none", "selective") or {"gate", "up"} <= {*saved, *offloaded}
+    saved, offloaded = remat_names(run.policy)
+    kept = run.policy in ("none", "selective") or {"gate", "up"} <= {*saved, *offloaded}
     first = 4 if kept else 6
     return layer.width * (first * ffn + 2 * rows + 2 * came)
 

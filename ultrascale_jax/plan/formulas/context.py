@@ -54,7 +54,7 @@ def repeated_forward_bytes(run: Run, width: int) -> float:
 
     XLA finds that both pick the same chunks of the queries, and send the same keys first.
     """
-    kept = run.remat in ("none", "selective") or "attn_core" in kept_by_name(run.remat)
+    kept = run.policy in ("none", "selective") or "attn_core" in kept_by_name(run.policy)
     if kept or not run.steps(run.shape.widest_window):
         return 0.0
     query, key = query_key_values(run)

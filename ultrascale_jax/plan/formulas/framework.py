@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from ultrascale_jax.config import REMAT_NAMES, Keep, Remat, kept_by_name
+from ultrascale_jax.config import REMAT_NAMES, Keep, LayerRemat, kept_by_name
 from ultrascale_jax.plan.formulas import costs
 
 RESULTS = {
@@ -26,7 +26,7 @@ KEPT = {
 """Results that the policies of `train_step/remat.py` keep."""
 
 
-def kept_names(remat: Remat) -> set[str]:
+def kept_names(remat: LayerRemat) -> set[str]:
     """Return the names of a layer's tensors that are there in its backward pass, also from the host."""
     return set(kept_by_name(remat) if isinstance(remat, Keep) else KEPT[remat])
 

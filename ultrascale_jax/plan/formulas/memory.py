@@ -6,6 +6,7 @@ at which the sum is largest. Nothing is fitted: every term is a buffer of XLA's 
 in `pipeline_memory.py`. fp8 has been compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale_jax.config import require_type
@@ -13,12 +14,12 @@ from ultrascale_jax.plan.formulas import pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     Layer,
     document_mask,
+    kept_bytes,
     layer_of,
     loss_chunks,
     mtp_saved_bytes,
     offloaded_bytes,
     returning_bytes,
-    saved_bytes,
     working_set,
 )
 from ultrascale_jax.plan.formulas.parameters import (
@@ -61,12 +62,13 @@ def breakdown(run: Run) -> MemoryBreakdown:
     if run.mesh.pp > 1:
         moments += pipeline_memory.moments(run, weights, layer)
     else:
-        living = sums(run, weights) | activations(run, layer)
+        living = sums(run, weights)
         mask = {"activations: document mask": document_mask(run, layer)}
-        moments += [
-            living | mask | _backward(run, weights, layer),
-            living | _loss(run, weights, layer),
-        ]
+        for place, (alike, _) in enumerate(run.by_policy, start=1):
+            kept = activations(run, layer, run.by_policy[:place])  # of the layers behind none
+            moments.append(living | kept | mask | _backward(alike, weights, layer))
+        kept = activations(run, layer, run.by_policy)
+        moments.append(living | kept | _loss(run, weights, layer))
     scatters = run.zero == 2 and run.microbatches > 1 and not run.adapter_params
     if run.mesh.pp == 1 and scatters:
         moments.append(sums(run, weights) | _scatter(weights))
@@ -85,7 +87,7 @@ def least_bytes(run: Run) -> float:
 
 def host_bytes(run: Run) -> int:
     """Count the bytes of one GPU's activations that wait in the host's memory: of all layers, of one micro-batch."""
-    return int(run.shape.layers * offloaded_bytes(run))
+    return int(sum(count * offloaded_bytes(alike) for alike, count in run.by_policy))
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
@@ -147,10 +149,12 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     }
 
 
-def activations(run: Run, layer: Layer) -> dict[str, float]:
-    """Count the bytes kept from forward to backward pass, over all layers."""
-    parts = {name: run.shape.layers * size for name, size in saved_bytes(run, layer).items()}
-    parts["mtp"] = run.shape.mtp_layers * mtp_saved_bytes(run, layer)
+def activations(
+    run: Run, layer: Layer, parts_of_layers: Sequence[tuple[Run, int]]
+) -> dict[str, float]:
+    """Count the bytes that these of the layers keep from forward to backward pass."""
+    parts = kept_bytes(parts_of_layers, layer)
+    parts["mtp"] = run.shape.mtp_layers * mtp_saved_bytes(run.by_policy[-1][0], layer)
     return {f"activations: {name}": size for name, size in parts.items()}
 
 

@@ -14,9 +14,9 @@ from ultrascale_jax.plan.formulas.activations import (
     Layer,
     document_mask,
     experts_forward_bytes,
+    kept_bytes,
     layer_of,
     loss_chunks,
-    saved_bytes,
     working_set,
 )
 from ultrascale_jax.plan.formulas.parameters import (
@@ -60,7 +60,11 @@ def by_rank(run: Run, parts: Mapping[str, float]) -> list[RankMemory]:
     if run.mesh.pp == 1:
         return []
     chunks = pipeline.counts(run).in_flight
-    kept = saved_bytes(run, layer_of(run)) if run.stash == "residuals" else {"stage inputs": 0}
+    kept = (
+        kept_bytes(run.by_policy, layer_of(run))
+        if run.stash == "residuals"
+        else {"stage inputs": 0}
+    )
     filled = sum(parts.get(f"activations: {name}", 0) for name in kept)
     most, every = max(chunks.values()), sum(parts.values())
     return [
@@ -82,15 +86,15 @@ def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:
     sent = slots["inputs"] + slots["gradients"] + 2 + (2 if stashes else 3)
     parts["activations: stage inputs"] = sent * layer.width * layer.residual
     if slots["weights"]:
-        queue = (slots["weights"] + 1) * run.chunk_layers * w_queue_bytes(run, layer)
-        parts["activations: W queue"] = queue
+        stage = sum(count * w_queue_bytes(alike, layer) for alike, count in run.by_policy)
+        parts["activations: W queue"] = (slots["weights"] + 1) * stage
     return parts
 
 
 def _saved(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
     """Count the bytes that `chunks` stages keep, by kind."""
-    layers = chunks * run.chunk_layers
-    return {f"activations: {name}": layers * size for name, size in saved_bytes(run, layer).items()}
+    kept = kept_bytes(run.by_policy, layer)
+    return {f"activations: {name}": chunks * size for name, size in kept.items()}
 
 
 def w_queue_bytes(run: Run, layer: Layer) -> float:
@@ -101,9 +105,9 @@ def w_queue_bytes(run: Run, layer: Layer) -> float:
     """
     a = layer.width
     norms = {"none": a * layer.whole, "dots": 4 * layer.residual}.get(
-        str(run.remat), a * layer.residual
+        str(run.policy), a * layer.residual
     )
-    wide = 3 if run.remat == "none" else 4
+    wide = 3 if run.policy == "none" else 4
     values = 2 * (layer.residual + layer.query + layer.key) + wide * layer.ffn
     return 2 * norms + a * values
 
@@ -141,9 +145,10 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     params = layer_params(run, weights)
     forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_forward_bytes(run, layer)
     copies = a * expert_matrices(run) * weights.routed
+    working = max(working_set(alike, layer) for alike, _ in run.by_policy)
     return {
         "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
-        "workspace": working_set(run, layer) + both * forward + copies,
+        "workspace": working + both * forward + copies,
         "activations: document mask": (1 + both) * document_mask(run, layer),
         **(_saved(run, layer, 1) if run.stash == "input" else {}),
     }

@@ -202,9 +202,12 @@ def _tensor(run: Run, axis: str) -> Sent:
     """
     mesh, shape = run.mesh, run.shape
     layer = shape.attention_params + shape.mlp_params
-    result = 1 if "attn_out" not in kept_names(run.remat) else 0
-    inputs = 2 if run.remat != "none" else 0
-    repeated = inputs + result if axis == "sp" else 2 * result
+    repeated = 0.0
+    for alike, count in run.by_policy:
+        result = "attn_out" not in kept_names(alike.policy)
+        inputs = 2 * (alike.policy != "none")
+        repeated += count * (inputs + result if axis == "sp" else 2 * result)
+    repeated /= sum(count for _, count in run.by_policy)
     one = ring_bytes("all-gather", 2 * run.tokens * shape.d_model, mesh.sizes[axis])
     times = (8 + repeated) / 4 * (shape.layers / mesh.pp * run.microbatches)
     return Sent(4 * one, times, 2 * run.tokens * layer / mesh.tensor)

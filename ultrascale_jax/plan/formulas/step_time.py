@@ -4,11 +4,13 @@ A step is its micro-batches on the slowest stage of the pipeline, the bubble, th
 hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what the trainer adds in `framework.py`.
 """
 
+import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ultrascale_jax.config import require_type
+from ultrascale_jax.config import Split, require_type
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, orders_whole_stage
 from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
@@ -71,6 +73,23 @@ class Step:
         )
         self.shards = self.group(*SHARDED[0])
 
+    @functools.cached_property
+    def by_policy(self) -> list[tuple["Step", int]]:
+        """The steps of `Run.by_policy`, and the number of layers of each."""
+        if not isinstance(self.run.remat, Split):
+            return [(self, self.run.by_policy[0][1])]
+        parts: list[tuple[Step, int]] = []
+        for run, count in self.run.by_policy:
+            step = copy.copy(self)  # what a layer computes and its parameters follow from no policy
+            step.run = run
+            parts.append((step, count))
+        return parts
+
+    def mean(self, term: Callable[["Step"], float]) -> float:
+        """Return the mean of a term over the layers."""
+        every = sum(count for _, count in self.by_policy)
+        return sum(count * term(step) for step, count in self.by_policy) / every
+
     def predict(self, peak_bytes: int) -> StepPrediction:
         """Return the step as its parts make it."""
         parts = self.parts()
@@ -87,16 +106,22 @@ class Step:
     def parts(self) -> dict[str, float]:
         """Split the whole step by what takes it; stages are equal, embedding, head and loss split over all."""
         m, share = self.run.microbatches, 1 / self.mesh.pp
-        layers, layer, head, loss = self.run.rank_layers, self.layer(), self.head(), self.loss()
-        parts = {name: m * layers * seconds for name, seconds in layer.items()}
+        layers, head, loss = self.run.rank_layers, self.head(), self.loss()
+        parts: dict[str, float] = {}
+        times = m * layers / sum(count for _, count in self.by_policy)
+        for step, count in self.by_policy:
+            for name, seconds in step.layer().items():
+                parts[name] = parts.get(name, 0.0) + times * count * seconds
+        layer_s = sum(parts.values()) / (m * layers)
+        parts["exposed fsdp"] += m * self.between_policies()
         for name, seconds in head.items():
             parts[name] = parts.get(name, 0.0) + m * share * seconds
         parts["loss"] = m * share * loss
         parts["reference"] = m * self.reference()
         if self.mesh.pp > 1:
             head_s = share * sum(head.values()) + share * loss
-            parts |= self.pipeline(sum(layer.values()), head_s)
-            parts["exposed ep"] += self.exchanges_alone()
+            parts |= self.pipeline(layer_s, head_s)
+            parts["exposed ep"] += self.mean(Step.exchanges_alone)
         for name, seconds in self.once_a_step(layers).items():
             parts[name] = parts.get(name, 0.0) + seconds
         return parts | {"step overhead": self.overheads.step_s}
@@ -160,7 +185,7 @@ class Step:
         run, counts = self.run, pipeline.counts(self.run)
         m, rank_s = run.microbatches, run.rank_layers * layer_s
         passes, weight = self.passes, self.passes.backward_products / 2
-        times = passes.forward, passes.backward - weight + self.recomputed(), weight
+        times = passes.forward, passes.backward - weight + self.mean(Step.recomputed), weight
         f, b, w = (rank_s * part / sum(times) for part in times)
         chunks = {"F": f, "B": b if self.splits_backward else b + w, "W": w}
         ticks = sum(counts.ticks[kind] * seconds for kind, seconds in chunks.items())
@@ -256,7 +281,7 @@ class Step:
         Without a pipeline, what `none` keeps beyond `selective` is charged with its way to memory and back.
         A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
         """
-        remat, passes, seconds = self.run.remat, self.passes, 0.0
+        remat, passes, seconds = self.run.policy, self.passes, 0.0
         if self.mesh.pp > 1 and self.run.stash == "input":
             seconds = passes.forward + self.waited_share * self.tensor_group() / 2
         if remat == "none":
@@ -283,7 +308,7 @@ class Step:
     @property
     def kept(self) -> set[str]:
         """Names of what a layer keeps for its backward pass."""
-        return kept_names(self.run.remat)
+        return kept_names(self.run.policy)
 
     def offload(self, forward: float, backward: float) -> float:
         """Time copying activations to the host in the forward pass, and back in the backward pass, beyond their work.
@@ -436,6 +461,14 @@ class Step:
                 gather += pieces * self.collective("all-gather", own * count / pieces, ranks)
         return gather, scatter
 
+    def between_policies(self) -> float:
+        """Time gathering and scattering where a loop over layers with one policy ends and another begins, in one
+        micro-batch: nothing of it is ahead or late there."""
+        if not (self.run.lowering.gathers_ahead and isinstance(self.run.remat, Split)):
+            return 0.0
+        gather, scatter = self.moved(self.layer_params)
+        return 2 * gather + scatter
+
     def matrices_of_experts(self) -> float:
         """Time the same for routed experts; a layer gathers them itself: its attention and dense products hide it.
 
@@ -444,7 +477,7 @@ class Step:
         passes, hide = self.passes, self.overheads.hide
         own = sum(passes.products[name] for name in ("routed up", "routed down"))
         beside = hide * (passes.forward - passes.traffic / 3 - own)
-        again = beside if self.run.remat not in ("none", "selective") else 0.0
+        again = beside if self.run.policy not in ("none", "selective") else 0.0
         gather, scatter = self.moved(self.layer_params[1:])
         waits = gather - beside, gather - again, scatter - 2 * beside
         return sum(max(0.0, seconds) for seconds in waits)

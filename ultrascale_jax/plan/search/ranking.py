@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.config import AXES, Config, MeshConfig, require, require_type
+from ultrascale_jax.config import AXES, Config, MeshConfig, Split, require, require_type
 from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster
@@ -36,6 +36,7 @@ from ultrascale_jax.plan.search.search_space import (
     enumerate_runs,
     with_smaller_moments,
 )
+from ultrascale_jax.plan.search.split import Judged, fewest_layers, neighbours
 from ultrascale_jax.plan.verdict import (
     DOES_NOT_FIT,
     FITS,
@@ -49,8 +50,8 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.units import GIB
 
 EQUAL = 1.02
-"""Times the step of the fastest that a mesh with fewer axes may take, or one that offloads nothing: the formulas' own
-error is larger."""
+"""Times the step of the fastest that one may take which has fewer axes, offloads nothing, or has one policy for all
+layers: the formulas' own error is larger."""
 
 NEAR = 1.25
 """A candidate that needs up to so many times the memory is a near miss."""
@@ -67,6 +68,9 @@ NVIDIA's recipes of Llama 3 halve 8,192 tokens (docs/planning/published_runs.csv
 
 EXPLORE = 5 / 8
 """Share of the compilations that go to the best of different kinds, the rest to more of the fastest kind."""
+
+SPARED = ("recomputation", "exposed offload", "exposed ep", "bubble")
+"""Parts of a step of which another policy can take less."""
 
 NEEDLESS = "recomputes without need"
 """The reason of what is left out where less recomputation fits."""
@@ -133,6 +137,7 @@ class Search:
         """Number of candidates, and of those pruned, by reason."""
         self._candidates: dict[Run, Candidate] = {}
         self._misses: list[tuple[int, Run]] = []
+        self._neighbours: list[tuple[Judged, Judged]] = []
         self._choices = choices or {}
         self._space = Space()
         self._ratios: dict[Kind, list[float]] = {}
@@ -146,6 +151,7 @@ class Search:
             self._predict(axes, {**sizes, **across, **self._choices}, advance)
         if not self._usable and "cp" not in self._choices:
             self._predict([*axes, "cp"], {**within, **self._choices}, advance)
+        self._add_splits()
         if not self._candidates and (self.closest or (math.inf,))[0] > NEAR * self.usable_bytes:
             # The state of most is far too large: find the leanest of all.
             self._space = Space()
@@ -217,14 +223,17 @@ class Search:
             self.counts[DOES_NOT_FIT] += len(runs)
             self._misses.append((least, runs[-1]))
             return
-        enough = False
+        enough, judged = False, list[Judged]()
         for run in runs:
             if enough and run.remat in POLICIES:
                 self.counts[NEEDLESS] += 1
                 continue
             peak = least if run is runs[-1] else breakdown(run).peak_bytes
             verdict = by_formula(peak, self.usable_bytes)
-            if verdict == DOES_NOT_FIT or not fits_host(run, self.cluster.gpu):
+            if not fits_host(run, self.cluster.gpu):
+                verdict = DOES_NOT_FIT
+            judged.append(Judged(run, peak, verdict))
+            if verdict == DOES_NOT_FIT:
                 self.counts[DOES_NOT_FIT] += 1
                 self._misses.append((peak, run))
                 continue
@@ -235,6 +244,26 @@ class Search:
                 slower += ("dots",)
             is_fastest = run.remat in POLICIES and run.remat not in slower
             enough |= is_fastest and verdict == FITS
+        if "remat" not in self._choices:
+            self._neighbours += neighbours(judged)
+
+    def _add_splits(self) -> None:
+        """Add runs with two policies where they can be faster than all candidates."""
+        fitting = [c for c in self._candidates.values() if c.verdict == FITS]
+        fastest = min(map(self.token_s, fitting), default=math.inf)
+        for lean, rich in self._neighbours:
+            step = self._candidates[lean.run].formula
+            spared = sum(step.parts.get(name, 0.0) for name in SPARED)
+            if (step.step_s - spared) / step.run.step_tokens > fastest:
+                continue
+            if (found := fewest_layers(lean, rich, self.cluster.gpu)) is None:
+                continue
+            run, peak = found
+            self._space.runs.append(run)
+            self.counts["candidates"] += 1
+            self.counts[FITS] += 1
+            self._candidates[run] = self._candidate(run, peak)
+        self._neighbours.clear()
 
     def _candidate(self, run: Run, peak: int) -> Candidate:
         formula = estimate(run, self.cluster, peak_bytes=peak)
@@ -337,7 +366,8 @@ class Search:
 
         def place(c: Candidate) -> tuple[int, float]:
             axes = sum(size > 1 for size in c.run.mesh.sizes.values())
-            return axes + (c.best.host_bytes > 0), self.token_s(c)
+            both = isinstance(c.run.remat, Split)
+            return axes + (c.best.host_bytes > 0) + both, self.token_s(c)
 
         return min((c for c in chosen if self.token_s(c) <= limit), key=place)
 

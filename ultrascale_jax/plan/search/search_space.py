@@ -13,7 +13,6 @@ Tokens are sent to experts in the recipe's way; where ep spans nodes, once to ea
 heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
 """
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -35,8 +34,9 @@ from ultrascale_jax.config import (
     MoEConfig,
     PipelineConfig,
     Remat,
+    Split,
     UserError,
-    remat_names,
+    offloads,
     require,
     require_choice,
     require_type,
@@ -129,7 +129,7 @@ def _checked(field_name: str, value: Any) -> Any:
     name = f"fixed[{field_name!r}]"
     if field_name == "remat":
         require(value != "auto", name, value, "is no policy of a candidate; leave it out")
-        require_choice(name, value, Policy | Keep)
+        require_choice(name, value, Policy | Keep | Split)
     elif field_name == "stash":
         require_choice(name, value, Stash)
     elif field_name == "schedule":
@@ -415,7 +415,7 @@ def is_tried(run: Run, remat: Remat, cluster: Cluster) -> bool:
     Policies that offload are tried where layers gather ahead, and are dense or have one expert a rank, and the host
     has the memory.
     """
-    if not remat_names(remat)[1]:
+    if not offloads(remat):
         return True
     experts = run.shape.experts
     alone = OFFLOADED_EXPERTS if experts and experts.num == run.mesh.ep else ()
@@ -441,17 +441,21 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
     for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
-        if run.mesh.pp == 1 or not remat_names(remat)[1]:  # which `Config.check` refuses
+        if _is_legal(run, remat):
             yield _variant(run, stash, remat)
 
 
+def _is_legal(run: Run, remat: Remat) -> bool:
+    """Return whether `Config.check` takes a policy for the mesh of `run`: none offloads in a pipeline, and the first of
+    two policies holds for fewer layers than there are."""
+    if isinstance(remat, Split) and remat.layers >= run.split_layers:
+        return False
+    return run.mesh.pp == 1 or not offloads(remat)
+
+
 def _variant(run: Run, stash: str, remat: Remat) -> Run:
-    """Return `run` with another stash and policy; its sizes, which take long to check, stay."""
-    made = copy.copy(run)
-    vars(made).pop("lowering", None)  # it follows from the policy
-    object.__setattr__(made, "stash", stash)
-    object.__setattr__(made, "remat", remat)
-    return made
+    """Return `run` with another stash and policy."""
+    return run.with_remat(remat, stash=stash)
 
 
 def mostly_padded(run: Run) -> bool:

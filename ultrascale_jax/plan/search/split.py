@@ -1,0 +1,65 @@
+"""Find the fewest layers for which a policy of recomputation has to hold beside a faster one.
+
+Of the policies of a mesh the one that fits with gigabytes to spare is often the neighbour of one that misses by a few.
+Memory is linear in the number of layers under either (`Run.by_policy`), so the number follows from two sums of bytes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ultrascale_jax.config import Split, offloads
+from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
+from ultrascale_jax.plan.hardware import Gpu
+from ultrascale_jax.plan.verdict import FITS, SURE, Verdict, by_formula
+from ultrascale_jax.plan.workload import Run
+
+
+class Judged(NamedTuple):
+    """A run with one policy for all layers, and whether it fits."""
+
+    run: Run
+    peak_bytes: int
+    verdict: Verdict
+
+
+def neighbours(judged: Sequence[Judged]) -> Iterator[tuple[Judged, Judged]]:
+    """Yield the first run that fits for certain, and the one before it, which does not: without a host, and with one.
+
+    Args:
+      judged: runs that differ in what they keep for the backward pass alone, from the one that keeps the most.
+    """
+    # A stage that stashes its input has the residuals of one micro-batch alone. Without a pipeline `none` is slower.
+    stashing = [
+        one
+        for one in judged
+        if one.run.stash == "residuals" and (one.run.mesh.pp > 1 or one.run.remat != "none")
+    ]
+    on_device = [one for one in stashing if not offloads(one.run.remat)]
+    on_host = [one for one in stashing if offloads(one.run.remat) or one.run.remat == "dots"]
+    for chain in (on_device, on_host):
+        place = next((i for i, one in enumerate(chain) if one.verdict == FITS), 0)
+        if place:
+            yield chain[place], chain[place - 1]
+
+
+def fewest_layers(lean: Judged, rich: Judged, gpu: Gpu) -> tuple[Run, int] | None:
+    """Return the run with the policy of `lean` in as few layers as fit, that of `rich` in the others, and its bytes.
+
+    None where only all layers fit, or where `rich` lacks memory of the host.
+    """
+
+    def split(layers: int) -> tuple[Run, int]:
+        run = rich.run.with_remat(
+            Split(first=lean.run.policy, layers=layers, others=rich.run.policy)
+        )
+        return run, breakdown(run).peak_bytes
+
+    every = lean.run.split_layers
+    saved = rich.peak_bytes - split(1)[1] if every > 1 else 0
+    missing = rich.peak_bytes - SURE * gpu.usable_bytes
+    if not 0 < missing < saved * (every - 1):
+        return None
+    run, peak = split(math.ceil(missing / saved))
+    fits = by_formula(peak, gpu.usable_bytes) == FITS and fits_host(run, gpu)
+    return (run, peak) if fits else None
