@@ -31,6 +31,11 @@ class Recomputation(NamedTuple):
 KEEP_ALL = Recomputation()
 
 
+def keep_all(layer: int) -> Recomputation:
+    """Return the recomputation of a layer, by its number, that keeps everything."""
+    return KEEP_ALL
+
+
 class Piece(NamedTuple):
     """Consecutive layers of a stack with the same window, precision and recomputation."""
 
@@ -65,7 +70,7 @@ def pieces(
     stack: Block,
     layers: range,
     inputs: LayerInputs,
-    remat: Callable[[int], Recomputation],
+    remat: Callable[[int], Recomputation] = keep_all,
     ends: Collection[int] = (),
 ) -> Iterator[Piece]:
     """Cut a stack of these layers of the model where window, precision or recomputation change, and after the layers in

@@ -39,7 +39,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.mtp import MTPModule
-from ultrascale_jax.models.stack import KEEP_ALL, LayerOutputs, Recomputation, pieces, run
+from ultrascale_jax.models.stack import LayerOutputs, Recomputation, keep_all, pieces, run
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.primitives import (
     einsum,
@@ -191,7 +191,7 @@ class Transformer(nnx.Module):
         tokens_BT: jax.Array,
         inputs: LayerInputs,
         *,
-        remat: Callable[[int], Recomputation] = lambda layer: KEEP_ALL,
+        remat: Callable[[int], Recomputation] = keep_all,
         capture: Collection[int] = (),
     ) -> ModelOutputs:
         """Run the model on token ids (int32), and keep the residual stream after the layers in `capture`, from 0.
