@@ -456,7 +456,8 @@ class LayerLoop:
 def _parts(stages: Stages, depth: int) -> list[_Part]:
     """Return the parts of a stage of `depth` layers."""
     first, run = stages.first_layers or (0, stages.layer)
-    functions = (range(first), run), (range(first, depth), stages.layer)
+    every = range(depth)
+    functions = (every[:first], run), (every[first:], stages.layer)
     parts = [(layers, run) for layers, run in functions if layers]
     return [
         _Part(number, layers, _with_all_arguments(stages, run))

@@ -72,7 +72,7 @@ class Stages:
         of gradients stand in their place, of all layers of the rank, and a list of them is a last result, for
         `rows.either`.
       first_layers: how many layers at the beginning of each stage run another function, and that function: it returns
-        what `layer` does and keeps other residuals. Each stage has more layers.
+        what `layer` does and keeps other residuals.
       hides_exchanges: whether layers have all-to-alls, which `interleave.py` then hides behind the other pass of a
         tick.
     """
@@ -96,6 +96,8 @@ class Stages:
         extra = ["context"] * (self.context is not None) + ["number"] * self.numbered
         extra += ["rows"] * (self.in_place is not None)
         check_call("layer", self.layer, "params", "x", *extra)
+        if self.first_layers is not None:
+            check_call("first_layers", self.first_layers[1], "params", "x", *extra)
         check_call("embed", self.embed, "shared", "batch")
         check_call("head", self.head, "shared", "y", "batch")
 
