@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         MoEConfig,
         OptimConfig,
         PipelineConfig,
+        Split,
         TrainConfig,
         UserError,
     )
@@ -120,7 +121,7 @@ _HOME = {
     "config": (
         "CheckpointConfig Config ContextConfig DataConfig Dpo Experts Keep KernelsConfig LatentAttention "
         "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
-        "PipelineConfig TrainConfig UserError"
+        "PipelineConfig Split TrainConfig UserError"
     ),
     "config.lowering": "Lowering",
     "data.loader": "Loader",

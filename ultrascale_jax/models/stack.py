@@ -46,6 +46,9 @@ class Piece(NamedTuple):
     inputs: LayerInputs
     """The inputs of all of them."""
     recomputation: Recomputation
+    """The way in which they are run for their backward pass."""
+    waits: bool
+    """Whether layers with another policy follow, in whose backward pass nothing of these is to be gathered."""
     last_layer: int
     """Number of the last one in the model."""
 
@@ -89,7 +92,8 @@ def pieces(
         )
         block = cut(stack, first - layers.start, stop - layers.start)
         rows = cut(inputs_of_piece.stacked, first, stop)
-        yield Piece(block, rows, inputs_of_piece, recomputation, stop - 1)
+        waits = remat(cfg.num_layers - 1) != recomputation
+        yield Piece(block, rows, inputs_of_piece, recomputation, waits, stop - 1)
 
 
 def run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
@@ -132,6 +136,7 @@ def _gathering_ahead(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOu
         leave_sums=functools.partial(map_params, leave_sums) if lowering.sums_late else None,
         lowering=lowering,
         offload=piece.recomputation.offload,
+        waits=piece.waits,
     )
     routed = Routed(balance_LBR, *statistics) if statistics else None
     return x_BRD, LayerOutputs(None, routed, terms)

@@ -89,6 +89,7 @@ def prefetch_scan(
     leave_sums: Callable[[Any], Any] | None = None,
     lowering: Lowering = PLAIN,
     offload: Collection[str] = (),
+    waits: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Run a layer for each row of `params`, in order, with the next row gathered while this one computes.
 
@@ -111,6 +112,8 @@ def prefetch_scan(
       lowering: how XLA runs the scan.
       offload: names (`jax.ad_checkpoint.checkpoint_name`) of residuals that wait for the backward pass in host memory.
         They go there while the next layer computes, and return one layer ahead; the last layer's stay on the device.
+      waits: whether the backward pass gathers its first layer only once the gradient of the result is there. XLA may
+        else gather it in the forward pass, and keep it while scans behind this one run.
 
     Returns:
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; aux is 0 if the layer returns y alone.
@@ -127,7 +130,7 @@ def prefetch_scan(
     num = _num_layers(params, constants)
     constants = _without_gradient("constants", constants)
     context = _without_gradient("context", context)
-    scan = _Scan(_as_layer(layer, gather, leave_sums), num, lowering, offload)
+    scan = _Scan(_as_layer(layer, gather, leave_sums), num, lowering, offload, waits)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -193,8 +196,15 @@ def _num_layers(params: Any, constants: Any) -> int:
 class _Scan:
     """Forward and backward pass of `num` layers."""
 
-    def __init__(self, layer: _Layer, num: int, lowering: Lowering, offload: Collection[str]):
-        self.layer, self.num, self.offload = layer, num, offload
+    def __init__(
+        self,
+        layer: _Layer,
+        num: int,
+        lowering: Lowering,
+        offload: Collection[str],
+        waits: bool,
+    ):
+        self.layer, self.num, self.offload, self.waits = layer, num, offload, waits
         self.loop, self.delay = RowLoop(num, lowering), lowering.delay
 
     def forward(self, params, constants, x, context, *, keep: bool):
@@ -232,7 +242,10 @@ class _Scan:
         params, constants, x, context, (kept, last_on_host, host) = saved
         dy, (daux, *_) = cotangents
         stacks = params, constants
-        last = self.layer.gather(*read_row(stacks, self.num - 1))
+        row = read_row(stacks, self.num - 1)
+        if self.waits:
+            row, dy = jax.lax.optimization_barrier((row, dy))
+        last = self.layer.gather(*row)
         vjp = self.vjp(last, x, (context, read_row(constants, 0)))
         # A layer's gradients are finished one iteration after it, or two with a sum over replicas.
         lag = 1 if self.layer.leave_sums is None else 2

@@ -89,8 +89,8 @@ def test_the_line_says_what_was_chosen_and_why():
     assert why.endswith(f"{step.host_bytes / GIB:.1f} of 192.0 GiB of its host, at 53.5 GB/s")
     why = choose_auto(left_open(llama3_8b), h100s(8))[1]
     assert "(1 sequence a GPU at once): by formula the simplest within 2% of the fastest" in why
-    assert why.endswith(" of 72.8 GiB a GPU") and "of 75 tried" in why
-    assert "of 49 tried" in choose_auto(left_open(llama3_8b), h100s(8, host=NO_HOST))[1]
+    assert why.endswith(" of 72.8 GiB a GPU") and "of 82 tried" in why
+    assert "of 52 tried" in choose_auto(left_open(llama3_8b), h100s(8, host=NO_HOST))[1]
 
 
 def test_activations_wait_in_the_host_where_its_memory_and_link_allow_it():
