@@ -113,7 +113,7 @@ GEMMA3_12B = ModelConfig(
     norm_placement="both",
     qk_norm="head",
     tied_embeddings=True,
-    embed_scale=True,
+    embed_scale=0.0,
     rope_theta=1_000_000.0,
     rope_theta_local=10_000.0,
     rope_scaling=RopeScaling(kind="linear", factor=8.0, original_seq_len=16384),

@@ -46,15 +46,16 @@ def stored(folder):
 def in_hugging_face_layout(model, cfg, model_type=""):
     """The same from our parameters: written out here once more, independently of the table."""
     tensors = separate_tensors(model, cfg)
-    return joined(tensors) if model_type == "phi3" else tensors
-
-
-def joined(tensors):
-    """Phi-3: one matrix for queries, keys and values, and one for gate and up."""
+    if model_type not in ("phi3", "granitemoehybrid"):
+        return tensors
     whole = {}
     for name, value in tensors.items():
-        name = re.sub(r"\.[qkv]_proj", ".qkv_proj", name)
-        name = re.sub(r"\.(gate|up)_proj", ".gate_up_proj", name)
+        if model_type == "phi3":
+            name = re.sub(r"\.[qkv]_proj", ".qkv_proj", name)
+            name = re.sub(r"\.(gate|up)_proj", ".gate_up_proj", name)
+        else:
+            name = re.sub(r"\.mlp\.(gate|up)_proj", ".shared_mlp.input_linear", name)
+            name = name.replace(".mlp.down_proj", ".shared_mlp.output_linear")
         whole[name] = np.concatenate([whole[name], value]) if name in whole else value
     return whole
 

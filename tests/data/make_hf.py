@@ -148,6 +148,36 @@ def olmoe() -> transformers.PretrainedConfig:
     )
 
 
+GRANITE = {
+    **SMALL,
+    "sliding_window": None,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.25,
+}
+
+
+def granite() -> transformers.PretrainedConfig:
+    """Two layers with Granite's four scalars."""
+    return transformers.GraniteConfig(**GRANITE)
+
+
+def granitemoehybrid() -> transformers.PretrainedConfig:
+    """The same without rotary positions, gate and up in one tensor."""
+    return transformers.GraniteMoeHybridConfig(
+        **GRANITE | {"intermediate_size": 16},
+        shared_intermediate_size=48,
+        num_local_experts=0,
+        layer_types=["full_attention"] * 2,
+        mamba_n_heads=8,
+        tie_word_embeddings=True,
+    )
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
@@ -155,6 +185,8 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmo3": olmo3,
     "seed_oss": seed_oss,
     "phi3": phi3,
+    "granite": granite,
+    "granitemoehybrid": granitemoehybrid,
     "glm4_moe": glm4_moe,
     "minimax_m2": minimax_m2,
     "olmoe": olmoe,

@@ -48,6 +48,7 @@ BASE = Config(
 
 EXPERTS = Experts(num=4, top_k=2, d_ff=8)
 SINKS = {"attention_sinks": True, "sliding_window": 5, "nope_every": 2, "rope_dim": 4}
+SINKS |= {"embed_scale": 12.0, "residual_scale": 0.5, "logit_divisor": 2.0}
 LATENT = {
     "num_kv_heads": 4,
     "head_dim": 12,

@@ -180,8 +180,12 @@ class ModelConfig(Section, name="model"):
     """Scores are divided by the root of this (Gemma's `query_pre_attn_scalar`); 0 is `head_dim`."""
     tied_embeddings: bool = False
     """Use the embedding table as the output head."""
-    embed_scale: bool = False
-    """Multiply embeddings by the root of `d_model` (Gemma)."""
+    embed_scale: NonNegative = 1.0
+    """Multiplies the embeddings; 0 is the root of `d_model` (Gemma)."""
+    residual_scale: Positive = 1.0
+    """Multiplies the result of each half of a layer before it is added to the residual stream (Granite)."""
+    logit_divisor: Positive = 1.0
+    """Divides the logits (Granite's `logits_scaling`)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_theta_local: float = 0.0

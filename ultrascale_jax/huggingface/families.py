@@ -23,8 +23,8 @@ FIXED = (
 """Fields of `ModelConfig` that the code of most families fixes, and no key says."""
 
 OPTIONAL = (
-    *("query_scale", "rope_theta_local", "full_attention_every"),
-    *("rope_dim", "nope_every", "mtp_layers"),
+    *("query_scale", "residual_scale", "logit_divisor", "rope_theta_local"),
+    *("full_attention_every", "rope_dim", "nope_every", "mtp_layers"),
 )
 """Fields that only some families have."""
 
@@ -102,6 +102,10 @@ HARMLESS = frozenset(
         *("attn_implementation", "experts_implementation", "distributed_config"),
         *("initializer_range", "initializer_factor", "init_std", "router_aux_loss_coef"),
         *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing"),
+        # Of layers that no model here has.
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+        *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
+        "time_step_limit",
     )
 )
 """Keys that no output of a loaded model depends on."""
@@ -410,6 +414,68 @@ def _write_phi3(cfg: ModelConfig) -> dict[str, Any]:
     return {}
 
 
+GRANITE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+"""Granite's scalars."""
+
+
+def _read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+    embed, residual, divisor, scores = (number(raw, key, 1.0) for key in GRANITE)
+    d_model, heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
+    width = integer(raw, "head_dim", null=d_model // heads)
+    return {
+        "embed_scale": embed,
+        "residual_scale": residual,
+        "logit_divisor": divisor,
+        "query_scale": 0.0 if scores == width**-0.5 else scores**-2,
+    }
+
+
+def _write_granite(cfg: ModelConfig) -> dict[str, Any]:
+    embed = cfg.embed_scale or cfg.d_model**0.5
+    # Twelve digits: the number of which `query_scale` is the power of -2.
+    scores = float(f"{cfg.query_scale**-0.5:.12g}") if cfg.query_scale else cfg.head_dim**-0.5
+    values = (embed, cfg.residual_scale, cfg.logit_divisor, scores)
+    return dict(zip(GRANITE, values, strict=True))
+
+
+def _granite4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Granite 4's keys as Granite's; all its layers must be attention, and none may have experts."""
+    raw, num_layers = dict(raw), integer(raw, "num_hidden_layers")
+    for key in ("layer_types", "layers_block_type"):
+        kinds, fix = raw.pop(key, None), f"supported are {num_layers} layers of attention"
+        here = isinstance(kinds, list) and len(kinds) == num_layers
+        attention = here and set(kinds) <= {"attention", FULL}
+        needed = key == "layer_types" or kinds is not None
+        require(attention or not needed, key, kinds, fix)
+    experts = raw.get("num_local_experts")
+    require(experts == 0, "num_local_experts", experts, "supported is 0")
+    for key, minimum in (("num_experts_per_tok", 0), ("intermediate_size", 1)):  # of experts
+        integer(raw, key, 1, minimum=minimum)
+    kind, fix = raw.get("position_embedding_type"), "supported are rope and null"
+    require(kind in ("rope", "nope", None), "position_embedding_type", kind, fix)
+    return raw | {"intermediate_size": integer(raw, "shared_intermediate_size", 1024)}
+
+
+def _read_granite4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    rotary = raw.get("position_embedding_type") == "rope"
+    return {**_read_granite(raw), "nope_every": int(not rotary)}
+
+
+def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
+    name, fix = (
+        "model.nope_every",
+        "granitemoehybrid has positions in all layers, or none; use 0 or 1",
+    )
+    require(cfg.nope_every < 2, name, cfg.nope_every, fix)
+    return {
+        **_write_granite(cfg),
+        "layer_types": ["attention"] * cfg.num_layers,
+        "num_local_experts": 0,
+        "shared_intermediate_size": cfg.d_ff,
+        "position_embedding_type": None if cfg.nope_every else "rope",
+    }
+
+
 def _gpt_oss(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return gpt-oss's keys with the stretch that absent ones mean; experts in MXFP4 are read (`mxfp4.py`)."""
     raw, quantization = dict(raw), raw.get("quantization_config")
@@ -498,6 +564,28 @@ FAMILIES = {
             "mlp.gate_up_proj": ("mlp.w_gate", "mlp.w_up"),
         },
     ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        optional=("embed_scale", "query_scale", "residual_scale", "logit_divisor"),
+        constants=NO_BIAS,
+        own_keys=GRANITE,
+        read=_read_granite,
+        write=_write_granite,
+    ),
+    "granitemoehybrid": Family(
+        architecture="GraniteMoeHybridForCausalLM",
+        optional=("embed_scale", "query_scale", "residual_scale", "logit_divisor", "nope_every"),
+        constants=NO_BIAS | {"mamba_n_heads": 1},  # transformers wants a divisor of twice the width
+        own_keys=(
+            *(*GRANITE, "layers_block_type", "num_local_experts"),
+            *("num_experts_per_tok", "shared_intermediate_size", "position_embedding_type"),
+        ),
+        common=_granite4,
+        read=_read_granite4,
+        write=_write_granite4,
+        names={"mlp.w_down": "shared_mlp.output_linear"},
+        joined={"shared_mlp.input_linear": ("mlp.w_gate", "mlp.w_up")},
+    ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         model={"qkv_bias": True},
@@ -551,7 +639,7 @@ FAMILIES = {
         architecture="Gemma3ForCausalLM",
         model={
             "activation": "gelu_tanh",
-            "embed_scale": True,
+            "embed_scale": 0.0,
             "norm_placement": "both",
             "qk_norm": "head",
         },

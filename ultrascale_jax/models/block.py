@@ -219,7 +219,7 @@ class Block(nnx.Module):
             terms = _checked_terms("attention", attn, terms[0]) if terms else {}
             h, feed_forward = _together(inputs, h, self.feed_forward)
             h_BRD = checkpoint_name(_summed(attn, h), "attn_out")
-            x_BRD = x_BRD + self._after(h_BRD, "attn_norm", "attn_out_norm")
+            x_BRD = x_BRD + self._scaled(self._after(h_BRD, "attn_norm", "attn_out_norm"))
             return x_BRD, cache, feed_forward, terms
 
     def feed(
@@ -242,7 +242,8 @@ class Block(nnx.Module):
                     terms = _checked_terms("mlp", feed_forward, returned)
                 _check_result("mlp", feed_forward, h, x_BRD)
             h = checkpoint_name(h, "mlp_out")
-            return x_BRD + self._after(h, "mlp_norm", "mlp_out_norm"), routed, dense_extra, terms
+            x_BRD = x_BRD + self._scaled(self._after(h, "mlp_norm", "mlp_out_norm"))
+            return x_BRD, routed, dense_extra, terms
 
     def _before(self, x_BRD: jax.Array, name: str) -> jax.Array:
         """Normalise the input of a half-block, where its norm stands there."""
@@ -255,6 +256,11 @@ class Block(nnx.Module):
         if self.cfg.norm_placement == "post":
             return checkpoint_name(self._norm(x_BRD, name), name)
         return self._norm(x_BRD, out_name) if self.cfg.norm_placement == "both" else x_BRD
+
+    def _scaled(self, y_BRD: jax.Array) -> jax.Array:
+        """Multiply the result of a half-block by `residual_scale`, which bfloat16 may not hold."""
+        scale = self.cfg.residual_scale
+        return y_BRD if scale == 1 else (y_BRD.astype(jnp.float32) * scale).astype(y_BRD.dtype)
 
     def _norm(self, x_BRD: jax.Array, name: str) -> jax.Array:
         return normed(x_BRD, getattr(self, name), self.cfg, self.kernels)

@@ -239,7 +239,8 @@ class Transformer(nnx.Module):
     def embedding(self, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Look up the residual stream `[B, R, D]` of token ids; in a manual region a partial sum over pp."""
         x_BRD = embed_lookup(self.embed[...], tokens_BT, dtype, zero_sizes(self.cfg))
-        return x_BRD * jnp.asarray(self.cfg.d_model**0.5, dtype) if self.cfg.embed_scale else x_BRD
+        scale = self.cfg.embed_scale or self.cfg.d_model**0.5
+        return x_BRD if scale == 1 else x_BRD * jnp.asarray(scale, dtype)
 
     def normed(self, x_BRD: jax.Array) -> jax.Array:
         """Apply the final norm."""
@@ -251,8 +252,10 @@ class Transformer(nnx.Module):
         return gather_params(module, dtype, zero_sizes(self.cfg))
 
     def head_weight(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the output head `[D, V]`, V over the tensor group and pp."""
+        """Return the output head `[D, V]`, V over the tensor group and pp, which gives divided logits."""
         weight = self.embed[...].T if self.cfg.tied_embeddings else self.head[...]
+        if self.cfg.logit_divisor != 1:
+            weight = weight / self.cfg.logit_divisor
         return gather_param(weight, "DV", "BTD", dtype, zero_sizes(self.cfg))
 
     def loss(

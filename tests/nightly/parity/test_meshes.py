@@ -44,7 +44,7 @@ GEMMA3 = {
     "qk_norm": "head",
     "query_scale": 6.0,
     "tied_embeddings": True,
-    "embed_scale": True,
+    "embed_scale": 0.0,
     "rope_theta_local": 100.0,
     "rope_scaling": RopeScaling(kind="linear", factor=2.0),
     "sliding_window": 7,

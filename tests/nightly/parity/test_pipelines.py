@@ -35,7 +35,7 @@ LLAMA: dict = {}
 QWEN3 = {"qk_norm": "head", "sliding_window": 7}
 GEMMA3 = {
     "activation": "gelu_tanh", "norm_placement": "both", "qk_norm": "head", "tied_embeddings": True,
-    "embed_scale": True, "rope_theta_local": 100.0, "sliding_window": 5, "full_attention_every": 3, "num_layers": 6,
+    "embed_scale": 0.0, "rope_theta_local": 100.0, "sliding_window": 5, "full_attention_every": 3, "num_layers": 6,
 }  # fmt: skip
 MIXED = {  # one layer without experts, and padding
     "num_layers": 3,

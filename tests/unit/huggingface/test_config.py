@@ -23,6 +23,11 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
 }
 OF_FAMILY = {
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 4,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    },
     "gemma3_text": {"head_dim": 16},
     "gpt_oss": {"head_dim": 16},
     "deepseek_v3": {
@@ -68,6 +73,16 @@ LLAMA = ModelConfig(
     vocab_size=320, d_model=64, d_ff=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16
 )
 SMOLLM3 = replace(LLAMA, rope_theta=2e6, tied_embeddings=True, nope_every=4)
+GRANITE = replace(LLAMA, query_scale=1.0)
+GRANITE_KEYS = {
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.0078125,
+}
+GRANITE_3 = replace(
+    LLAMA, embed_scale=12.0, residual_scale=0.22, logit_divisor=8.0, query_scale=16384.0
+)
 QWEN2 = replace(LLAMA, qkv_bias=True)
 QWEN3 = replace(LLAMA, qk_norm="head", head_dim=128)
 QWEN3_DENSE = replace(LLAMA, qk_norm="head")
@@ -108,7 +123,7 @@ GEMMA3 = replace(
     qk_norm="head",
     query_scale=256.0,
     tied_embeddings=True,
-    embed_scale=True,
+    embed_scale=0.0,
     rope_theta=1e6,
     rope_theta_local=1e4,
     sliding_window=4096,
@@ -151,6 +166,20 @@ READ = [
         "smollm3",
         {"no_rope_layers": [1, 1, 0, 1, 1], "layer_types": [FULL] * 4, "rope_theta": 5e6},
         change(SMOLLM3, nope_every=3, rope_theta=5e6),
+    ),
+    ("granite", {}, GRANITE),
+    ("granite", GRANITE_KEYS, GRANITE_3),
+    (
+        "granite",
+        {"attention_multiplier": 0.25, "logits_scaling": 3},
+        change(LLAMA, logit_divisor=3.0),
+    ),
+    ("granite", {"attention_multiplier": 0.1}, change(LLAMA, query_scale=0.1**-2)),
+    ("granitemoehybrid", GRANITE_KEYS, change(GRANITE_3, nope_every=1)),
+    (
+        "granitemoehybrid",
+        GRANITE_KEYS | {"position_embedding_type": "rope", "shared_intermediate_size": 80},
+        change(GRANITE_3, d_ff=80),
     ),
     ("phi3", {"num_key_value_heads": "absent"}, change(LLAMA, num_kv_heads=4)),
     ("phi3", {"sliding_window": 9}, change(LLAMA, sliding_window=9)),
@@ -358,6 +387,14 @@ REFUSED = {
         ("no_rope_layers", [1, 0]),
         ("no_rope_layer_interval", 0),
         ("use_sliding_window", True),
+    ],
+    "granite": [("attention_multiplier", 0), ("residual_multiplier", None)],
+    "granitemoehybrid": [
+        ("layer_types", "absent"),
+        ("layer_types", ["attention", "mamba"] * 2),
+        ("layers_block_type", ["mamba"] * 4),
+        ("num_local_experts", 8),
+        ("position_embedding_type", "learned"),
     ],
     "phi3": [
         ("resid_pdrop", 0.1),
