@@ -169,7 +169,7 @@ def experts(row, cfg):
     if cfg.experts.biases:
         return experts_together(row)
     minimax = cfg.qk_norm == "full" and cfg.experts.bias
-    plain = cfg.qk_norm == "none" and cfg.latent is None  # Mixtral
+    plain = cfg.qk_norm == "none" and cfg.latent is None and not cfg.experts.shared  # Mixtral
     at = "block_sparse_moe" if minimax or plain else "mlp"
     names = ("w1", "w3", "w2") if minimax or plain else ("gate_proj", "up_proj", "down_proj")
     tensors = {f"{at}.gate.weight": row("moe.w_router").T}
@@ -177,8 +177,11 @@ def experts(row, cfg):
         tensors |= gated("moe.", row, f"{at}.experts.{expert}.", names, expert)
     if cfg.experts.bias:
         tensors[f"{at if minimax else 'mlp.gate'}.e_score_correction_bias"] = row("moe.bias")
+    if cfg.experts.shared_gate:
+        tensors["mlp.shared_expert_gate.weight"] = row("moe.shared.w_score").T
     if cfg.experts.shared:
-        tensors |= gated("moe.shared.", row, "mlp.shared_experts.")
+        name = "shared_expert" if cfg.experts.shared_gate else "shared_experts"
+        tensors |= gated("moe.shared.", row, f"mlp.{name}.")
     return tensors
 
 

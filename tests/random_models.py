@@ -106,12 +106,13 @@ def draw_rope_scaling(rng: random.Random) -> Flags:
 
 
 def draw_experts(rng: random.Random, layers: int) -> Flags:
-    num, groups = rng.choice((4, 8)), rng.choice((1, 2))
+    num, groups, shared = rng.choice((4, 8)), rng.choice((1, 2)), rng.choice((0, 1))
     return {
         "num": num,
         "top_k": rng.choice((1, 2)),
         "d_ff": rng.choice((0, 16)),
-        "shared": rng.choice((0, 1)),
+        "shared": shared,
+        "shared_gate": shared > 0 and rng.random() < 0.3,
         "dense_layers": rng.choice((0, min(1, layers - 1))),
         "scores": rng.choice(("softmax", "sigmoid")),
         "normalize": rng.random() < 0.5,

@@ -178,6 +178,21 @@ def granitemoehybrid() -> transformers.PretrainedConfig:
     )
 
 
+def qwen2_moe() -> transformers.PretrainedConfig:
+    """Three layers, the first without experts; two shared experts, which a gate weighs."""
+    return transformers.Qwen2MoeConfig(
+        **SMALL,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        max_position_embeddings=64,
+    )
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
@@ -190,6 +205,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "glm4_moe": glm4_moe,
     "minimax_m2": minimax_m2,
     "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
 }
 
 

@@ -65,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek": LATENT
     | {
         "experts": dataclasses.replace(
-            EXPERTS, shared=1, scores="sigmoid", bias=True, dense_layers=1
+            EXPERTS, shared=1, shared_gate=True, scores="sigmoid", bias=True, dense_layers=1
         )
     },
 }

@@ -118,6 +118,7 @@ REFUSED = [
     (RopeScaling, {"kind": "linear", "mscale_all_dim": 1.0}),
     (Experts, {"num": 4, "top_k": 5}),
     (Experts, {"num": 8, "groups": 3}),
+    (Experts, {"shared_gate": True}),
     (Experts, {"groups": 4, "groups_per_token": 5}),
     (ModelConfig, {"experts": Experts(), "norm_placement": "post"}),
     (ModelConfig, LATENT | {"num_kv_heads": 2}),

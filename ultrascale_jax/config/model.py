@@ -60,7 +60,7 @@ class RopeScaling(Section, name="model.rope_scaling"):
         low, high = self.thresholds
         yarn, without = self.kind == "yarn", f"{self.kind} has none; use 0"
         inside = f"must lie between 0 and high_freq_factor, {high:g}"
-        self.require(0 < low < high, "low_freq_factor", inside)
+        self.require(0 < low < high or (yarn and low == high), "low_freq_factor", inside)
         self.require(yarn or not self.attention_factor, "attention_factor", without)
         self.require(yarn or not self.mscale_all_dim, "mscale_all_dim", without)
         self.require(yarn or self.truncate, "truncate", f"{self.kind} rounds no dims; use True")
@@ -99,6 +99,8 @@ class Experts(Section, name="model.experts"):
     """Width of one expert (F); 0 is `model.d_ff`, the width of layers without experts."""
     shared: Annotated[int, between(0, MOST_PARTS)] = 0
     """Experts that every token visits; together one gated layer of `shared` times the width."""
+    shared_gate: bool = False
+    """A sigmoid of a projection of the token weighs what the shared experts return (Qwen2-MoE)."""
     dense_layers: Natural = 0
     """First layers that have one gated layer of `model.d_ff` instead of experts."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -122,6 +124,8 @@ class Experts(Section, name="model.experts"):
         reach = self.num // groups * chosen
         self.require(self.num % groups == 0, "groups", f"must divide num={self.num}")
         self.require(chosen <= groups, "groups_per_token", f"there are only groups={groups}")
+        gated = self.shared > 0 or not self.shared_gate
+        self.require(gated, "shared_gate", "shared=0, no expert to weigh; use False")
         self.require(self.top_k <= reach, "top_k", f"a token reaches {reach} experts; use fewer")
 
 

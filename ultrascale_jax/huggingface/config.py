@@ -17,6 +17,7 @@ from ultrascale_jax.config import ModelConfig, RopeScaling, require
 from ultrascale_jax.huggingface.experts import count_keys, expert_keys, read_experts
 from ultrascale_jax.huggingface.families import (
     ACTIVATIONS,
+    ALIASES,
     ALLOWED,
     FAMILIES,
     FULL,
@@ -57,18 +58,24 @@ def read_config(path: str | Path) -> ModelConfig:
 
 def read_model_type(folder: Path) -> str:
     """Return the family of a Hugging Face folder that `read_config` reads."""
-    return read_json(inside(folder, "config.json"))["model_type"]
+    return model_type_in(read_json(inside(folder, "config.json")))
+
+
+def model_type_in(raw: Mapping[str, Any]) -> str:
+    """Return the family that `model_type` names."""
+    name = str(raw.get("model_type"))
+    return ALIASES.get(name, name)
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Return the model that the object in a `config.json` describes; raises as `read_config`."""
-    model_type, supported = str(raw.get("model_type")), ", ".join(FAMILIES)
+    model_type, supported = model_type_in(raw), ", ".join(FAMILIES)
     require(model_type in FAMILIES, "model_type", model_type, f"supported are {supported}")
     family = FAMILIES[model_type]
     supported = [family.architecture]
     names = raw.get("architectures") or supported
     require(names == supported, "architectures", names, f"supported is {supported}")
-    raw = family.common(raw)
+    raw = family.common({**raw, "model_type": model_type})
     activation = family.model.get("activation", "silu")
     allowed = {**ALLOWED, family.activation_key: ACTIVATIONS[activation], **family.allowed}
     for key, values in allowed.items():

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ultrascale_jax.config import Experts, ModelConfig, require
-from ultrascale_jax.huggingface.families import FAMILIES
+from ultrascale_jax.huggingface.families import FAMILIES, SHARED_WIDTH
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 ALIAS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
@@ -27,6 +27,8 @@ def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
     raw = {**raw, **_count(raw, model_type)}
     fields: dict[str, Any] = {}
     for name, key in family.expert_keys.items():
+        if name == SHARED_WIDTH:
+            continue
         default = getattr(family.experts, name)
         if isinstance(default, bool):
             fields[name] = flag(raw, key, default)
@@ -34,6 +36,11 @@ def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
             fields[name] = number(raw, key, default)
         else:
             fields[name] = integer(raw, key, default, minimum=int(name != "dense_layers"))
+    if key := family.expert_keys.get(SHARED_WIDTH):
+        width = integer(raw, key, family.experts.shared * family.experts.d_ff)
+        one, fix = fields["d_ff"], f"must be a multiple of {family.expert_keys['d_ff']}"
+        require(width % one == 0, key, width, f"{fix}={one}")
+        fields["shared"] = width // one
     if family.dense_list_key:
         fields["dense_layers"] = _dense_layers(raw, family.dense_list_key)
     if fields.get("dense_layers", 0) >= num_layers:
@@ -70,6 +77,8 @@ def expert_keys(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
         name, value = entry.name, getattr(experts, entry.name)
         if name == "d_ff":
             keys[family.expert_keys.get(name, "intermediate_size")] = cfg.expert_d_ff
+        elif name == "shared" and SHARED_WIDTH in family.expert_keys:
+            keys[family.expert_keys[SHARED_WIDTH]] = value * cfg.expert_d_ff
         elif name in family.expert_keys:
             keys[family.expert_keys[name]] = value
         elif name == "dense_layers" and family.dense_list_key:

@@ -37,6 +37,9 @@ OLMO3_BASE = 500000.0
 MTP = "num_nextn_predict_layers"
 """DeepSeek's key of `mtp_layers`."""
 
+SHARED_WIDTH = "shared_width"
+"""In `Family.expert_keys`: the width of all shared experts together."""
+
 MTP_ALIAS = "num_mtp_layers"
 """Another name of it in `transformers` 5."""
 
@@ -138,6 +141,7 @@ NAMES: Mapping[str, str] = {
     "moe.w_gate": "mlp.experts.{}.gate_proj",
     "moe.w_up": "mlp.experts.{}.up_proj",
     "moe.w_down": "mlp.experts.{}.down_proj",
+    "moe.shared.w_score": "mlp.shared_expert_gate",
     "moe.shared.w_gate": "mlp.shared_experts.gate_proj",
     "moe.shared.w_up": "mlp.shared_experts.up_proj",
     "moe.shared.w_down": "mlp.shared_experts.down_proj",
@@ -192,7 +196,7 @@ class Family:
     """Period of the window `pattern`: the last of so many layers has no window, where no key says how many."""
     activation_key: str = "hidden_act"
     expert_keys: Mapping[str, str] = field(default_factory=dict)
-    """Field of `Experts` to its key."""
+    """Field of `Experts`, or `SHARED_WIDTH`, to its key."""
     dense_list_key: str = ""
     """Key with the list of the layers that have no experts."""
     own_keys: tuple[str, ...] = ()
@@ -476,6 +480,15 @@ def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _qwen2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Qwen2-MoE's keys without those of a window, which `use_sliding_window` must leave off."""
+    raw = dict(raw)
+    for key in ("sliding_window", "max_window_layers"):
+        if (value := raw.pop(key, None)) is not None:
+            integer({key: value}, key, minimum=0)
+    return raw
+
+
 def _gpt_oss(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return gpt-oss's keys with the stretch that absent ones mean; experts in MXFP4 are read (`mxfp4.py`)."""
     raw, quantization = dict(raw), raw.get("quantization_config")
@@ -503,6 +516,9 @@ PHI3S_OWN = {
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
 }
 """The code in Phi-3's repositories, the same model as that of `transformers`."""
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Names of a family's code in other repositories."""
 
 NO_BIAS = {"attention_bias": False}
 
@@ -750,6 +766,28 @@ FAMILIES = {
         read=_read_glm,
         write=_write_glm,
     ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        model={"qkv_bias": True},
+        num_kv_heads=16,
+        experts=Experts(num=60, top_k=4, d_ff=1408, shared=4, normalize=False, shared_gate=True),
+        expert_keys={
+            "num": "num_experts",
+            "top_k": "num_experts_per_tok",
+            "d_ff": "moe_intermediate_size",
+            SHARED_WIDTH: "shared_expert_intermediate_size",
+            "normalize": "norm_topk_prob",
+        },
+        dense_list_key="mlp_only_layers",
+        allowed={"qkv_bias": (True,), "use_sliding_window": (False,)},
+        own_keys=("max_window_layers",),
+        common=_qwen2_moe,
+        names={
+            "moe.shared.w_gate": "mlp.shared_expert.gate_proj",
+            "moe.shared.w_up": "mlp.shared_expert.up_proj",
+            "moe.shared.w_down": "mlp.shared_expert.down_proj",
+        },
+    ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         model={"qk_norm": "head"},
@@ -846,7 +884,10 @@ def _lacking(name: str, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
 
 def _experts_lacking(name: str, family: Family, experts: Experts) -> Iterator[tuple[str, Any, str]]:
     """Yield the same of experts; their width always has a key."""
-    keys = {"d_ff", *family.expert_keys} | ({"dense_layers"} if family.dense_list_key else set())
+    keys = {"d_ff", *family.expert_keys} | (
+        {"shared"} if SHARED_WIDTH in family.expert_keys else set()
+    )
+    keys |= {"dense_layers"} if family.dense_list_key else set()
     for entry in fields(Experts):
         value, expected = getattr(experts, entry.name), getattr(family.experts, entry.name)
         if entry.name not in keys and value != expected:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ultrascale_jax.huggingface.config import NO_TOKEN_IDS
+from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, model_type_in
 from ultrascale_jax.huggingface.experts import count_keys
 from ultrascale_jax.huggingface.families import ALLOWED, FAMILIES, HARMLESS, READ
 from ultrascale_jax.huggingface.files import GENERATION, inside, shown, unread_files
@@ -31,10 +31,11 @@ def remarks(folder: Path) -> list[str]:
     """
     twice: list[str] = []
     raw = read_json(inside(folder, "config.json"), tell=twice.append)
-    unknown = {key for key in raw.keys() - known_keys(raw["model_type"]) if key[:1] != "_"}
+    model_type = model_type_in(raw)
+    unknown = {key for key in raw.keys() - known_keys(model_type) if key[:1] != "_"}
     lines = [f"config.json gives {shown(set(twice))} twice, the same"] if twice else []
     if unknown:
-        lines.append(f"config.json has {shown(unknown)}, which mean nothing to {raw['model_type']}")
+        lines.append(f"config.json has {shown(unknown)}, which mean nothing to {model_type}")
     lines += _unread_rope(raw)
     lines += _no_tokens("config.json", raw, raw["vocab_size"])
     if (folder / GENERATION).is_file():

@@ -108,7 +108,7 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
 
     def add_layer(path: str, prefix: str, kind: FeedForward, stack: int | None = None) -> None:
         """Add the parameters of a stack of layers, or of one layer."""
-        for (ours, dims, stored), width in _layer(cfg, kind):
+        for (ours, dims, stored), own_sizes in _layer(cfg, kind):
             name, _, part = family.name(ours).partition("[")
             is_joined = "E" in dims and "{}" not in name
             last_name = ours.rpartition(".")[2]
@@ -118,7 +118,7 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
                 dims=dims,
                 stored=dims if is_joined else stored,
                 part=int(part.removesuffix("]")) if part else None,
-                sizes=sizes | {"F": width},
+                sizes=sizes | own_sizes,
                 float32=ours == "moe.bias",
                 offset=family.norm_offset if ours.endswith("norm") else 0.0,
                 stack=stack,
@@ -193,20 +193,23 @@ def copies(cfg: ModelConfig) -> dict[str, str]:
     return {f"model.layers.{i}.{name}": one for i in layers for name, one in names.items()}
 
 
-def _layer(cfg: ModelConfig, kind: FeedForward) -> Iterator[tuple[tuple[str, str, str], int]]:
-    """Return the parameters of a layer, each with the width F of its feed-forward layer."""
+def _layer(
+    cfg: ModelConfig, kind: FeedForward
+) -> Iterator[tuple[tuple[str, str, str], dict[str, int]]]:
+    """Return the parameters of a layer, each with the sizes of dims that are its feed-forward layer's."""
     norms = ["attn_norm", "mlp_norm"]
     norms += ["attn_out_norm", "mlp_out_norm"] if cfg.norm_placement == "both" else []
     rows = [(name, "D", "D") for name in norms]
     rows += _grouped_attention(cfg) if cfg.latent is None else _latent_attention(cfg.latent)
     if kind == "mlp":
-        yield from ((row, cfg.d_ff) for row in rows + _gated("mlp"))
+        yield from ((row, {"F": cfg.d_ff}) for row in rows + _gated("mlp"))
         return
     assert cfg.experts is not None
-    yield from ((row, cfg.expert_d_ff) for row in rows + _experts(cfg.experts))
+    yield from ((row, {"F": cfg.expert_d_ff}) for row in rows + _experts(cfg.experts))
     if cfg.experts.shared:
         width = cfg.experts.shared * cfg.expert_d_ff
-        yield from ((row, width) for row in _gated("moe.shared"))
+        gate = [("moe.shared.w_score", "DX", "XD")] if cfg.experts.shared_gate else []
+        yield from ((row, {"F": width, "X": 1}) for row in gate + _gated("moe.shared"))
 
 
 def _experts(experts: Experts) -> Rows:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import Experts, KernelsConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.kernels.device import takes
-from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, is_variable, multiply
+from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, is_variable, linear, multiply
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
 from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.experts.exchange import expert_layer
@@ -79,6 +79,25 @@ STATISTICS_AXES = "BR"
 """Dims of an activation over whose axes `Routed.statistics_Z` is a partial sum."""
 
 
+class SharedExperts(MLP):
+    """The experts that every token visits: one gated layer, whose result a gate for the token may weigh."""
+
+    def __init__(self, cfg: ModelConfig, key: jax.Array):
+        assert cfg.experts is not None
+        super().__init__(cfg, key, cfg.experts.shared * cfg.expert_d_ff)
+        if cfg.experts.shared_gate:
+            self.w_score = param(jax.random.fold_in(key, 3), "DX", "BRD", (cfg.d_model, 1))
+
+    def __call__(self, x_BRD: jax.Array) -> jax.Array:
+        """Map `[B, R, D]` to `[B, R, D]`."""
+        y_BRD = super().__call__(x_BRD)
+        if not hasattr(self, "w_score"):
+            return y_BRD
+        score_BRX = linear("BRD,DX->BRX", x_BRD, self.w_score[...].astype(x_BRD.dtype))
+        weight_BRX = jax.nn.sigmoid(score_BRX.astype(jnp.float32))
+        return (weight_BRX * y_BRD.astype(jnp.float32)).astype(y_BRD.dtype)
+
+
 type Dense = tuple[jax.Array, Callable[[MLP | None, jax.Array], tuple[jax.Array, Any]]]
 """Whether a layer has no experts, a boolean scalar, and a function of the shared experts and x that gives, for x, the
 result of the layer in place of all experts, or else of the shared ones, and something to return."""
@@ -105,7 +124,7 @@ class MoE(nnx.Module):
         std = INIT_STD / (2 * cfg.num_layers) ** 0.5
         self.w_down = param(k_down, "EFD", "BTF", (E, F, D), std=std)
         if experts.shared:
-            self.shared = MLP(cfg, k_shared, experts.shared * F)
+            self.shared = SharedExperts(cfg, k_shared)
 
     def __call__(
         self, x_BRD: jax.Array, moe: MoEConfig, dense: Dense | None = None

@@ -103,11 +103,18 @@ class ModelShape(ModelConfig):
         return MLP_MATRICES * self.d_model * self.expert_d_ff
 
     @property
+    def router_params(self) -> int:
+        """Matrix parameters of a layer's router, and of the gate of its shared experts."""
+        if self.experts is None:
+            return 0
+        return self.d_model * (self.experts.num + self.experts.shared_gate)
+
+    @property
     def shared_params(self) -> int:
         """Matrix parameters of a layer with experts that every token meets: router and shared experts."""
         if self.experts is None:
             return 0
-        return self.experts.shared * self.expert_params + self.d_model * self.experts.num
+        return self.experts.shared * self.expert_params + self.router_params
 
     @property
     def dense_params(self) -> int:

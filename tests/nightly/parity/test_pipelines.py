@@ -40,7 +40,14 @@ GEMMA3 = {
 MIXED = {  # one layer without experts, and padding
     "num_layers": 3,
     "experts": Experts(
-        num=4, top_k=2, d_ff=8, shared=1, dense_layers=1, scores="sigmoid", bias=True
+        num=4,
+        top_k=2,
+        d_ff=8,
+        shared=1,
+        shared_gate=True,
+        dense_layers=1,
+        scores="sigmoid",
+        bias=True,
     ),
 }
 UNEVEN = {"num_layers": 7}

@@ -106,6 +106,11 @@ GLM = replace(
         num=128, top_k=8, d_ff=1408, shared=1, dense_layers=1, scores="sigmoid", bias=True
     ),
 )
+QWEN2_MOE = replace(
+    LLAMA,
+    qkv_bias=True,
+    experts=Experts(num=60, top_k=4, d_ff=1408, shared=4, normalize=False, shared_gate=True),
+)
 QWEN3_MOE = replace(
     LLAMA, qk_norm="head", experts=Experts(num=128, top_k=8, d_ff=768, normalize=False)
 )
@@ -257,6 +262,16 @@ READ = [
         },
         change(GLM, qkv_bias=True, qk_norm="head", head_dim=12, rope_dim=6, mtp_layers=1),
     ),
+    ("qwen2_moe", {"sliding_window": 32768, "use_sliding_window": False}, QWEN2_MOE),
+    (
+        "qwen2_moe",
+        {
+            "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480,
+            "mlp_only_layers": [0],
+        },
+        change(QWEN2_MOE, experts={"d_ff": 2560, "shared": 8, "dense_layers": 1}),
+    ),
     ("qwen3_moe", {}, QWEN3_MOE),
     (
         "qwen3_moe",
@@ -322,6 +337,30 @@ def test_absent_keys_of_deepseek_v3_are_those_of_its_671b():
     assert cfg.mtp_layers == 1
     # (0.1 ln(40) + 1) squared, as `yarn_apply_mscale` of transformers 5.23 returns it.
     np.testing.assert_allclose(cfg.rope_scaling.score_factor, 1.8738542070926265, rtol=1e-12)
+
+
+def test_moonlight_and_kimi_k2_are_deepseek_v3s_layers():
+    moonlight = {
+        "n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "q_lora_rank": None, "seq_aux": True,
+        "num_nextn_predict_layers": 0, "moe_layer_freq": 1, "topk_method": "noaux_tc", "rope_scaling": None,
+    }  # fmt: skip
+    experts = {"num": 64, "top_k": 6, "groups": 1, "groups_per_token": 1, "shared": 2}
+    experts |= {"dense_layers": 1, "scale": 2.446}
+    assert parse_config(raw("deepseek_v3", **moonlight)) == change(
+        DEEPSEEK, experts=experts, latent={"q_rank": 0}
+    )
+    stretch = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    stretch |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    keys = OF_FAMILY["deepseek_v3"] | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "rope_scaling": stretch,
+    }
+    kimi = parse_config(raw("kimi_k2", **keys, n_routed_experts=384, n_group=1, topk_group=1))
+    assert kimi.experts == replace(DEEPSEEK.experts, num=384, groups=1, groups_per_token=1)
+    assert kimi.rope_scaling.thresholds == (1.0, 1.0)
+    written = config_dict(kimi, max_position_embeddings=131072, dtype="bfloat16")
+    assert written["model_type"] == "deepseek_v3" and parse_config(written) == kimi
 
 
 ROPES = [
@@ -422,6 +461,11 @@ REFUSED = {
         ("query_pre_attn_scalar", -1),
     ],
     "mixtral": [("num_local_experts", 0)],
+    "qwen2_moe": [
+        ("use_sliding_window", True),
+        ("qkv_bias", False),
+        ("shared_expert_intermediate_size", 2000),
+    ],
     "qwen3_moe": [
         ("mlp_only_layers", [1]),
         ("mlp_only_layers", 2),

@@ -1,11 +1,16 @@
 """Model FLOPs against counts made by hand, and the table of peaks."""
 
 import dataclasses
+import math
 
+import jax
 import pytest
 
+from tests.hf_layout import abstract
+from tests.paths import HF
 from ultrascale_jax.config import Experts, LatentAttention, Lora, ModelConfig
 from ultrascale_jax.configs import shapes
+from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.plan.flops import (
     flops_per_token,
     mean_keys,
@@ -142,3 +147,10 @@ def test_the_mean_number_of_keys_is_the_mean_of_the_mask():
 )
 def test_each_device_has_its_dense_peak_or_none(kind, bf16, fp32):
     assert (peak_tflops(kind, "bf16"), peak_tflops(kind, "fp32")) == (bf16, fp32)
+
+
+@pytest.mark.parametrize("folder", sorted(HF.iterdir()), ids=lambda folder: folder.name)
+def test_the_parameters_of_every_family_are_counted(folder):
+    cfg = read_config(folder)
+    leaves = jax.tree.leaves(abstract(cfg))
+    assert ModelShape.of(cfg).num_params == sum(math.prod(leaf.shape) for leaf in leaves)

@@ -52,7 +52,7 @@ def weights_of(run: Run) -> Weights:
     moe, routed, shared = shape.expert_share, 0.0, 0.0
     if found is not None:
         routed = found.num * shape.expert_params / (mesh.ep * t)
-        shared = found.shared * shape.expert_params / t + D * found.num
+        shared = found.shared * shape.expert_params / t + shape.router_params
     mlp, moe, padding = layers * (1 - moe), layers * moe, 0
     if mesh.pp > 1 and mlp and moe:
         mlp, moe = pipeline.stack_rows(run)
