@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from ultrascale_jax.sharding.memories import is_on_host, on_device
+
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 """Unsigned integer type by the bytes of an element; 8 bytes are two elements."""
 
@@ -37,7 +39,7 @@ def sums(x: jax.Array) -> jax.Array:
         axes, or on one device.
     """
     position = jnp.uint32(x.size & 0xFFFFFFFF)
-    bits = _bits(x)
+    bits = _bits(on_device(x))
     for dim in range(bits.ndim):
         # Mixed dim by dim: a linear index would repeat itself after 2^32 elements.
         position = _mixed(position + _iota(bits, dim))
@@ -54,11 +56,11 @@ def all_sums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     """Return the fingerprint of each array as 16 hexadecimal digits; the host waits for the devices.
 
-    Arrays on one mesh share a program.
+    Arrays on one mesh share a program, but each in the host's memory has one: the device need not hold all at once.
     """
     by_mesh: dict[Any, dict[str, jax.Array]] = {}
     for name, x in arrays.items():
-        by_mesh.setdefault(_devices(x), {})[name] = x
+        by_mesh.setdefault(name if is_on_host(x) else _devices(x), {})[name] = x
     sums_by_mesh = jax.device_get([all_sums(group) for group in by_mesh.values()])
     values = {name: value for group in sums_by_mesh for name, value in group.items()}
     return {name: "".join(f"{int(part):08x}" for part in value) for name, value in values.items()}

@@ -40,6 +40,7 @@ from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.failures import denied
 from ultrascale_jax.launch.multihost import agree
+from ultrascale_jax.sharding.memories import on_device
 from ultrascale_jax.storage.remote import RemoteError
 
 LOOK_S = 60.0
@@ -206,7 +207,13 @@ def _check_form(saved: Mapping[str, tuple], shapes: Groups) -> None:
 
 def cast[Tree](tree: Tree, like: Tree) -> Tree:
     """Cast arrays to the types of `like`: a run may be allowed to change them."""
-    return jax.tree.map(lambda x, s: x if x.dtype == s.dtype else x.astype(s.dtype), tree, like)
+
+    def leaf(x: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.dtype == s.dtype:
+            return x
+        return jax.device_put(on_device(x).astype(s.dtype), s.sharding)
+
+    return jax.tree.map(leaf, tree, like)
 
 
 def found_by_process0[Value](find: Callable[[], Value]) -> Value:

@@ -62,6 +62,9 @@ class OptimConfig(Section, name="optim"):
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the matrices of the layers are stored; bfloat16 needs `stochastic_rounding`, which an update of
     them is rounded by too. Their gradients are then bfloat16 within a micro-batch."""
+    offload: Literal["none", "second", "both"] = "none"
+    """Moments of the layers' matrices that rest in the host's memory: the second ones, or both. The update moves a
+    layer's to the device and back."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -73,6 +76,10 @@ class OptimConfig(Section, name="optim"):
             self.refuse("stochastic_rounding", "needs optim.name=adamw")
         if self.weight_dtype == "bfloat16" and not self.stochastic_rounding:
             self.refuse("weight_dtype", "needs optim.stochastic_rounding")
+        if self.offload == "second" and self.name == "muon":
+            self.refuse(
+                "offload", "the layers' matrices have no second moments with muon; use both"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import optax
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import each_param, map_params
+from ultrascale_jax.sharding.memories import is_on_host
 from ultrascale_jax.sharding.rules import is_matrix, specs, zero_dim
 from ultrascale_jax.train_step.rounding import in_bfloat16
 
@@ -55,10 +56,11 @@ def rate_change(saved: Config, now: Config, updates: int) -> list[str]:
     ]
 
 
-def optimizer(cfg: Config) -> optax.GradientTransformation:
+def optimizer(cfg: Config, row: jax.Array | None = None) -> optax.GradientTransformation:
     """Return the optimizer of `cfg.optim`, for models whose `make_optimizer` returns None.
 
-    That is AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only.
+    That is AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only. It updates
+    all rows of the stacks, or `row` alone of those that each rank of a pipeline has (`offload.update`).
     """
     optim = cfg.optim
     if optim.name == "muon":
@@ -67,7 +69,7 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
         optax.scale_by_adam, b1=optim.betas[0], b2=optim.betas[1], eps=optim.eps
     )
     if optim.stochastic_rounding:
-        scale = in_bfloat16(adam(), cfg.train.seed)
+        scale = in_bfloat16(adam(), cfg.train.seed, row)
     else:
         scale = adam(mu_dtype=jnp.dtype(optim.moment_dtype))
     matrices: Callable = functools.partial(map_params, lambda _, dims, act_dims: is_matrix(dims))
@@ -133,9 +135,11 @@ def global_norm(tree: object) -> jax.Array:
 
 
 def first_moments_norm(opt_state: Any) -> jax.Array:
-    """Return the norm of the first moments, float32.
+    """Return the norm of the first moments on the device, float32.
 
-    If it and the square of the gradients' norm are finite, so is the update: AdamW divides the next first moments by at
-    least `optim.eps`, and Muon normalises them.
+    If that of all and the square of the gradients' norm are finite, so is the update: AdamW divides the next first
+    moments by at least `optim.eps`, and Muon normalises them. Those in the host's memory are means of gradients that
+    were finite; reading them would take half as long as the update.
     """
-    return global_norm([mu for _, mu in optax.tree.get_all_with_path(opt_state, "mu")])
+    moments = jax.tree.leaves([mu for _, mu in optax.tree.get_all_with_path(opt_state, "mu")])
+    return global_norm([mu for mu in moments if not is_on_host(mu)] or jnp.float32(0))

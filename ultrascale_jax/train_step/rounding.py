@@ -26,7 +26,7 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((raw >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
+def in_bfloat16(adam: Any, seed: int, row: jax.Array | None = None) -> optax.GradientTransformation:
     """Return `adam` (`optax.scale_by_adam` in float32) with both moments in bfloat16, rounded stochastically.
 
     The random numbers depend on the seed, the step, the parameter and its layer alone: the same on every mesh, and
@@ -38,7 +38,7 @@ def in_bfloat16(adam: Any, seed: int) -> optax.GradientTransformation:
 
     def update(grads, state, params):
         updates, new = adam.update(grads, _cast(state, jnp.float32), params)
-        bits = random_bits(jax.random.fold_in(jax.random.key(seed), new.count), params)
+        bits = random_bits(jax.random.fold_in(jax.random.key(seed), new.count), params, row)
         mu = jax.tree.map(round_stochastically, new.mu, bits)
         nu = jax.tree.map(lambda x, b: round_stochastically(x, b >> 16), new.nu, bits)
         return updates, new._replace(mu=mu, nu=nu)
@@ -57,13 +57,17 @@ def in_storage_type(cfg: Config, params: Transformer) -> Transformer:
 
 
 def add_updates(
-    params: Transformer, updates: Transformer, seed: int, step: jax.Array
+    params: Transformer,
+    updates: Transformer,
+    seed: int,
+    step: jax.Array,
+    row: jax.Array | None = None,
 ) -> Transformer:
     """Return the parameters after an optimizer's float32 updates; bfloat16 ones are rounded stochastically.
 
-    The random numbers are others than those of the moments, and depend on as little.
+    The random numbers are others than those of the moments, and depend on as little; `row` is that of `random_bits`.
     """
-    bits = random_bits(jax.random.fold_in(jax.random.key(seed), -1 - step), params)
+    bits = random_bits(jax.random.fold_in(jax.random.key(seed), -1 - step), params, row)
 
     def leaf(p, u, b):
         new = p.astype(jnp.float32) + u.astype(jnp.float32)
@@ -72,8 +76,11 @@ def add_updates(
     return jax.tree.map(leaf, params, updates, bits)
 
 
-def random_bits(key: jax.Array, params: Transformer) -> Transformer:
-    """Return 32 random bits for each element of the parameters, in their shardings, whatever a layer's row."""
+def random_bits(key: jax.Array, params: Transformer, row: jax.Array | None = None) -> Transformer:
+    """Return 32 random bits for each element of the parameters, in their shardings, whatever a layer's row.
+
+    The stacks have all rows, or `row` alone of those of each rank of a pipeline.
+    """
     numbers = itertools.count()
 
     def leaf(order: LayerOrder | None, x: jax.Array) -> jax.Array:
@@ -81,11 +88,13 @@ def random_bits(key: jax.Array, params: Transformer) -> Transformer:
         if order is None:
             return jax.random.bits(leaf_key, x.shape, jnp.uint32, out_sharding=spec)
         layers = np.array([layer or 0 for layer in order])  # padding is zero, and zero stays zero
+        if row is not None:
+            layers = jnp.asarray(layers.reshape(len(x), -1))[:, row]
         keys = jax.vmap(lambda layer: jax.random.fold_in(leaf_key, layer))(layers)
         keys = jax.reshard(keys, P(*spec.partitions[:1]))
-        row = P(*spec.partitions[1:])
+        of_row = P(*spec.partitions[1:])
         return jax.vmap(
-            lambda key: jax.random.bits(key, x.shape[1:], jnp.uint32, out_sharding=row)
+            lambda key: jax.random.bits(key, x.shape[1:], jnp.uint32, out_sharding=of_row)
         )(keys)
 
     return map_with_order(leaf, params)

@@ -27,9 +27,11 @@ from ultrascale_jax.models.partition import combine, partition
 from ultrascale_jax.models.transformer import Transformer, map_with_order
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
+from ultrascale_jax.sharding.memories import device_sharding, host_sharding, on_device
 from ultrascale_jax.sharding.mesh import abstract_mesh, check_mesh
 from ultrascale_jax.sharding.primitives import cast
 from ultrascale_jax.sharding.rules import act, check_shards, stored_spec
+from ultrascale_jax.train_step import offload
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.precision import COMPUTE
@@ -121,7 +123,11 @@ def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
     require(is_optimizer, "model.make_optimizer", model.__name__, fix)
     init: Callable = (chosen or optimizer(cfg)).init
     opt_state = init(trained)
-    if chosen is not None:
+    if chosen is None:
+        opt_state = offload.to_host(opt_state, trained, cfg.optim.offload)
+    else:
+        fix = f"{model.__name__} has an optimizer of its own; use none"
+        require(cfg.optim.offload == "none", "optim.offload", cfg.optim.offload, fix)
         unlike = [x.shape for x in jax.tree.leaves(opt_state) if x.ndim and x.shape not in shapes]
         fix = "an optimizer's state has arrays in the shapes of the parameters, and scalars; others have no sharding"
         require(not unlike, "model.make_optimizer", model.__name__, f"{fix}: {unlike[:3]}")
@@ -218,7 +224,13 @@ def abstract_state(
         spec = s.sharding.spec if s.sharding else P()
         return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, state)
+    def move(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=host_sharding(s.sharding))
+
+    placed = jax.tree.map(place, state)
+    trained, _ = partition(placed.params, type(placed.params).is_trained)
+    moved = offload.map_named(move, placed.opt_state, trained, cfg.optim.offload)
+    return dataclasses.replace(placed, opt_state=moved)
 
 
 def to_checkpoint_layout[Tree](tree: Tree) -> Tree:
@@ -325,7 +337,7 @@ def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         if leaf.shape[dim] % math.prod(stored.mesh.shape[axis] for axis in axes) == 0:
             spec[dim] = axes
             break
-    return NamedSharding(stored.mesh, P(*spec))
+    return NamedSharding(stored.mesh, P(*spec), memory_kind=stored.memory_kind)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -334,9 +346,10 @@ def _take(
 ) -> jax.Array:
     """Return layers `rows` of the stack, zeros for None, picked on devices that have all of them."""
     index = np.array([len(stack) if row is None else row for row in rows])
-    whole = jax.reshard(stack, between)
+    between = device_sharding(between)
+    whole = jax.reshard(on_device(stack), between)
     taken = whole.at[index].get(mode="fill", fill_value=0, out_sharding=between)
-    return jax.reshard(taken, sharding)
+    return jax.device_put(jax.reshard(taken, device_sharding(sharding)), sharding)
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

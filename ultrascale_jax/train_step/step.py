@@ -4,7 +4,9 @@
 changes nothing; with pp > 1 the micro-batches go through `pipelined.py`.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from ultrascale_jax.models.partition import combine, partition
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import check_mesh, check_mesh_is_set
 from ultrascale_jax.sharding.rules import act, mesh_size
-from ultrascale_jax.train_step import balance, guards, objective, pipelined
+from ultrascale_jax.train_step import balance, guards, objective, offload, pipelined
 from ultrascale_jax.train_step.objective import (
     Batch,
     Metrics,
@@ -171,19 +173,25 @@ def apply_gradients(
         scale = mean
         if cfg.optim.clip_norm:
             scale *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
-        clipped = jax.tree.map(lambda g: g * scale, grads)
-        update: Callable = (chosen or optimizer(cfg)).update
-        exact = jax.tree.map(lambda p: p.astype(jnp.float32), trained)
-        updates, opt_state = update(clipped, state.opt_state, exact)
-        if chosen is not None:
-            verdict = guards.check_update(verdict, updates)
-        new = add_updates(trained, updates, cfg.train.seed, state.step)
-        new = balance.rebalanced(cfg, new, sums.routed)
-        new, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(verdict.ok, new, old),
-            (new, opt_state),
-            (trained, state.opt_state),
-        )
+
+        def keep_if_ok(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(verdict.ok, new, old), new, old)
+
+        def advance(old: Transformer, opt_state: Any, grads: Transformer, row=None):
+            nonlocal verdict
+            clipped = jax.tree.map(lambda g: g * scale, grads)
+            update: Callable = (chosen or optimizer(cfg, row)).update
+            exact = jax.tree.map(lambda p: p.astype(jnp.float32), old)
+            updates, new_state = update(clipped, opt_state, exact)
+            if chosen is not None:
+                verdict = guards.check_update(verdict, updates)
+            new = add_updates(old, updates, cfg.train.seed, state.step, row)
+            return keep_if_ok((new, new_state), (old, opt_state))
+
+        streamed = cfg.optim.offload != "none"
+        run = functools.partial(offload.update, advance) if streamed else advance
+        new, opt_state = run(trained, state.opt_state, grads)
+        new = keep_if_ok(balance.rebalanced(cfg, new, sums.routed), new)
         params = combine(new, fixed)
     skipped, in_a_row, loss_scale, spikes = guards.after(state, verdict, loss, norm, terms)
     new = TrainState(
