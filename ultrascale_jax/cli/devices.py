@@ -35,7 +35,8 @@ def on_devices(
     if options.fake_devices is None:
         require_devices(cfg.mesh, count)
     is_open = bool(cfg.train.auto) or options.mesh == "auto"
-    if not (is_open or offloads(cfg.train.remat)):
+    moves = offloads(cfg.train.remat) or cfg.optim.offload != "none"
+    if not (is_open or moves):
         return cfg.check(count)
     local = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     limits = [limit for process in gather(local) for limit in process if limit]

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from ultrascale_jax.hlo.program import Instruction, Module, is_heavy
 ALLOCATION = re.compile(
     r"allocation (\d+): size (\d+),.*?(?:\b(parameter)\b|(preallocated-temp)|$)"
 )
+HOST = " color 5, "
+"""In the line of an allocation in the host's memory."""
 VALUE = re.compile(
     r" value: <\d+ ([^ {]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+)"
 )
@@ -84,7 +87,8 @@ class MemoryPlan:
     schedule: tuple[str, ...]
     """Names of all instructions, in the order in which they run."""
     arguments: Mapping[str, int]
-    """Entry parameter to bytes; they live for all of the program, and results may take the place of donated ones."""
+    """Entry parameter on the device to bytes; they live for all of the program, and results may take the place of
+    donated ones."""
     buffers: tuple[Buffer, ...]
     """Temporary values, by their start."""
     places: Mapping[tuple[str, tuple[int, ...]], Place] = field(default_factory=dict)
@@ -100,24 +104,26 @@ def read_plan(assignment: str, ranges: str) -> MemoryPlan:
     """Parse the texts of a buffer assignment and of its live ranges."""
     sequence, _, range_lines = ranges.partition("BufferLiveRange:")
     lives = {(name, index): (int(a), int(b)) for name, index, a, b in RANGE.findall(range_lines)}
-    arguments, buffers, places, kind, number, size = {}, [], {}, "", 0, 0
+    parameters, buffers, places, kind, number, size = {}, [], {}, "", 0, 0
     for line in assignment.splitlines():
         if match := ALLOCATION.match(line):
             kind, number, size = match[3] or match[4] or "", int(match[1]), int(match[2])
+            kind = "" if HOST in line else kind
         elif value := VALUE.match(line):
             name, index = value[1], value[2] or "{}"
             at = tuple(int(part) for part in re.findall(r"\d+", index))
             places[name, at] = Place(number, int(value[4]), int(value[3]))
-            if kind == "parameter":
-                arguments.setdefault(name, size)
-                kind = ""  # the next values reuse its place
-            elif (name, index) in lives:
+            start, end = lives.get((name, index), (0, -1))
+            if kind == "parameter":  # the values that reuse its place start later
+                found = start, name, size
+                parameters[number] = min(parameters.get(number, found), found, key=itemgetter(0))
+            elif kind == "preallocated-temp" and end >= 0:
                 place = int(value[4]), int(value[3])
-                buffers.append(Buffer(name, value[5], *lives[name, index], *place))
+                buffers.append(Buffer(name, value[5], start, end, *place))
     names = sorted((int(position), name) for position, name in POSITION.findall(sequence))
     return MemoryPlan(
         schedule=tuple(name for _, name in names),
-        arguments=arguments,
+        arguments={name: size for _, name, size in parameters.values()},
         buffers=tuple(sorted(buffers, key=lambda buffer: buffer.start)),
         places=places,
     )

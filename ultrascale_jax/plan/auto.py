@@ -21,7 +21,7 @@ from ultrascale_jax.config import (
     with_changes,
 )
 from ultrascale_jax.plan.formulas import costs
-from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes
+from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes, host_moments
 from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
 from ultrascale_jax.plan.search.ranking import EQUAL, Candidate, Search
 from ultrascale_jax.plan.search.search_space import (
@@ -213,10 +213,14 @@ def check_host(cfg: Config, cluster: Cluster) -> None:
 
 def _host_is_short(run: Run, gpu: Gpu) -> UserError:
     """Say how much of the host's memory is missing for what a run offloads."""
-    need, usable = host_bytes(run) / GIB, gpu.usable_host_bytes / GIB
+    moments, usable = host_moments(run) / GIB, gpu.usable_host_bytes / GIB
+    offloads = f"offloads {host_bytes(run) / GIB - moments:.1f} GiB of a GPU's activations"
+    fix = "offload fewer names, take more train.microbatches, or train.remat=auto"
+    if moments:
+        offloads += f", beside {moments:.1f} GiB of its moments by optim.offload"
+        fix += ", or another optim.offload"
     return UserError(
-        f"train.remat={run.remat}: offloads {need:.1f} GiB of a GPU's activations, but of the host's memory "
-        f"{usable:.1f} GiB are for one GPU; offload fewer names, take more train.microbatches, or train.remat=auto"
+        f"train.remat={run.remat}: {offloads}, but of the host's memory {usable:.1f} GiB are for one GPU; {fix}"
     )
 
 

@@ -31,7 +31,7 @@ class StepPrediction:
     peak_bytes: int
     """Most memory in use at any time."""
     host_bytes: int = 0
-    """Activations of one GPU in the host's memory."""
+    """Activations and moments of one GPU in the host's memory."""
     workspace_bytes: int = 0
     """Workspaces of libraries beside it, as far as they are known; 0 by formula."""
     one_stream_s: float | None = None

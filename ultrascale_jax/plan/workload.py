@@ -69,6 +69,8 @@ class Run:
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
     weight_bytes: int = 4
     """Bytes in which a trained matrix of a layer rests; 2 with `optim.weight_dtype=bfloat16`."""
+    host_moment_bytes: int = 0
+    """Those of them that rest in the host's memory, for a parameter of the layers' matrices (`optim.offload`)."""
     lora: Lora = field(default_factory=Lora)
     """As `train.lora`: with adapters all other parameters are frozen."""
     reference: bool = False
@@ -122,6 +124,7 @@ class Run:
             "document_mask": cfg.data.document_mask,
             "moment_bytes": moment_bytes(cfg.optim),
             "weight_bytes": weight_bytes(cfg),
+            "host_moment_bytes": host_moment_bytes(cfg.optim),
             "lora": train.lora,
             "reference": train.dpo.has_reference,
             "kernels": cfg.kernels,
@@ -341,6 +344,14 @@ def moment_bytes(optim: OptimConfig) -> int:
 def weight_bytes(cfg: Config) -> int:
     """Count the bytes in which a trained matrix of a layer rests; adapters stay float32."""
     return 2 if cfg.optim.weight_dtype == "bfloat16" and not cfg.train.lora.enabled else 4
+
+
+def host_moment_bytes(optim: OptimConfig) -> int:
+    """Count the bytes of the moments of a layer's parameter that rest in the host's memory."""
+    second = 2 if optim.stochastic_rounding else 4
+    first = moment_bytes(optim) - second
+    on_host = {"none": 0, "second": second, "both": first + second}
+    return first if optim.name == "muon" and optim.offload == "both" else on_host[optim.offload]
 
 
 def group(mesh: MeshConfig, axes: tuple[str, ...], gpus_per_node: int) -> Group:

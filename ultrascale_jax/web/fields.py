@@ -30,7 +30,7 @@ FORM = {
     "Mesh": " ".join(f"mesh.{axis}" for axis in MeshConfig().sizes),
     "Batch": "train.global_batch data.seq_len train.microbatches data.document_mask",
     "Memory and precision": "train.zero train.remat train.precision optim.moment_dtype "
-    "optim.stochastic_rounding optim.weight_dtype",
+    "optim.stochastic_rounding optim.weight_dtype optim.offload",
     "Pipeline": "pp.schedule pp.virtual pp.stash",
     "Long sequences": "cp.strategy cp.ulysses",
     "Experts": "moe.a2a_groups moe.overlap",

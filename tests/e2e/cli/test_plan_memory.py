@@ -92,18 +92,19 @@ def test_a_run_close_to_the_limit_is_unsure_and_the_hint_fits_for_certain(capsys
 
 
 def test_where_nothing_fits_for_certain_a_hint_is_unsure_and_says_so(capsys):
-    """Of every schedule and stash an interleaved pipeline is close; with smaller moments the own mesh fits."""
+    """Of every schedule and stash an interleaved pipeline is close; with other moments the own mesh fits."""
     question = ["qwen3_32b", "--gpus", "8", "--train.global-batch", "64"]
-    found = answer(capsys, *question)
-    assert found["verdict"] == "does not fit"
-    same, smaller = found["hints"]
-    assert "--mesh pp=2,sp=4" in same["options"] and same["verdict"] == "unsure"
-    assert smaller["options"].startswith(
-        "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
-    )
-    assert smaller["verdict"] == "fits"
-    shown = text(capsys, *question)
-    assert f"try {same['options']} (unsure, " in shown and f"or {smaller['options']} (" in shown
+    smaller = "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
+    # A host without memory takes no moments.
+    for cluster, moments in ("1x8,450,50", "--optim.offload both"), ("1x8,450,50,0,63", smaller):
+        asked = [*question, "--cluster", cluster]
+        found = answer(capsys, *asked)
+        assert found["verdict"] == "does not fit"
+        same, other = found["hints"]
+        assert "--mesh pp=2,sp=4" in same["options"] and same["verdict"] == "unsure"
+        assert other["options"].startswith(moments) and other["verdict"] == "fits"
+        shown = text(capsys, *asked)
+        assert f"try {same['options']} (unsure, " in shown and f"or {other['options']} (" in shown
 
 
 def test_a_million_tokens_fit_where_nothing_of_a_layer_stays_on_the_device(capsys):

@@ -104,7 +104,7 @@ def test_a_run_trains_alike():
         ({"pp": 2, "fsdp": 2}, {"name": "muon"}, "both", MATRICES),
         (
             {"pp": 2, "fsdp": 2},
-            {"moment_dtype": "bfloat16", "stochastic_rounding": True},
+            {"moment_dtype": "bfloat16", "stochastic_rounding": True, "weight_dtype": "bfloat16"},
             "both",
             2 * MATRICES,
         ),

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from ultrascale_jax.config import Keep, KernelsConfig, MeshConfig
+from ultrascale_jax.cli.command_line import load_recipe
+from ultrascale_jax.config import Keep, KernelsConfig, MeshConfig, with_changes
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.models.loss_chunks import num_chunks
+from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.activations import layer_of, loss_chunks, saved_bytes
+from ultrascale_jax.plan.formulas.checkpoint import checkpoint
+from ultrascale_jax.plan.formulas.host import HostMemory
 from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
 from ultrascale_jax.plan.formulas.parameters import weights_of
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run
 
@@ -107,6 +113,36 @@ def test_the_host_holds_what_is_offloaded_of_one_micro_batch():
     assert host_bytes(run_8b({"fsdp": 8}, remat="dots")) == 0
     inputs = run_8b({"fsdp": 4, "sp": 2}, remat=Keep(offloaded=("layer_input",)))
     assert host_bytes(inputs) == m.layers * inputs.tokens * 2 * m.d_model / 2
+
+
+@pytest.mark.parametrize(
+    ("optim", "width"),
+    [
+        ({"offload": "both"}, 8),
+        ({"offload": "second"}, 4),
+        ({"offload": "both", "moment_dtype": "bfloat16"}, 6),
+        ({"offload": "both", "moment_dtype": "bfloat16", "stochastic_rounding": True}, 4),
+        ({"offload": "both", "name": "muon"}, 4),
+    ],
+    ids=str,
+)
+def test_moments_of_the_layers_matrices_rest_on_the_host(optim, width):
+    mesh = MeshConfig(fsdp=8)
+    cfg = with_changes(load_recipe("llama3_8b"), mesh=mesh, remat="full", microbatches=64)
+    run, plain = (
+        Run.of(dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **changes)), 8)
+        for changes in (optim, optim | {"offload": "none"})
+    )
+    m = cfg.model
+    widths = 2 * m.num_heads * m.head_dim + 2 * m.num_kv_heads * m.head_dim + 3 * m.d_ff
+    moved = width * m.num_layers * m.d_model * widths // 8
+    assert (host_bytes(run), host_bytes(plain)) == (moved, 0)
+    assert breakdown(plain).peak_bytes - breakdown(run).peak_bytes == moved
+    cluster = find_cluster(None, "h100", 8)
+    step, before = (estimate(one, cluster) for one in (run, plain))
+    assert step.step_s - before.step_s == pytest.approx(costs.host_seconds(cluster.gpu, 2 * moved))
+    saved = checkpoint(run, cluster.gpu)
+    assert HostMemory.of(step, saved, cluster).moment_bytes == 8 * moved
 
 
 def test_sequence_parallelism_splits_the_residual_stream_and_tensor_parallelism_does_not():

@@ -65,7 +65,7 @@ class CompiledProgram:
     temporary_bytes: int
     """Everything else that lives at once, at most."""
     host_bytes: int
-    """Activations offloaded to the host's memory."""
+    """Activations and moments in the host's memory."""
     peak_bytes: int
     """Most memory in use at any time, arguments included, without `workspace_bytes`."""
     compile_s: float
@@ -210,10 +210,10 @@ def compile_program(
         axes=dict(mesh.shape),
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
-        # XLA's is the highest of all memories, the host's too.
+        host_bytes=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
+        # XLA's is the highest of all memories, the host's too, whose arguments are there all the time.
         peak_bytes=min(
-            memory.peak_memory_in_bytes,
+            memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes,
             memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         ),
         compile_s=compilation.seconds,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax import units
 from ultrascale_jax.plan.formulas.checkpoint import Checkpoint
+from ultrascale_jax.plan.formulas.memory import host_moments
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 
@@ -16,6 +17,8 @@ class HostMemory:
     """GPUs of the host."""
     activation_bytes: int
     """Activations that its GPUs offload."""
+    moment_bytes: int
+    """Moments of its GPUs (`optim.offload`)."""
     checkpoint_bytes: int
     """At most so much of a checkpoint waits to be written."""
     memory_bytes: int
@@ -24,10 +27,11 @@ class HostMemory:
     @classmethod
     def of(cls, step: StepPrediction, saved: Checkpoint, cluster: Cluster) -> "HostMemory":
         """Count the fullest host of `cluster` for the run of `step`."""
-        gpus = min(cluster.gpus_per_host, cluster.num_gpus)
+        gpus, moments = min(cluster.gpus_per_host, cluster.num_gpus), host_moments(step.run)
         return cls(
             gpus=gpus,
-            activation_bytes=gpus * step.host_bytes,
+            activation_bytes=gpus * (step.host_bytes - moments),
+            moment_bytes=gpus * moments,
             checkpoint_bytes=min(gpus * saved.gpu_bytes, saved.total_bytes),
             memory_bytes=int(cluster.gpus_per_host * cluster.gpu.host_gib * units.GIB),
         )
@@ -35,13 +39,14 @@ class HostMemory:
     @property
     def total_bytes(self) -> int:
         """Bytes while a checkpoint is written."""
-        return self.activation_bytes + self.checkpoint_bytes
+        return self.activation_bytes + self.moment_bytes + self.checkpoint_bytes
 
     @property
     def text(self) -> str:
         """All of it in a line."""
-        offloaded = f"{units.size(self.activation_bytes)} of activations and "
-        holds = offloaded * (self.activation_bytes > 0) + units.size(self.checkpoint_bytes)
+        parts = {"activations": self.activation_bytes, "moments": self.moment_bytes}
+        offloaded = ", ".join(f"{units.size(b)} of {name}" for name, b in parts.items() if b)
+        holds = f"{offloaded} and " * bool(offloaded) + units.size(self.checkpoint_bytes)
         memory = f", of {units.size(self.memory_bytes)}" * (self.memory_bytes > 0)
         gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
         return f"a host of {gpus} holds {holds} of a checkpoint that is being written{memory}"

@@ -86,8 +86,24 @@ def least_bytes(run: Run) -> float:
 
 
 def host_bytes(run: Run) -> int:
-    """Count the bytes of one GPU's activations that wait in the host's memory: of all layers, of one micro-batch."""
-    return int(sum(count * offloaded_bytes(alike) for alike, count in run.by_policy))
+    """Count the bytes of one GPU in the host's memory: its moments there, and activations of all layers and of one
+    micro-batch.
+    """
+    activations = sum(count * offloaded_bytes(alike) for alike, count in run.by_policy)
+    return int(activations) + host_moments(run)
+
+
+def host_moments(run: Run) -> int:
+    """Count the bytes of one GPU's moments in the host's memory: of its layers, not of the tables or `mtp_layers`."""
+    if not run.host_moment_bytes:
+        return 0
+    weights = weights_of(run)
+    share = 1 - run.shape.mtp_layers / run.shape.layers
+    trained = trained_params(run, weights)
+    if not run.adapter_params:
+        tables = weights.tables / (run.shards if run.zero else 1)
+        trained = (trained - tables) * share
+    return int(run.host_moment_bytes * trained)
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
@@ -106,7 +122,7 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
     if not run.adapter_params:
         trained += weights.vectors
     return parameters | {
-        "optimizer state": run.moment_bytes * trained,
+        "optimizer state": run.moment_bytes * trained - host_moments(run),
         "batch": 4 * arrays * run.tokens * run.microbatches,
     }
 

@@ -26,7 +26,7 @@ from ultrascale_jax.plan.formulas.framework import (
     kept_names,
 )
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
-from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes
+from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, host_moments
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Group, Run, group
@@ -510,6 +510,7 @@ class Step:
             "exposed dp": max(0.0, reduce - hidden),
             "exposed fsdp": max(0.0, scatter - hidden) + gather,
             "optimizer": costs.memory_seconds(self.gpu, traffic),
+            "exposed offload": costs.host_seconds(self.gpu, 2 * host_moments(run)),
         }
 
     def summed(self, kind: str, size: float, ranks: Group) -> float:

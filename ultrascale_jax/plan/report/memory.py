@@ -16,6 +16,7 @@ from ultrascale_jax.plan.bill import Bill, Terms, bill
 from ultrascale_jax.plan.formulas import memory, pipeline
 from ultrascale_jax.plan.formulas.checkpoint import Checkpoint, checkpoint
 from ultrascale_jax.plan.formulas.host import HostMemory
+from ultrascale_jax.plan.formulas.memory import host_moments
 from ultrascale_jax.plan.formulas.pipeline_memory import RankMemory, by_rank
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
@@ -192,9 +193,11 @@ class MemoryReport:
         )
         if self.step.host_bytes:
             made.add_section()
-            made.add_row(
-                "activations in the host's memory", f"{self.step.host_bytes / count:.2f}", ""
-            )
+            moments = host_moments(self.step.run)
+            parts = {"activations": self.step.host_bytes - moments, "moments": moments}
+            for name, size in parts.items():
+                if size:
+                    made.add_row(f"{name} in the host's memory", f"{size / count:.2f}", "")
             made.add_row("usable of the host", f"{self.step.gpu.usable_host_bytes / count:.2f}", "")
         return made
 

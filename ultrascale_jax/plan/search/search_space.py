@@ -310,6 +310,13 @@ def with_smaller_moments(cfg: Config) -> Config | None:
     return dataclasses.replace(cfg, optim=optim)
 
 
+def with_moments_on_host(cfg: Config) -> Config | None:
+    """Return `cfg` with the moments of the layers' matrices in the host's memory; none where some are there."""
+    if cfg.optim.offload != "none":
+        return None
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, offload="both"))
+
+
 def configured(cfg: Config, run: Run) -> Config:
     """Return `cfg` changed to what makes the trainer run `run`."""
     pp = cfg.pp
