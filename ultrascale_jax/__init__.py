@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
     from ultrascale_jax.models.attention import Attention, attend
     from ultrascale_jax.models.block import Layers
-    from ultrascale_jax.models.fp8 import fp8_dot, linear
+    from ultrascale_jax.models.fp8 import fp8_dot
     from ultrascale_jax.models.generate import generate
     from ultrascale_jax.models.inputs import LayerInputs
     from ultrascale_jax.models.layers import (
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         rms_norm,
         scatter_sequence,
     )
+    from ultrascale_jax.models.linear import linear
     from ultrascale_jax.models.rotary import rotate
     from ultrascale_jax.models.transformer import Transformer
     from ultrascale_jax.parallel.context.attention import (
@@ -134,10 +135,11 @@ _HOME = {
     "kernels.linear_cross_entropy": "linear_cross_entropy",
     "models.attention": "Attention attend",
     "models.block": "Layers",
-    "models.fp8": "fp8_dot linear",
+    "models.fp8": "fp8_dot",
     "models.generate": "generate",
     "models.inputs": "LayerInputs",
     "models.layers": "MLP gather_params gather_sequence param rms_norm scatter_sequence",
+    "models.linear": "linear",
     "models.rotary": "rotate",
     "models.transformer": "Transformer",
     "parallel.context.attention": (

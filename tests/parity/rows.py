@@ -30,6 +30,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.config.lora import projections
 
 DOCS = Path(__file__).parents[2] / "docs/parity.md"
 
@@ -116,6 +117,9 @@ class Row(NamedTuple):
             moe=BALANCED if "experts" in MODELS[self.model] else {},
             train=train,
         )
+        if self.lora:  # also routed experts
+            lora = dataclasses.replace(cfg.train.lora, targets=projections(cfg.model))
+            cfg = change(cfg, train={"lora": lora})
         return cfg.check(2 ** len(self.axes.split()))
 
 
@@ -131,17 +135,17 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "pp cp ep", schedule="interleaved", zero=1, remat="dots", microbatches=8),
     Row("latent", "pp cp fsdp", schedule="interleaved", strategy="ulysses", remat="full", microbatches=8),
     Row("llama", "pp cp sp", schedule="zb_uniform", zero=0),
-    Row("llama", "pp cp dp", schedule="zb_uniform", strategy="ulysses", zero=1, remat="full"),
+    Row("llama", "pp cp dp", schedule="zb_uniform", strategy="ulysses", zero=1, remat="full", lora=True),
     Row("llama", "pp cp fsdp", schedule="zb_uniform", strategy="allgather", zero=1, remat="selective"),
     Row("sinks", "pp cp ep", schedule="zb_h1", remat="full"),
     Row("sinks", "pp dp sp", schedule="zb_v", zero=2, remat="full"),
     Row("latent", "pp dp", schedule="dualpipe_v", remat="full"),
     Row("llama", "pp cp fsdp", schedule="dualpipe_v", strategy="allgather", zero=2, remat="full"),
-    Row("llama", "pp cp tp", schedule="dualpipe_v", strategy="ulysses", zero=1, remat="full"),
+    Row("llama", "pp cp tp", schedule="dualpipe_v", strategy="ulysses", zero=1, remat="full", lora=True),
     Row("llama", "pp cp ep", schedule="dualpipe_v", remat="full", plain=True),
     Row("sinks", "cp ep sp", strategy="ulysses", zero=2, remat="full", plain=True, microbatches=2, lora=True),
     Row("sinks", "cp fsdp tp", strategy="ring", remat="dots", microbatches=2, lora=True),
-    Row("deepseek", "ep sp", zero=1, remat="full"),
+    Row("deepseek", "ep sp", zero=1, remat="full", lora=True),
     Row("llama", "fsdp sp tp", remat="selective"),
     Row("latent", "pp ep sp", schedule="afab", zero=0, remat="full", plain=True),
     Row("sinks", "pp cp ep", strategy="allgather", zero=1, remat="dots"),
@@ -149,7 +153,7 @@ ROWS: tuple[Row, ...] = (
     Row("llama", "pp cp dp", strategy="ring", remat="selective"),
     Row("llama", "pp cp sp", schedule="interleaved", strategy="allgather", zero=0, remat="dots"),
     Row("llama", "pp dp tp", schedule="interleaved", zero=2, remat="full", plain=True),
-    Row("llama", "pp cp ep", schedule="interleaved", strategy="ring", remat="selective"),
+    Row("llama", "pp cp ep", schedule="interleaved", strategy="ring", remat="selective", lora=True),
     Row("llama", "pp dp ep", schedule="zb_uniform", zero=2, remat="dots"),
     Row("latent", "pp cp sp", schedule="zb_uniform", strategy="ring", remat="full", plain=True),
     Row("sinks", "pp cp tp", schedule="zb_uniform", zero=1, remat="selective"),
@@ -159,18 +163,18 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "pp cp dp", schedule="zb_h1", strategy="ulysses", remat="full", plain=True),
     Row("llama", "pp cp fsdp", schedule="zb_v", strategy="allgather", remat="selective"),
     Row("latent", "pp cp ep", schedule="zb_v", strategy="ulysses", zero=0, remat="dots"),
-    Row("sinks", "pp cp ep", schedule="zb_v", strategy="ring", zero=0, remat="full", plain=True),
+    Row("sinks", "pp cp ep", schedule="zb_v", strategy="ring", zero=0, remat="full", plain=True, lora=True),
     Row("sinks", "pp cp tp", schedule="zb_v", zero=1, remat="selective"),
     Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=0, remat="dots"),
     Row("sinks", "pp cp tp", schedule="dualpipe_v", strategy="ring", remat="full", plain=True),
     Row("sinks", "cp dp fsdp", strategy="allgather", zero=0, remat="full", plain=True, lora=True),
     Row("latent", "cp fsdp tp", strategy="allgather", zero=2, remat="selective"),
     Row("sinks", "cp fsdp ep", strategy="ring", zero=1, remat="dots", microbatches=2, lora=True),
-    Row("gpt_oss", "pp cp fsdp", schedule="zb_h1", remat="full"),
+    Row("gpt_oss", "pp cp fsdp", schedule="zb_h1", remat="full", lora=True),
     Row("deepseek", "ep cp sp", zero=1, remat="selective"),
     Row("gpt_oss", "fsdp ep tp", zero=2, remat="full"),
-    Row("llama", "pp cp fsdp", schedule="afab", strategy="ulysses", zero=0, remat="full"),
-    Row("llama", "pp cp tp", remat="full"),
+    Row("llama", "pp cp fsdp", schedule="afab", strategy="ulysses", zero=0, remat="full", lora=True),
+    Row("llama", "pp cp tp", remat="full", lora=True),
     Row("llama", "cp fsdp tp", remat="dots", microbatches=2, lora=True),
 )  # fmt: skip
 """Rows of `make test`, on eight devices, all in float32."""

@@ -3,12 +3,20 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
+from ultrascale_jax.config.model import ModelConfig
 from ultrascale_jax.config.section import NonNegative, Section, between
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""Projections that can have an adapter, by the names of Hugging Face and PEFT."""
+Target = Literal[
+    "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "o_proj", "gate_proj", "up_proj", "down_proj",
+    "experts.gate_proj", "experts.up_proj", "experts.down_proj",
+]  # fmt: skip
+"""Projections that can have an adapter, by the names of Hugging Face and PEFT; `experts.`: those of routed experts."""
 
 TARGETS: tuple[Target, ...] = get_args(Target)
+
+ROUTED = "experts."
+"""Prefix of the projections of routed experts."""
 
 MOST_RANK = 100_000
 
@@ -26,13 +34,13 @@ class Lora(Section, name="train.lora"):
     """Numerator of the scale; 0: twice the rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) and not alpha / r (rsLoRA, arXiv 2312.03732)."""
-    targets: tuple[Target, ...] = TARGETS
-    """Projections that have an adapter."""
+    targets: tuple[Target, ...] = ()
+    """Projections that have an adapter; empty: all that the model has, but for routed experts. With `experts.gate_proj`
+    each routed expert has one."""
 
     def __post_init__(self):
         super().__post_init__()
         self.require_switch("rank")
-        self.require(len(self.targets) > 0, "targets", f"name some of {', '.join(TARGETS)}")
         ordered = tuple(target for target in TARGETS if target in self.targets)
         object.__setattr__(self, "targets", ordered)
 
@@ -50,3 +58,26 @@ class Lora(Section, name="train.lora"):
     def scale(self) -> float:
         """Return the factor of the adapters' products."""
         return self.numerator / (self.rank**0.5 if self.rslora else self.rank)
+
+    def targets_of(self, model: ModelConfig) -> tuple[Target, ...]:
+        """Return the projections of `model` that have an adapter. Raises `UserError` for some that it has not."""
+        present = projections(model)
+        missing = [target for target in self.targets if target not in present]
+        fix = f"the model has no {', '.join(missing)}; name some of {', '.join(present)}"
+        self.require(not missing, "targets", fix)
+        return self.targets or tuple(name for name in present if not name.startswith(ROUTED))
+
+
+def projections(model: ModelConfig) -> tuple[Target, ...]:
+    """Return the projections of a model that can have an adapter."""
+    names = {"o_proj"}
+    if model.latent is None:
+        names |= {"q_proj", "k_proj", "v_proj"}
+    else:
+        names |= {"q_a_proj", "q_b_proj"} if model.latent.q_rank else {"q_proj"}
+        names |= {"kv_a_proj_with_mqa", "kv_b_proj"}
+    if model.dense_layers or model.experts is None or model.experts.shared:
+        names |= {"gate_proj", "up_proj", "down_proj"}
+    if model.experts is not None:
+        names |= {target for target in TARGETS if target.startswith(ROUTED)}
+    return tuple(target for target in TARGETS if target in names)

@@ -14,6 +14,7 @@ from ultrascale_jax.config.data import DATA, DataConfig
 from ultrascale_jax.config.experts import MoEConfig
 from ultrascale_jax.config.hardware import GPUS_PER_NODE
 from ultrascale_jax.config.kernels import KernelsConfig
+from ultrascale_jax.config.lora import ROUTED
 from ultrascale_jax.config.mesh import MeshConfig
 from ultrascale_jax.config.model import ModelConfig
 from ultrascale_jax.config.pipeline import PipelineConfig
@@ -153,15 +154,15 @@ class Config(Section, name=""):
     def _check_objective(self, mesh: MeshConfig) -> None:
         """Refuse what adapters, multi-token prediction and preference pairs cannot be with."""
         model, train, data = self.model, self.train, self.data
-        rank, beta, mtp = "train.lora.rank", "train.dpo.beta", "model.mtp_layers"
-        if train.lora.enabled and (model.experts is not None or model.latent is not None):
-            self.refuse(rank, "adapters are for dense models with plain attention; use 0")
-        if train.lora.enabled and mesh.pp > 1:
-            self.refuse(rank, "adapters are not for pipelines; use mesh.fsdp in place of mesh.pp")
+        beta, mtp = "train.dpo.beta", "model.mtp_layers"
+        if train.lora.enabled:
+            routed = any(name.startswith(ROUTED) for name in train.lora.targets_of(model))
+            if routed and self.kernels.grouped_matmul == "mosaic":
+                self.refuse(
+                    "kernels.grouped_matmul", "adds no adapters to experts; use auto or xla"
+                )
         if model.mtp_layers and mesh.pp > 1:
             self.refuse(mtp, "no pipeline runs these modules; use 0, or mesh.pp=1")
-        if model.mtp_layers and train.lora.enabled:
-            self.refuse(mtp, "adapters (train.lora) do not train these modules; use 0")
         if model.mtp_layers >= data.seq_len:
             self.refuse(mtp, f"must be less than data.seq_len={data.seq_len}")
         if not train.dpo.enabled:

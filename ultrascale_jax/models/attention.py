@@ -10,11 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import KernelsConfig, ModelConfig, require_choice
 from ultrascale_jax.config.kernels import AUTO, AttentionImplementation
 from ultrascale_jax.kernels.attention import attention
-from ultrascale_jax.models.fp8 import Fp8Weight, linear
+from ultrascale_jax.models.fp8 import Fp8Weight
 from ultrascale_jax.models.inputs import Cache, LayerInputs
-from ultrascale_jax.models.layers import INIT_STD, adapter_of, gather_sequence, param, rms_norm
+from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
+from ultrascale_jax.models.linear import add_adapter, linear, map_columns
 from ultrascale_jax.models.projections import projections
 from ultrascale_jax.models.rotary import rotate
+from ultrascale_jax.parallel.adapted import base_of
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import (
@@ -27,7 +29,7 @@ from ultrascale_jax.sharding.primitives import (
 from ultrascale_jax.sharding.rules import act, mesh_size, out_sharding, specs
 
 type Partial = jax.Array | tuple[jax.Array, jax.Array]
-"""Partial sums `[B, T, D]` of the tensor group, and `[B, R, D]` to add to their sum if there is an adapter."""
+"""Partial sums `[B, T, D]` of the tensor group, and `[B, R, D]` to add to their sum if there is a bias."""
 
 
 class Attention(nnx.Module):
@@ -60,9 +62,9 @@ class Attention(nnx.Module):
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         x_BTD = gather_sequence(x_BRD)
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
-        q_BTNH = self._complete(q_BTNH, x_BRD, "q", "N")
-        k_BTKH = self._complete(k_BTKH, x_BRD, "k", "K")
-        v_BTKH = checkpoint_name(self._complete(v_BTKH, x_BRD, "v", "K"), "v")
+        q_BTNH = self._complete(q_BTNH, "q", "N")
+        k_BTKH = self._complete(k_BTKH, "k", "K")
+        v_BTKH = checkpoint_name(self._complete(v_BTKH, "v", "K"), "v")
         q_BTNH = rotate(q_BTNH, inputs.rope, self.cfg.score_scale)
         k_BTKH = rotate(k_BTKH, inputs.rope)
         if self.cfg.qk_norm == "none":  # otherwise `_complete` names what the norm reads
@@ -70,37 +72,30 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if self.cfg.attention_sinks else None
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs, sinks)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
-        more_BRD = None
-        if self.cfg.o_bias:
-            more_BRD = broadcast_param(self.b_o[...], "D", "BRD", x_BRD.shape).astype(x_BRD.dtype)
-        if (adapter := adapter_of(self, "w_o")) is not None:
-            own_BRD = adapter.rows(out_BTNH, "BTNH")
-            more_BRD = own_BRD if more_BRD is None else more_BRD + own_BRD
-        return (partial_BTD if more_BRD is None else (partial_BTD, more_BRD)), cache
+        if not self.cfg.o_bias:
+            return partial_BTD, cache
+        bias_BRD = broadcast_param(self.b_o[...], "D", "BRD", x_BRD.shape).astype(x_BRD.dtype)
+        return (partial_BTD, bias_BRD), cache
 
     def _project(self, x_BTD: jax.Array) -> list[jax.Array]:
         """Project to queries, keys and values."""
         heads, weights = "NKK", []
         for name, letter in zip("qkv", heads, strict=True):
-            weight = getattr(self, f"w_{name}")[...]
             local_heads = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
-            weights.append(
-                weight.map(local_heads) if isinstance(weight, Fp8Weight) else local_heads(weight)
-            )
-        if not any(isinstance(weight, Fp8Weight) for weight in weights):
-            return projections(x_BTD, weights, heads)
-        return [
-            linear(f"BTD,D{letter}H->BT{letter}H", x_BTD, weight)
-            for letter, weight in zip(heads, weights, strict=True)
-        ]
+            weights.append(map_columns(local_heads, getattr(self, f"w_{name}")[...]))
+        dims = [f"BTD,D{letter}H->BT{letter}H" for letter in heads]
+        bases = [base_of(weight) for weight in weights]
+        arrays = [base for base in bases if not isinstance(base, Fp8Weight)]
+        if len(arrays) == len(bases):
+            products = projections(x_BTD, arrays, heads)
+        else:
+            products = [linear(d, x_BTD, base) for d, base in zip(dims, bases, strict=True)]
+        parts = zip(dims, products, weights, strict=True)
+        return [add_adapter(d, y, x_BTD, weight) for d, y, weight in parts]
 
-    def _complete(self, y: jax.Array, x_BRD: jax.Array, name: str, heads: str) -> jax.Array:
-        """Add adapter and bias to queries, keys or values, and normalise them, where the model has that."""
+    def _complete(self, y: jax.Array, name: str, heads: str) -> jax.Array:
+        """Add the bias to queries, keys or values, and normalise them, where the model has that."""
         dims = f"BT{heads}H"
-        if (adapter := adapter_of(self, f"w_{name}")) is not None:
-            kv_heads, b = self.cfg.num_kv_heads, adapter.b
-            b = repeat_kv_heads(b[...], b.dims, b.act_dims, kv_heads)
-            y = y + linear(f"BTU,U{heads}H->{dims}", adapter.latents(x_BRD), b)
         if self.cfg.qkv_bias:
             bias = broadcast_param(
                 self._heads(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape

@@ -25,6 +25,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import Dense, MoE, Routed
+from ultrascale_jax.parallel.adapted import Adapted
 from ultrascale_jax.sharding.primitives import (
     gather_param,
     grad_barrier,
@@ -183,8 +184,9 @@ class Block(nnx.Module):
         return self.moe if hasattr(self, "moe") else self.mlp
 
     def gather_params(self, inputs: LayerInputs) -> "Block":
-        """Return this layer with full parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s."""
-        return gather_layer(self, self.cfg, inputs)
+        """Return this layer with full parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s, and
+        those with an adapter `Adapted`s."""
+        return attach_adapters(gather_layer(self, self.cfg, inputs))
 
     def __call__(
         self, x_BRD: jax.Array, inputs: LayerInputs
@@ -268,7 +270,7 @@ class Block(nnx.Module):
 
 def gather_layer[Tree](tree: Tree, cfg: ModelConfig, inputs: LayerInputs) -> Tree:
     """Return `Block.gather_params` of a tree of some of a block's parameters, at their paths in it."""
-    sizes, fp8 = zero_sizes(cfg), inputs.fp8
+    sizes, fp8 = zero_sizes(cfg, tree), inputs.fp8
 
     def leaf(path, param):
         placed = (param.get_value(), param.dims, param.act_dims, inputs.dtype, sizes)
@@ -278,6 +280,28 @@ def gather_layer[Tree](tree: Tree, cfg: ModelConfig, inputs: LayerInputs) -> Tre
         return param.replace(gather_fp8(*placed, fp8.recipe, amax))
 
     return jax.tree.map_with_path(leaf, tree, is_leaf=is_variable)
+
+
+def attach_adapters[Tree](layer: Tree) -> Tree:
+    """Return a layer, gathered, in which each weight with an adapter is an `Adapted`."""
+    for module in _modules(layer):
+        if not hasattr(module, "lora"):
+            continue
+        for name, adapter in _children(module.lora):
+            weight = getattr(module, name)
+            pair = adapter.a[...], adapter.b[...]
+            setattr(module, name, weight.replace(Adapted(weight[...], *pair, adapter.scale)))
+        del module.lora
+    return layer
+
+
+def _modules(module: Any) -> list[Any]:
+    """Return a module and all that it has."""
+    return [module, *(m for _, child in _children(module) for m in _modules(child))]
+
+
+def _children(module: Any) -> list[tuple[str, Any]]:
+    return [(name, child) for name, child in vars(module).items() if isinstance(child, nnx.Module)]
 
 
 @jax.named_scope("norm")

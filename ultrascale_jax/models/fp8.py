@@ -33,7 +33,6 @@ from ultrascale_jax.kernels.device import device, match_vma, on_gpu, on_hopper
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
 from ultrascale_jax.sharding.manual import leave_partial, smap
-from ultrascale_jax.sharding.primitives import einsum
 from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, varying
 
 Scaling = Literal["tensor", "row", "block"]
@@ -143,21 +142,7 @@ def weight_amaxes(
     return amaxes
 
 
-def linear(
-    subscripts: str,
-    x: jax.Array,
-    w: jax.Array | Fp8Weight,
-    *,
-    to: str | None = None,
-    partial: bool = False,
-) -> jax.Array:
-    """Compute `einsum` of an activation and a matrix, in fp8 where the matrix says so."""
-    if not isinstance(w, Fp8Weight):
-        return einsum(subscripts, x, w, to=to, partial=partial)
-    return einsum(subscripts, x, w, to=to, partial=partial, product=_product)
-
-
-def _product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **_) -> jax.Array:
+def fp8_product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **_) -> jax.Array:
     """Compute `jnp.einsum` in fp8, on this device's pieces."""
     inputs, out = subscripts.split("->")
     contracted = len(set(inputs.split(",")[1]) - set(out))

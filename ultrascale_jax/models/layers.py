@@ -14,7 +14,8 @@ from ultrascale_jax.config import ModelConfig, require, require_choice
 from ultrascale_jax.config.kernels import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
-from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, is_variable, linear
+from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, is_variable
+from ultrascale_jax.models.linear import linear
 from ultrascale_jax.parallel.gate import gated
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import broadcast_param, gather_param, mean, reshard
@@ -29,6 +30,7 @@ from ultrascale_jax.sharding.rules import (
     present,
     specs,
     stored_spec,
+    zero_dim,
 )
 
 INIT_STD = 0.02
@@ -107,21 +109,19 @@ def each_param(fn: Callable[..., Any], module: Any) -> list:
     return results
 
 
-def adapter_of(module: Any, name: str) -> Any:
-    """Return the adapter of a module's weight, or None (`models/lora.py`)."""
-    return getattr(getattr(module, "lora", None), name, None)
-
-
-def has_adapters(module: Any) -> bool:
-    """Return whether a module has weights with adapters."""
-    return hasattr(module, "lora")
-
-
-def zero_sizes(cfg: ModelConfig) -> dict[str, int]:
-    """Return the full sizes of the dims that ZeRO splits, by letter."""
+def zero_sizes(cfg: ModelConfig, params: Any = None) -> dict[str, int]:
+    """Return the full sizes of the dims that ZeRO splits, by letter: with `params` also the rank of their adapters."""
     latent = cfg.latent
     latents = {} if latent is None else {"Q": latent.q_rank, "J": latent.kv_rank}
-    return {"D": cfg.d_model} | latents
+    rank = max(map(_rank, jax.tree.leaves(params, is_leaf=is_variable)), default=0)
+    return {"D": cfg.d_model} | latents | ({"U": rank} if rank else {})
+
+
+def _rank(param: nnx.Param) -> int:
+    """Return the rank that a parameter of an adapter has, 0 if ZeRO may split it: one of the two has another dim."""
+    dims, value = param.dims, param.get_value()
+    whole = "U" in dims and value is not None and dims[zero_dim(dims)] != "U"
+    return value.shape[dims.index("U") - len(dims)] if whole else 0
 
 
 def gather_params[M](
@@ -210,15 +210,7 @@ class MLP(nnx.Module):
     def __call__(self, x_BRD: jax.Array) -> jax.Array:
         """Map `[B, R, D]` to `[B, R, D]`: all-gather over sp, two matmuls, one, reduce-scatter."""
         x_BTD = gather_sequence(x_BRD)
-        gate_BTF = checkpoint_name(self._widen("w_gate", x_BTD, x_BRD), "gate")
-        up_BTF = checkpoint_name(self._widen("w_up", x_BTD, x_BRD), "up")
+        gate_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_gate[...]), "gate")
+        up_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_up[...]), "up")
         h_BTF = gated(self.activation, gate_BTF, up_BTF)
-        y_BRD = linear("BTF,FD->BTD", h_BTF, self.w_down[...], to="BRD")
-        adapter = adapter_of(self, "w_down")
-        return y_BRD if adapter is None else y_BRD + adapter.rows(h_BTF, "BTF")
-
-    def _widen(self, name: str, x_BTD: jax.Array, x_BRD: jax.Array) -> jax.Array:
-        y_BTF = linear("BTD,DF->BTF", x_BTD, getattr(self, name)[...])
-        if (adapter := adapter_of(self, name)) is None:
-            return y_BTF
-        return y_BTF + linear("BTU,UF->BTF", adapter.latents(x_BRD), adapter.b[...])
+        return linear("BTF,FD->BTD", h_BTF, self.w_down[...], to="BRD")

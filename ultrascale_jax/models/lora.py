@@ -1,15 +1,13 @@
-"""Low-rank adapters beside the projections of attention and feed-forward layers (LoRA, arXiv 2106.09685).
+"""Low-rank adapters of a model's weights (LoRA, arXiv 2106.09685): made, split from their base, merged into it.
 
-    column-parallel (q, k, v, gate, up)   x_BRD -> A -> [B, R, U] -> gathered over sp -> B -> as the projection's result
-    row-parallel (o, down)                x split over the tensor group -> A, summed to [B, R, U] -> B -> [B, R, D]
-
-U is the rank, which no axis splits in an activation. A and B have the base's other dims, split as the base is, so only
-activations as narrow as the rank are communicated over the tensor group.
+`models/linear.py` multiplies with them. They are parameters of the module that has the weight, as `attn.lora.w_q.a`,
+and every pass that treats parameters alike (sharding, ZeRO, checkpoints) treats them so.
 """
 
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,102 +16,171 @@ from flax import nnx
 from ultrascale_jax.config import require
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.attention import Attention
-from ultrascale_jax.models.fp8 import is_variable, linear
-from ultrascale_jax.models.layers import MLP, adapter_of, gather_sequence, has_adapters
+from ultrascale_jax.models.fp8 import is_variable
+from ultrascale_jax.models.layers import MLP
+from ultrascale_jax.models.mla import MLA
+from ultrascale_jax.models.moe import MoE, SharedExperts
 from ultrascale_jax.models.partition import partition
-from ultrascale_jax.sharding.rules import specs, stored_spec
+from ultrascale_jax.models.transformer import stacked
+from ultrascale_jax.sharding.rules import out_sharding, specs, stored_spec
 
-WEIGHTS = {
-    **{f"{name}_proj": ("attn", f"w_{name}") for name in ("q", "k", "v", "o")},
-    **{f"{name}_proj": ("mlp", f"w_{name}") for name in ("gate", "up", "down")},
+PLACES: dict[str, tuple[str, ...]] = {
+    **{f"{name}_proj": (f"attn.w_{name}",) for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")},
+    "kv_a_proj_with_mqa": ("attn.w_kv_a",),
+    **{
+        f"{name}_proj": (f"mlp.w_{name}", f"moe.shared.w_{name}") for name in ("gate", "up", "down")
+    },
+    **{f"experts.{name}_proj": (f"moe.w_{name}",) for name in ("gate", "up", "down")},
 }
-"""Part of the blocks and name of the weight of each target."""
+"""Paths in a block of the weights of each target."""
 
 
 class Adapter(nnx.Module):
-    """A and B of one projection, of all layers; B begins with zeros, so that nothing changes at first."""
+    """A and B of one weight; B begins with zeros, so that nothing changes at first."""
 
     def __init__(self, weight: nnx.Param, lora: Lora, key: jax.Array):
-        """`weight` is the base, stacked over layers, and `key` that of A, whose init is PEFT's own."""
-        dims, (layers, *sizes) = weight.dims, weight.get_value().shape
-        split = 1 if dims.startswith("D") else len(dims) - 1
-        rows, columns = dims[:split] + "U", "U" + dims[split:]
+        """`weight` is the base, of one layer or stacked, and `key` that of A, whose init is PEFT's own."""
+        dims = weight.dims
+        sizes = dict(zip(dims, weight.get_value().shape[-len(dims) :], strict=True))
+        sizes["U"] = lora.rank
+        rows, columns = sides(dims)
         self.scale = lora.scale
-        bound = 1 / math.sqrt(math.prod(sizes[:split]))
-        shape = (layers, *sizes[:split], lora.rank)
-        spec = stored_spec("L" + rows, shape)
-        a = jax.random.uniform(key, shape, jnp.float32, -bound, bound, out_sharding=spec)
-        shape = (layers, lora.rank, *sizes[split:])
-        b = jnp.zeros(shape, jnp.float32, out_sharding=stored_spec("L" + columns, shape))
-        column_parallel = split == 1 and dims.startswith("D")
-        self.a = nnx.Param(a, dims=rows, act_dims="BRD" if column_parallel else weight.act_dims)
-        self.b = nnx.Param(b, dims=columns, act_dims="BTU" if column_parallel else "BRU")
+        bound = 1 / math.sqrt(math.prod(sizes[dim] for dim in rows.strip("EU")))
 
-    def latents(self, x_BRD: jax.Array) -> jax.Array:
-        """Return scale * x A `[B, T, U]` of a column-parallel projection's input."""
-        return gather_sequence(self.scale * linear("BRD,DU->BRU", x_BRD, self.a[...]))
+        def draw(dims: str, value: Callable) -> jax.Array:
+            shape = tuple(sizes[dim] for dim in dims)
+            return value(shape, out_sharding=out_sharding(stored_spec(dims, shape)))
 
-    def rows(self, x: jax.Array, dims: str) -> jax.Array:
-        """Return scale * x A B `[B, R, D]` of a row-parallel projection's input, which has these dims."""
-        contracted = dims.removeprefix("BT")
-        h_BRU = linear(f"{dims},{contracted}U->BTU", x, self.a[...], to="BRU")
-        # Scaled last, the cotangent has a sharding that XLA's partitioner knows, and does not where a scan hands it in.
-        return self.scale * linear("BRU,UD->BRD", h_BRU, self.b[...])
+        uniform = functools.partial(
+            jax.random.uniform, key, dtype=jnp.float32, minval=-bound, maxval=bound
+        )
+        # The gradient of A is a sum over the devices that split the base's columns, too, and that of B over those that
+        # split its rows: each of them has products of its own with the side that all have.
+        self.a = nnx.Param(draw(rows, uniform), dims=rows, act_dims=weight.act_dims + columns)
+        self.b = nnx.Param(draw(columns, jnp.zeros), dims=columns, act_dims=weight.act_dims + "U")
+
+
+def sides(dims: str) -> tuple[str, str]:
+    """Return the dims of A and B of a weight with these dims: `DU` and `UNH` of `DNH`; experts come first in both."""
+    matrix = dims.removeprefix("E")
+    each = dims.removesuffix(matrix)
+    split = len(matrix) - 1 if matrix.endswith("D") else 1
+    return f"{each}{matrix[:split]}U", f"{each}U{matrix[split:]}"
 
 
 class Adapters(nnx.Module):
     """The adapters of a module, by the names of its weights."""
 
 
+class Place(NamedTuple):
+    """A weight that has an adapter, or gets one."""
+
+    target: str
+    path: str
+    """Path of the weight in the model, as `stacks.0.attn.w_q`."""
+    module: Any
+    """The module that has it."""
+    name: str
+    """Its name there."""
+
+    @property
+    def weight(self) -> nnx.Param:
+        """The base."""
+        return getattr(self.module, self.name)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Its adapter, if it has one."""
+        return getattr(getattr(self.module, "lora", None), self.name, None)
+
+
+def places(model: Any, targets: Iterable[str] = tuple(PLACES)) -> Iterator[Place]:
+    """Yield the weights of these targets in the layers of a model, those of `model.mtp_layers` too."""
+    blocks = {f"stacks.{i}": stack for i, stack in enumerate(model.stacks)}
+    blocks |= {f"mtp.{i}.block": module.block for i, module in enumerate(getattr(model, "mtp", ()))}
+    for path, block in blocks.items():
+        yield from block_places(block, path, targets)
+
+
+def block_places(block: Any, path: str, targets: Iterable[str]) -> Iterator[Place]:
+    """Yield the weights of these targets in a block that has this path in the model."""
+    for target in targets:
+        for place in PLACES[target]:
+            outer, _, name = place.rpartition(".")
+            module = block
+            for part in outer.split("."):
+                module = getattr(module, part, None)
+            if hasattr(module, name):
+                yield Place(target, f"{path}.{place}", module, name)
+
+
 def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
     """Give the targets in the layers of `model` adapters; return it."""
-    keys = jax.random.split(key, len(lora.targets))
-    for target, target_key in zip(lora.targets, keys, strict=True):
-        part, name = WEIGHTS[target]
-        module = getattr(stack_of(model), part)
-        fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
-        require(type(module) in (Attention, MLP), "train.lora.targets", target, fix)
-        if not has_adapters(module):
-            module.lora = Adapters()
-        setattr(module.lora, name, Adapter(getattr(module, name), lora, target_key))
+    typed: Any = model
+    targets = lora.targets_of(typed.cfg)
+    k_stacks, k_modules = jax.random.split(key)
+
+    def make(block: Any, key: jax.Array) -> dict[str, Adapter]:
+        found = list(block_places(block, "", targets))
+        keys = jax.random.split(key, len(found))
+        return {p.path: Adapter(p.weight, lora, k) for p, k in zip(found, keys, strict=True)}
+
+    def add(block: Any, adapters: dict[str, Adapter]) -> None:
+        for place in block_places(block, "", targets):
+            module = place.module
+            fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
+            built_in = type(module) in (Attention, MLA, MLP, MoE, SharedExperts)
+            require(built_in, "train.lora.targets", place.target, fix)
+            if not hasattr(module, "lora"):
+                module.lora = Adapters()
+            setattr(module.lora, place.name, adapters[place.path])
+
+    for stack, order in zip(typed.stacks, typed.orders, strict=True):
+        add(stack, stacked(functools.partial(make, stack), typed.cfg, k_stacks, order))
+    for i, module in enumerate(getattr(typed, "mtp", ())):
+        add(module.block, make(module.block, jax.random.fold_in(k_modules, i)))
     return model
 
 
-def stack_of(model: Any) -> Any:
-    """Return the layers of a model that can have adapters: all, as none has experts."""
-    [stack] = model.stacks
-    return stack
+def is_adapter(path: str | tuple) -> bool:
+    """Return whether a parameter is an adapter's: its path is dotted, or a leaf's in a tree."""
+    dotted = (
+        path if isinstance(path, str) else jax.tree_util.keystr(path, simple=True, separator=".")
+    )
+    return ".lora." in dotted
 
 
 def split_adapters[M](model: M) -> tuple[M, M]:
     """Return the model with its adapters alone, and without them, as `partition` does."""
-    return partition(model, lambda path: ".lora." in path)
+    return partition(model, is_adapter)
 
 
 @jax.jit
 def merged[M](adapters: M, base: M) -> M:
     """Return `base`, a model whose adapters are elsewhere, with W + scale * A B in place of each adapted weight W."""
     model = without_adapters(base)
-    for part, name in WEIGHTS.values():
-        if (adapter := adapter_of(getattr(stack_of(adapters), part), name)) is not None:
-            module = getattr(stack_of(model), part)
-            weight = getattr(module, name)
-            setattr(module, name, weight.replace(_merged(weight.get_value(), weight.dims, adapter)))
+    by_path = {place.path: place.adapter for place in places(adapters)}
+    for place in places(model):
+        if (adapter := by_path[place.path]) is not None:
+            weight = place.weight
+            value = _merged(weight.get_value(), weight.dims, adapter)
+            setattr(place.module, place.name, weight.replace(value))
     return model
 
 
 def without_adapters[M](base: M) -> M:
     """Return a copy of `base`, the second part of `split_adapters`, without the places of the adapters' arrays."""
-    model: Any = jax.tree.map(lambda variable: variable, base, is_leaf=is_variable)
-    for part in ("attn", "mlp"):
-        if has_adapters(module := getattr(stack_of(model), part)):
-            del module.lora
+    model = jax.tree.map(lambda variable: variable, base, is_leaf=is_variable)
+    for place in places(model):
+        if hasattr(place.module, "lora"):
+            del place.module.lora
     return model
 
 
 def _merged(weight: jax.Array, dims: str, adapter: Adapter) -> jax.Array:
     a, b = adapter.a, adapter.b
-    subscripts = f"L{a.dims},L{b.dims}->L{dims}"
+    layers = "L" * (weight.ndim - len(dims))
+    subscripts = f"{layers}{a.dims},{layers}{b.dims}->{layers}{dims}"
 
     def add(weight, a, b):
         product = jnp.einsum(subscripts, a, b, precision="highest")

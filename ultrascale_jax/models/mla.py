@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import KernelsConfig, ModelConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.models.attention import attend
-from ultrascale_jax.models.fp8 import linear
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
+from ultrascale_jax.models.linear import linear
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.sharding.primitives import broadcast_param
 

@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import Experts, KernelsConfig, ModelConfig, MoEConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.kernels.device import takes
-from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, is_variable, linear, multiply
+from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, is_variable, multiply
 from ultrascale_jax.models.layers import INIT_STD, MLP, param
+from ultrascale_jax.models.linear import linear
+from ultrascale_jax.parallel.adapted import Adapted, base_of, with_base
 from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 from ultrascale_jax.parallel.experts.local import Product
@@ -147,11 +149,14 @@ class MoE(nnx.Module):
         matrices += (self.b_gate, self.b_up) if biased else ()
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
         fused = takes("grouped_matmul", self.kernels.grouped_matmul, "mosaic")
-        product: Product | None = None if fused else jnp.einsum
         router, matrices = params
-        if isinstance(matrices[0], Fp8Weight):
-            product = functools.partial(_fp8_product, matrices[0].recipe)
-            params = router, [w.value if isinstance(w, Fp8Weight) else w for w in matrices]
+        # The kernel adds no adapters.
+        fused &= not any(isinstance(w, Adapted) for w in matrices)
+        product: Product | None = None if fused else jnp.einsum
+        if isinstance(base_of(matrices[0]), Fp8Weight):
+            product = functools.partial(_fp8_product, base_of(matrices[0]).recipe)
+            values = (getattr(base_of(w), "value", base_of(w)) for w in matrices)
+            params = router, [with_base(*pair) for pair in zip(matrices, values, strict=True)]
 
         partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
 

@@ -16,9 +16,9 @@ from flax import nnx
 
 from ultrascale_jax.config import KernelsConfig, ModelConfig
 from ultrascale_jax.models.block import Block, Layers, normed
-from ultrascale_jax.models.fp8 import linear
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_params, param, zero_sizes
+from ultrascale_jax.models.linear import linear
 from ultrascale_jax.models.moe import Routed
 
 

@@ -50,7 +50,7 @@ from ultrascale_jax.sharding.primitives import (
 from ultrascale_jax.sharding.rules import mesh_size, place, stored_spec
 
 
-def _stack(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder) -> Block:
+def stacked(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder) -> Any:
     """Stack `make(key)` of the layers in `order`, each made where it rests, the same on any mesh and in any order."""
     layers = np.array([layer or 0 for layer in order])
     spec = stored_spec("L", layers.shape)
@@ -150,7 +150,7 @@ class Transformer(nnx.Module):
         for layers, order in zip(cfg.stacks, self.orders, strict=True):
             kind = cfg.feed_forward(layers.start)
             make = functools.partial(Block, self.layers, cfg, kind, kernels)
-            self.stacks.append(_stack(make, cfg, k_stacks, order))
+            self.stacks.append(stacked(make, cfg, k_stacks, order))
         self.final_norm = self.layers.make_norm(cfg)
         if not cfg.tied_embeddings:
             self.head = param(k_head, "DV", "BTD", (D, V))

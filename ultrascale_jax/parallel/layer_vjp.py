@@ -7,7 +7,7 @@ parameters, and nothing that follows from parameters and context alone, which th
 be residuals: 208 MiB a layer and micro-batch of Llama 3 8B in fp8 with `none`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ class LayerVJP:
 
     Made from example arguments inside the region where the layer runs; only their types matter. `params` and `context`
     are pytrees, x and y pytrees alike, the auxiliary loss a float32 scalar. `context` and statistics, any tree, are not
-    differentiated. For the leaves `in_place` of `params`, by number, the layer returns a list of `sums`
-    (`Stages.in_place`): the cotangents have one more for each.
+    differentiated, nor are the leaves `frozen` of `params`, by number. For the leaves `in_place` the layer returns a
+    list of `sums` (`Stages.in_place`): the cotangents have one more for each.
     """
 
     def __init__(
@@ -32,9 +32,12 @@ class LayerVJP:
         context: Any,
         *,
         in_place: Sequence[int] = (),
+        frozen: Collection[int] = (),
     ):
         self._layer, self._in_place = layer, in_place
         leaves, self._params_tree = jax.tree.flatten(params)
+        self.trained = [i for i in range(len(leaves)) if i not in frozen]
+        """Numbers of the leaves of `params` that have gradients."""
         context_leaves, self._context_tree = jax.tree.flatten(context)
         self._classify(leaves, x, context_leaves)
 
@@ -45,7 +48,7 @@ class LayerVJP:
         return y, aux, statistics, [residuals[i] for i in self._keep]
 
     def backward(self, params, context, kept, cotangents) -> tuple[list, Any]:
-        """Return gradients of the leaves of `params` and of x, from those of y and of the auxiliary loss."""
+        """Return gradients of the leaves `trained` and of x, from those of y and of the auxiliary loss."""
         derived = iter(self._derive(*jax.tree.leaves(params), *jax.tree.leaves(context)))
         residuals = [next(derived) if place is None else kept[place] for place in self._places]
         dparams, dx = jax.tree.unflatten(self._pull_back_tree, residuals)(tuple(cotangents))
@@ -54,13 +57,16 @@ class LayerVJP:
     def _run(self, leaves, x, context_leaves) -> tuple[Any, jax.Array, list, list[jax.Array]]:
         context = jax.tree.unflatten(self._context_tree, context_leaves)
 
-        def call(leaves, x):
-            params = jax.tree.unflatten(self._params_tree, leaves)
+        def call(trained, x):
+            changed = dict(zip(self.trained, trained, strict=True))
+            every = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
+            params = jax.tree.unflatten(self._params_tree, every)
             y, aux, *statistics = self._layer(params, x, context)
             sums = statistics.pop() if self._in_place else []
             return (y, aux, *sums), statistics
 
-        (y, aux, *_), pull_back, statistics = jax.vjp(call, leaves, x, has_aux=True)
+        trained = [leaves[i] for i in self.trained]
+        (y, aux, *_), pull_back, statistics = jax.vjp(call, trained, x, has_aux=True)
         residuals, self._pull_back_tree = jax.tree.flatten(pull_back)
         return y, aux, statistics, residuals
 

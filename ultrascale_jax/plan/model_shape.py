@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.config.lora import ROUTED, Lora, Target
+from ultrascale_jax.config.model import FeedForward
 
 MLP_MATRICES = 3
 """Matrices of a feed-forward layer: gate, up and down."""
@@ -152,19 +153,67 @@ class ModelShape(ModelConfig):
         return matrices + routed + heads * self.vocab_size * self.d_model
 
 
-def adapter_sides(model: ModelConfig, lora: Lora) -> tuple[int, int]:
-    """Count the parameters of the adapters that `train.lora` gives a dense model, none without: of the sides between
-    model dim and rank, and of the others."""
+class AdapterSide(NamedTuple):
+    """A or B of one weight of a layer."""
+
+    of: FeedForward | None
+    """Kind of the layers that have it; none: all."""
+    num_params: int
+    by_tensor: bool
+    """Whether the tensor group splits it, as the base's dim that it has."""
+    by_model: bool
+    """Whether ZeRO splits that dim: the model's or a latent's. It splits the other sides by their rank."""
+    is_routed: bool
+    """Whether it is that of all routed experts, which `ep` splits."""
+
+
+def adapter_sides(model: ModelConfig, lora: Lora) -> list[AdapterSide]:
+    """Return the sides of the adapters that `train.lora` gives a model; none without."""
     if not lora.enabled:
-        return 0, 0
-    H = model.head_dim
-    heads, kv_heads = model.num_heads * H, model.num_kv_heads * H
-    widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
-    rows = model.num_layers * lora.rank
-    others = sum(widths.get(target, model.d_ff) for target in lora.targets)
-    return rows * model.d_model * len(lora.targets), rows * others
+        return []
+    shape = ModelShape.of(model)
+    return [
+        AdapterSide(
+            kind, copies * lora.rank * size, split == "tensor", split == "model", copies > 1
+        )
+        for target in lora.targets_of(model)
+        for kind, copies, *dims in _bases(shape, target)
+        for size, split in dims
+    ]
 
 
-def adapter_params(model: ModelConfig, lora: Lora) -> int:
-    """Count the parameters of the adapters that `train.lora` gives a dense model; 0 without."""
-    return sum(adapter_sides(model, lora))
+def _bases(shape: ModelShape, target: Target) -> list[tuple]:
+    """Return, for the weights of a target in a layer, the kind of layers that have it, how many experts have one, and
+    size and split of its rows and of its columns."""
+    latent, heads = shape.latent, shape.num_heads
+    model, query = (shape.d_model, "model"), (heads * shape.head_dim, "tensor")
+    key = shape.num_kv_heads * shape.head_dim, "tensor"
+    attention = {"q_proj": (model, query), "k_proj": (model, key), "v_proj": (model, key)}
+    attention["o_proj"] = (heads * shape.value_dim, "tensor"), model
+    if latent is not None:
+        of_query, of_key = (latent.q_rank, "model"), (latent.kv_rank, "model")
+        both = shape.head_dim - latent.rope_dim + shape.value_dim
+        attention |= {"q_a_proj": (model, of_query), "q_b_proj": (of_query, query)}
+        attention["kv_a_proj_with_mqa"] = model, (latent.kv_rank + latent.rope_dim, "whole")
+        attention["kv_b_proj"] = of_key, (heads * both, "tensor")
+    if target in attention:
+        return [(None, 1, *attention[target])]
+    order = -1 if target.endswith("down_proj") else 1
+    widths = [("mlp", 1, shape.d_ff), ("moe", 1, shape.shared_width)]
+    if target.startswith(ROUTED) and shape.experts is not None:
+        widths = [("moe", shape.experts.num, shape.expert_d_ff)]
+    return [(*kind, *(model, (width, "tensor"))[::order]) for *kind, width in widths]
+
+
+def adapter_params(model: ModelConfig, lora: Lora, *, active: bool = False) -> int:
+    """Count the parameters of the adapters that `train.lora` gives a model, or those `active` for one token; 0
+    without."""
+    shape = ModelShape.of(model)
+    rows = {"mlp": shape.layers - shape.moe_layers, "moe": shape.moe_layers, None: shape.layers}
+    total = 0
+    for side in adapter_sides(model, lora):
+        count = rows[side.of] * side.num_params
+        if active and side.is_routed and shape.experts is not None:
+            count = count * shape.experts.top_k // shape.experts.num
+        total += count
+    return total

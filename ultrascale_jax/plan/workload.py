@@ -247,7 +247,7 @@ class Run:
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
-        own = self.shape, self.seq_len, self.adapter_params
+        own = self.shape, self.seq_len, adapter_params(self.shape, self.lora, active=True)
         return self.step_tokens * flops_per_token(*own, reference=self.reference)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:

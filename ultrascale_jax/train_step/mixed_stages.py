@@ -87,6 +87,7 @@ def run(
 ) -> tuple[jax.Array, Routed | None, list[jax.Array], Terms]:
     """Run a layer of either kind: as `Block`, with the sums of `rows.either`, of whose MLP `sums` are."""
     leaves, tree = jax.tree.flatten(sums)
+    leaves = rows.trained(leaves)
     block = block.gather_params(inputs)
     x_BRD, _, experts, terms = block.attend(x_BRD, inputs)
 

@@ -16,6 +16,8 @@ from ultrascale_jax.config import FP8, Config, Split
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.layers import each_param, map_params
+from ultrascale_jax.models.lora import is_adapter, split_adapters
+from ultrascale_jax.models.partition import combine
 from ultrascale_jax.models.stack import Recomputation
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
@@ -43,11 +45,15 @@ def gradients(
     parts: MicroBatches,
     weight: jax.Array,
     router_weight: jax.Array,
+    base: Transformer | None = None,
 ) -> tuple[Transformer, Sums]:
-    """Compute what `step.gradients` does; the layers of the statistics lie as those of the parameters."""
+    """Compute what `step.gradients` does; the layers of the statistics lie as those of the parameters.
 
-    def region(params, parts, weights):
-        model = _in_use(cfg, params)
+    `base` has the frozen parameters if `params` are adapters.
+    """
+
+    def region(params, base, parts, weights):
+        model = _in_use(cfg, params if base is None else combine(params, base))
         losses, grads, (routed, terms) = _run(cfg, schedules.of_config(cfg), model, parts, *weights)
         assert grads is not None
         if routed is not None:
@@ -57,8 +63,9 @@ def gradients(
         return losses, grads, routed, jax.tree.map(partial(_mean_over_layers, cfg), terms)
 
     stored, routed = specs(params), None if cfg.model.experts is None else P("pp")
-    run = smap(region, in_specs=(stored, act("MBT"), P()), out_specs=(P(), stored, routed, P()))
-    (loss, terms), grads, statistics, means = run(params, parts, (weight, router_weight))
+    in_specs = stored, specs(base), act("MBT"), P()
+    run = smap(region, in_specs=in_specs, out_specs=(P(), stored, routed, P()))
+    (loss, terms), grads, statistics, means = run(params, base, parts, (weight, router_weight))
     of_layers = sum_terms(means, router_weight * parts["targets"][0].size)
     return grads, Sums(loss, statistics, terms=join_terms(terms, of_layers))
 
@@ -96,11 +103,14 @@ def _run(
     """Return bare loss and loss terms, the same on every device, and this device's partial sums: of gradients, and of
     the routers' statistics and the terms of its layers (none without a backward pass)."""
     used = prepare_params(cfg, params)
+    shared, fixed = used.with_stacks(()), None
+    if cfg.train.lora.enabled:
+        shared, fixed = split_adapters(shared)
     out = pipeline(
         schedule,
-        _stages(cfg, params, position_weight, router_weight),
+        _stages(cfg, params, position_weight, router_weight, fixed),
         tuple(used.stacks),
-        used.with_stacks(()),
+        shared,
         parts,
         stash=cfg.pp.stash,
         order=params.orders[0],
@@ -184,19 +194,27 @@ def _in_use(cfg: Config, params: Transformer) -> Transformer:
 
 
 def _stages(
-    cfg: Config, params: Transformer, position_weight: jax.Array, router_weight: jax.Array
+    cfg: Config,
+    params: Transformer,
+    position_weight: jax.Array,
+    router_weight: jax.Array,
+    fixed: Transformer | None,
 ) -> Stages:
     """Return the model's parts as functions of their parameters; a position's loss is times `position_weight`, and its
-    routers' losses times `router_weight`."""
+    routers' losses times `router_weight`. `fixed` has embedding, final norm and head, if they are frozen."""
     dtype = COMPUTE[cfg.train.precision]
     fp8 = fp8_of(cfg, params)
 
+    def whole(shared):
+        return shared if fixed is None else combine(shared, fixed)
+
     def embed(shared, batch):
         with jax.named_scope("embedding"):
-            return shared.embedding(batch["tokens"], dtype)
+            return whole(shared).embedding(batch["tokens"], dtype)
 
     def head(shared, x_BRD, batch):
-        x_BRD, targets_BT = shared.normed(x_BRD), batch["targets"]
+        shared, targets_BT = whole(shared), batch["targets"]
+        x_BRD = shared.normed(x_BRD)
         options = {"z_loss": cfg.train.z_loss, "dtype": dtype}
         objective, *losses = model_loss(shared, x_BRD, targets_BT, position_weight, **options)
         return objective, tuple(losses)
@@ -213,7 +231,10 @@ def _stages(
         return to_sums
 
     one = tuple(jax.tree.map(lambda p: p[0], params.stacks))
-    shared = params.with_stacks(())
+    shared, frozen = params.with_stacks(()), None
+    if fixed is not None:
+        shared, _ = split_adapters(shared)
+        frozen = [not is_adapter(path) for path, _ in jax.tree.leaves_with_path(one)]
     return Stages(
         layer=_layer(cfg, params, of_last_layer(cfg)),
         embed=embed,
@@ -226,5 +247,6 @@ def _stages(
         numbered=True,
         in_place=mixed_stages.in_place(one) if _is_mixed(cfg) else None,
         first_layers=_first_layers(cfg, params),
+        frozen=frozen,
         hides_exchanges=Lowering.of(cfg).orders_exchanges,
     )

@@ -44,7 +44,7 @@ def prepare_params(cfg: Config, params: Transformer) -> Transformer:
     them that do not shard the parameters), so that gradients accumulate without communication.
     """
 
-    dtype, sizes = COMPUTE[cfg.train.precision], zero_sizes(cfg.model)
+    dtype, sizes = COMPUTE[cfg.train.precision], zero_sizes(cfg.model, params)
 
     def leaf(value, dims, act_dims):
         if is_gathered_by_layer(cfg, dims):

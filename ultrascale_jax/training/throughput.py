@@ -21,7 +21,7 @@ class Throughput(Hook):
 
     def __init__(self, cfg: Config, mesh: Mesh):
         self._batches, self._seq_len = cfg.train.batches, cfg.data.seq_len
-        adapters = adapter_params(cfg.model, cfg.train.lora)
+        adapters = adapter_params(cfg.model, cfg.train.lora, active=True)
         reference = cfg.train.dpo.has_reference
         flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters, reference=reference)
         self._flops = flops / mesh.size

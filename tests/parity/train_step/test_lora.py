@@ -14,21 +14,22 @@ from ultrascale_jax.config import (
     Config,
     DataConfig,
     Experts,
+    LatentAttention,
     MeshConfig,
     ModelConfig,
     TrainConfig,
     UserError,
 )
-from ultrascale_jax.config.lora import TARGETS, Lora
-from ultrascale_jax.models.lora import WEIGHTS, merged
+from ultrascale_jax.config.lora import Lora, projections
+from ultrascale_jax.models.lora import merged, places
 from ultrascale_jax.plan.formulas import memory
-from ultrascale_jax.plan.formulas.parameters import weights_of
+from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
 from ultrascale_jax.plan.model_shape import adapter_params
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import step
-from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.state import abstract_state, gather_stages
 from ultrascale_jax.train_step.step import train_step
 from ultrascale_jax.training.setup import make_loader
 
@@ -54,7 +55,6 @@ def test_an_adapters_scale_and_what_its_fields_refuse():
         ({"rank": -1}, r"rank=-1: must be from 0 to 100000"),
         ({"rank": 8, "alpha": -1.0}, r"alpha=-1\.0: must not be negative"),
         ({"rank": 8, "targets": ("qproj",)}, r"targets=\('qproj',\): .* one of q_proj"),
-        ({"rank": 8, "targets": ()}, r"targets=\(\): name some of q_proj"),
         ({"alpha": 16.0}, r"alpha=16\.0: has no effect without train\.lora\.rank; give both"),
     ):
         with pytest.raises(UserError, match=rf"^train\.lora\.{named}"):
@@ -62,12 +62,10 @@ def test_an_adapters_scale_and_what_its_fields_refuse():
 
 
 def test_what_adapters_cannot_be_with_is_refused():
-    experts = {"model": {"experts": Experts(num=4, top_k=2, d_ff=16)}}
-    with pytest.raises(UserError, match=r"train\.lora\.rank=4: .* dense models"):
-        change(CFG, **experts).check(4)
-    pipeline = change(CFG, train={"microbatches": 2})
-    with pytest.raises(UserError, match=r"train\.lora\.rank=4: .* not for pipelines"):
-        dataclasses.replace(pipeline, mesh=MeshConfig.of(pp=2)).check(2)
+    with pytest.raises(
+        UserError, match=r"train\.lora\.targets=.*: the model has no q_a_proj; name"
+    ):
+        change(CFG, train={"lora": Lora(rank=4, targets=("q_a_proj",))}).check(4)
 
 
 def gradients(cfg, mesh, state, batch):
@@ -76,7 +74,7 @@ def gradients(cfg, mesh, state, batch):
         batch = jax.device_put(batch, jax.NamedSharding(mesh, act("BT")))
         run = jax.jit(functools.partial(step.gradients, cfg))
         weight = np.float32(1 / batch["targets"].size)
-        found = run(state.params, batch, weight, state.frozen)[0]
+        found = gather_stages(run(state.params, batch, weight, state.frozen)[0])
     leaves = jax.tree.leaves_with_path(found)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
     return {
@@ -85,33 +83,80 @@ def gradients(cfg, mesh, state, batch):
     }
 
 
-def test_gradients_on_fsdp_x_tp_are_the_dense_model_s_projected_on_one_device():
-    cfg = CFG.check(4)
+EXPERTS = Experts(num=4, top_k=2, d_ff=16, shared=1, dense_layers=1)
+LATENT = LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8)
+DEEPSEEK = {
+    **{"num_layers": 3, "num_kv_heads": 4, "head_dim": 12},
+    **{"latent": LATENT, "experts": EXPERTS},
+}
+MODELS = {
+    "llama": {"num_layers": 3},
+    "routed": DEEPSEEK,
+    "ahead": DEEPSEEK | {"mtp_layers": 1, "experts": None},
+    "direct": DEEPSEEK | {"latent": dataclasses.replace(LATENT, q_rank=0), "experts": None},
+}
+
+
+def config(model, axes, schedule=None):
+    cfg = change(CFG, model=MODELS[model])
+    if model == "routed":
+        lora = dataclasses.replace(cfg.train.lora, targets=projections(cfg.model))
+        cfg = change(cfg, train={"lora": lora})
+    if schedule:
+        cfg = change(cfg, pp={"schedule": schedule}, train={"microbatches": 4})
+    return dataclasses.replace(cfg, mesh=MeshConfig.of(**axes)).check(4)
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "schedule"),
+    [
+        ("llama", {"fsdp": 2, "tp": 2}, None),
+        ("ahead", {"fsdp": 2, "tp": 2}, None),
+        ("routed", {"ep": 2, "sp": 2}, None),
+        ("direct", {"cp": 2, "tp": 2}, None),
+        ("llama", {"pp": 2, "fsdp": 2}, "interleaved"),
+        ("direct", {"pp": 2, "sp": 2}, "zb_h1"),
+        ("routed", {"fsdp": 2, "tp": 2}, None),
+        ("routed", {"pp": 2, "ep": 2}, "1f1b"),
+    ],
+)
+def test_gradients_on_a_mesh_are_the_dense_model_s_projected_on_one_device(model, axes, schedule):
+    cfg = config(model, axes, schedule)
     mesh, alone = (
         make_mesh(cfg.mesh, jax.devices()[:4]),
         make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]),
     )
-    state, batch = some_state(cfg, mesh), make_loader(cfg).batch(0)
-    found = gradients(cfg, mesh, state, batch)
+    state = some_state(cfg, mesh)
+    found = gradients(cfg, mesh, state, make_loader(cfg).batch(0))
     dense = dataclasses.replace(change(cfg, train={"lora": Lora()}), mesh=MeshConfig(fsdp=1))
     with jax.set_mesh(mesh):
-        whole = merged(state.params, state.frozen)
-    places = jax.tree.map(lambda s: s.sharding, abstract_state(dense, alone).params)
-    whole = dataclasses.replace(state, params=jax.device_put(whole, places), frozen=None)
-    expected = gradients(dense, alone, whole, batch)
-    scale = cfg.train.lora.scale
-    assert len(found) == 2 * len(TARGETS)
-    for part, name in WEIGHTS.values():
-        adapter = getattr(getattr(state.params.stacks[0], part).lora, name)
-        a, b = (np.asarray(p.get_value()) for p in (adapter.a, adapter.b))
-        rows, columns = math.prod(a.shape[1:-1]), math.prod(b.shape[2:])
-        dw = expected[f"stacks.0.{part}.{name}"].reshape(-1, rows, columns)
-        da = scale * np.einsum("lrc,luc->lru", dw, b.reshape(len(b), -1, columns))
-        db = scale * np.einsum("lru,lrc->luc", a.reshape(len(a), rows, -1), dw)
-        for letter, gradient in (("a", da), ("b", db)):
-            own = found[f"stacks.0.{part}.lora.{name}.{letter}"].reshape(gradient.shape)
+        whole = gather_stages(merged(state.params, state.frozen))
+        adapters = gather_stages(state.params)
+    abstract = abstract_state(dense, alone).params
+    whole = jax.device_put(whole, jax.tree.map(lambda s: s.sharding, abstract))
+    whole = dataclasses.replace(state, params=whole, frozen=None)
+    expected = gradients(dense, alone, whole, make_loader(dense).batch(0))
+    used = [place for place in places(adapters) if place.adapter is not None]
+    assert {place.target for place in used} == set(cfg.train.lora.targets_of(cfg.model))
+    assert len(found) == 2 * len(used)
+    for place in used:
+        *outer, name = place.path.split(".")
+        for letter, gradient in zip("ab", projected(place, expected[place.path]), strict=True):
+            own = found[".".join([*outer, "lora", name, letter])].reshape(gradient.shape)
             error = np.abs(own - gradient).max() / np.abs(gradient).max()
-            assert error < 1e-5, f"{name}.{letter}: relative error {error:.1e}"
+            assert error < 1e-5, f"{place.path}.{letter}: relative error {error:.1e}"
+
+
+def projected(place, dw):
+    """Gradients of A and B by that of the weight, all as matrices, one for each layer (and expert)."""
+    adapter, scale = place.adapter, place.adapter.scale
+    a, b = (np.asarray(p.get_value()) for p in (adapter.a, adapter.b))
+    rank = a.shape[-1]
+    lead = a.ndim - len(adapter.a.dims) + adapter.a.dims.count("E")
+    a = a.reshape(-1, math.prod(a.shape[lead:-1]), rank)
+    b = b.reshape(len(a), rank, -1)
+    dw = dw.reshape(len(a), a.shape[1], b.shape[2])
+    return scale * dw @ b.swapaxes(1, 2), scale * a.swapaxes(1, 2) @ dw
 
 
 def test_the_base_is_frozen_in_the_type_of_compute_without_moments():
@@ -138,3 +183,25 @@ def test_the_base_is_frozen_in_the_type_of_compute_without_moments():
     run = Run.of(cfg, 4)
     planned = sum(n for part, n in memory.state(run, weights_of(run)).items() if part != "batch")
     assert planned == pytest.approx(bytes_at_rest(state), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "schedule"),
+    [
+        ("ahead", {"fsdp": 2, "tp": 2}, None),
+        ("routed", {"ep": 2, "tp": 2}, None),
+        ("direct", {"fsdp": 4}, None),
+        ("llama", {"pp": 2, "fsdp": 2}, "interleaved"),
+        ("routed", {"pp": 2, "ep": 2}, "1f1b"),
+    ],
+)
+def test_the_planner_counts_the_adapters_of_each_model(model, axes, schedule):
+    cfg = config(model, axes, schedule)
+    state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+    layers = sum(layer is not None for order in state.params.orders for layer in order)
+    if layers == sum(map(len, state.params.orders)):  # no rows of padding
+        trained = sum(s.size for s in jax.tree.leaves(state.params))
+        assert trained == adapter_params(cfg.model, cfg.train.lora)
+    run = Run.of(cfg, 4)
+    kept = sum(np.prod(s.sharding.shard_shape(s.shape)) for s in jax.tree.leaves(state.params))
+    assert trained_params(run, weights_of(run)) == kept

@@ -14,7 +14,6 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
-    Lora,
     MeshConfig,
     ModelConfig,
     TrainConfig,
@@ -217,7 +216,6 @@ def test_losses_and_gradient_are_those_of_the_definition_in_float64():
     ("fields", "words"),
     [
         ({"mesh": {"pp": 2, "fsdp": 1}}, "model.mtp_layers=2: no pipeline runs these modules"),
-        ({"train": {"lora": Lora(rank=2)}}, "model.mtp_layers=2: adapters (train.lora) do not"),
         ({"model": {"mtp_layers": T}}, f"model.mtp_layers={T}: must be less than data.seq_len"),
         ({"train": {"mtp_weight": 0.0}}, "train.mtp_weight=0.0: must be positive"),
     ],

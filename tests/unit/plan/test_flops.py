@@ -49,6 +49,14 @@ def test_frozen_matrices_have_no_gradients_and_adapters_do():
     assert saved == 2 * active_params(MODEL) - 6 * adapters
 
 
+def test_a_token_meets_the_adapters_of_the_experts_that_it_visits():
+    experts = Experts(num=6, top_k=2, d_ff=9)
+    model = dataclasses.replace(MODEL, experts=experts)
+    lora = Lora(rank=2, targets=("experts.gate_proj", "experts.down_proj"))
+    assert adapter_params(model, lora) == 3 * 2 * 6 * 2 * (5 + 9)
+    assert adapter_params(model, lora, active=True) == 3 * 2 * 2 * 2 * (5 + 9)
+
+
 def test_all_parameters_are_counted_by_hand():
     matrices = active_params(MODEL) + 11 * 5
     assert ModelShape.of(MODEL).num_params == matrices + 3 * 2 * 5 + 5

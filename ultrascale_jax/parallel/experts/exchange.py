@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig, require_choice, require_type
 from ultrascale_jax.config.model import Activation
+from ultrascale_jax.parallel.adapted import Adapted, base_of
 from ultrascale_jax.parallel.experts.capacity import (
     A2AStage,
     a2a_stages,
@@ -74,9 +75,9 @@ def expert_layer(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: jax.Array | Adapted,
+    w_up: jax.Array | Adapted,
+    w_down: jax.Array | Adapted,
     *,
     axis: str,
     moe: MoEConfig = DROPLESS,
@@ -94,7 +95,8 @@ def expert_layer(
       ids: their experts `[n, k]`, integers, numbers of all ranks' experts. -1 is no choice, and a number that is no
         expert's counts as a dropped one.
       weights: `[n, k]` floats, used in float32.
-      w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on.
+      w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on. The matrices may have adapters,
+        which the Mosaic kernel does not take.
       w_up: `[E, D, F]`.
       w_down: `[E, F, D]`.
       axis: mesh axis of the experts.
@@ -119,15 +121,16 @@ def expert_layer(
     _check_activation(activation)
     ranks = manual_axis_size(axis, "the experts")
     if experts is None:
-        experts = Experts(num=ranks * w_gate.shape[0], top_k=ids.shape[-1])
+        experts = Experts(num=ranks * base_of(w_gate).shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
-    _check_matrices(x, w_gate, w_up, w_down, experts, ranks)
+    bases = base_of(w_gate), base_of(w_up), base_of(w_down)
+    _check_matrices(x, *bases, experts, ranks)
     choices = (ids, weights) if distinct else _merge_repeated(ids, weights)
     one_round = functools.partial(ragged_experts, activation)
     if product is not None:
         one_round = functools.partial(padded_experts, product, activation)
     matrices = model_dim_first([w_gate, w_up, *(biases or ()), w_down])
-    kind = product is None, "sp" in varying(w_gate), idles
+    kind = product is None, "sp" in varying(base_of(w_gate)), idles
     return _send(one_round, matrices, (x, *choices), axis, moe, experts, *kind)
 
 

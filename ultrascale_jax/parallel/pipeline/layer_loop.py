@@ -46,7 +46,7 @@ class _Layer(NamedTuple):
 
     params: Tree
     """Its parameters; of stacks that it is not in, another layer's. Those that it reads itself are zeros, shaped like
-    the sums of their gradients."""
+    the sums of their gradients, if they have any."""
     args: tuple
     """Its other arguments: context, number, and the rows that it reads itself."""
     rows: list
@@ -107,8 +107,13 @@ class LayerLoop:
         self.trains, self.stashes = trains, trains and call.stash == "residuals"
         leaves = jax.tree.leaves(call.blocks)
         self.accumulate = jax.tree.leaves(stages.accumulate) or [float32] * len(leaves)
-        in_place = [i for i, reads in enumerate(jax.tree.leaves(stages.in_place)) if reads]
-        grads = {i: self.accumulate[i](at(leaves[i], 0)) for i in in_place}
+        self.frozen = frozenset(
+            i for i, is_frozen in enumerate(jax.tree.leaves(stages.frozen)) if is_frozen
+        )
+        self.places = [i for i, reads in enumerate(jax.tree.leaves(stages.in_place)) if reads]
+        grads = {
+            i: self.accumulate[i](at(leaves[i], 0)) for i in self.places if i not in self.frozen
+        }
         self.in_place = {i: buffer(g, len(leaves[i]), self.axis) for i, g in grads.items()}
         positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
         self.depth = positions // schedule.virtual
@@ -139,7 +144,7 @@ class LayerLoop:
         context = self.context(at(self.microbatches, zero))
         params, args, *_ = self._layer_at(tick, "forward", zero, context)
         y, aux, *statistics = self.parts[0].run(params, x, *args)
-        statistics = statistics[:-1] if self.in_place else statistics
+        statistics = statistics[:-1] if self.places else statistics
         _check_result(x, y, aux)
         self.axes = varying_axes((x, y)) | {self.axis}
         self.aux_axes = varying(aux) | {self.axis}
@@ -148,10 +153,9 @@ class LayerLoop:
         state = StageState(auxiliary=vary(jnp.float32(0.0), self.aux_axes))
         if not self.trains:
             return x, state
+        places = {"in_place": [*self.in_place], "frozen": self.frozen}
         self.vjps = [
-            LayerVJP(
-                functools.partial(self._layer, part), params, x, args, in_place=[*self.in_place]
-            )
+            LayerVJP(functools.partial(self._layer, part), params, x, args, **places)
             for part in self.parts
         ]
         (y, aux, statistics, _), *_ = results = [vjp.forward(params, x, args) for vjp in self.vjps]
@@ -159,11 +163,11 @@ class LayerLoop:
         statistics = self._buffers(statistics, self.schedule.virtual * self.depth)
         cotangents = (empty(y), empty(aux), *self.in_place.values())
         grads, _ = self.vjps[0].backward(params, args, kept[0], cotangents)
-        leaves = enumerate(zip(self.accumulate, grads, jax.tree.leaves(self.blocks), strict=True))
-        blocks = [
-            self.in_place[i] if i in self.in_place else self._buffers(fn(g), len(leaf))
-            for i, (fn, g, leaf) in leaves
-        ]
+        leaves = jax.tree.leaves(self.blocks)
+        blocks: list = [None] * len(leaves)
+        for i, g in zip(self.vjps[0].trained, grads, strict=True):
+            sums = self.accumulate[i](g)
+            blocks[i] = self.in_place.get(i, self._buffers(sums, len(leaves[i])))
         state = replace(state, statistics=statistics, blocks=blocks)
         if self.stashes:
             state = replace(state, residuals=self._by_part(kept, slots.residuals + 1))
@@ -369,7 +373,7 @@ class LayerLoop:
         else:
             vjp = self.vjps[part.number]
             gradients, dx = vjp.backward(layer.params, layer.args, kept, cotangents)
-            grads = dict(enumerate(gradients))
+            grads = dict(zip(vjp.trained, gradients, strict=True))
         blocks = self._add(blocks, grads, layer)
         return {"g": where(layer.on, dx, g), "blocks": blocks, "weights": weights}
 
@@ -411,7 +415,8 @@ class LayerLoop:
     def _layer(self, part: _Part, params, x, context) -> tuple:
         """Run a layer, its results typed as the state that holds them."""
         y, aux, *extra = part.run(params, x, *context)
-        statistics, sums = (extra[:-1], extra[-1:]) if self.in_place else (extra, [])
+        statistics = extra[:-1] if self.places else extra
+        sums = extra[-1:] if self.in_place else []
         statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
         return vary_all(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
 
@@ -426,14 +431,17 @@ class LayerLoop:
         real = jnp.bool_(True) if self.lengths is None else index < self.lengths[chunk]
         on = real & (tick[f"{k}_on"] > 0)
         numbered = enumerate(zip(leaves, rows, strict=True))
-        read = [self.in_place[i] if i in self.in_place else at(a, row) for i, (a, row) in numbered]
-        own_rows, places = None, list(self.in_place)
-        if places:
+        placeholders = self.in_place | {i: jnp.float32(0) for i in self.places if i in self.frozen}
+        read = [placeholders[i] if i in placeholders else at(a, row) for i, (a, row) in numbered]
+        own_rows = None
+        if self.places:
             own_rows = Rows(
-                stacks=[leaves[i] for i in places],
-                index=rows[places[0]],
+                stacks=[leaves[i] for i in self.places],
+                index=rows[self.places[0]],
                 on=on,
-                accumulate=tuple(self.accumulate[i] for i in places),
+                accumulate=tuple(
+                    None if i in self.frozen else self.accumulate[i] for i in self.places
+                ),
             )
         args = context, self.starts[chunk] + index, own_rows
         return _Layer(jax.tree.unflatten(tree, read), args, rows, real, on)

@@ -95,16 +95,26 @@ class Rows:
     """The row, an int32 scalar."""
     on: jax.Array
     """Whether the layer's gradients count, a bool scalar."""
-    accumulate: tuple[Callable, ...] = dataclasses.field(metadata={"static": True})
-    """For each stack the function that makes of the row's gradient what is added up."""
+    accumulate: tuple[Callable | None, ...] = dataclasses.field(metadata={"static": True})
+    """For each stack the function that makes of the row's gradient what is added up; None: it has no gradient."""
+
+    def trained[T](self, values: list[T]) -> list[T]:
+        """Return those of `values`, one for each stack, whose stacks have gradients."""
+        return [value for value, fn in zip(values, self.accumulate, strict=True) if fn]
+
+    def with_trained(self, values: list[jax.Array]) -> list[jax.Array]:
+        """Return the row of each stack, `values` for stacks that have gradients."""
+        trained = iter(values)
+        rows = zip(at(self.stacks, self.index), self.accumulate, strict=True)
+        return [next(trained) if fn else row for row, fn in rows]
 
     def read(self) -> list[jax.Array]:
         """Return the row of each stack."""
         return at(self.stacks, self.index)
 
     def add(self, sums: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
-        """Add the gradients of the row to the stacks' `sums`."""
-        terms = [fn(g) for fn, g in zip(self.accumulate, grads, strict=True)]
+        """Add the gradients of the row to the `sums` of the stacks that have some."""
+        terms = [fn(g) for fn, g in zip(filter(None, self.accumulate), grads, strict=True)]
         return [add(a, g, self.on, self.index) for a, g in zip(sums, terms, strict=True)]
 
 
@@ -151,7 +161,10 @@ def _backward(first, second, kept, cotangents):
     branches = _branches(first, second, chosen, context, x)
 
     def of_first(dy, sums):
-        grads, dx = jax.vjp(branches[0], rows.read(), x)[1](dy)
+        def run(trained, x):
+            return branches[0](rows.with_trained(trained), x)
+
+        grads, dx = jax.vjp(run, rows.trained(rows.read()), x)[1](dy)
         return rows.add(sums, grads), floats(jax.tree.map(empty, params)), dx
 
     def of_second(dy, sums):

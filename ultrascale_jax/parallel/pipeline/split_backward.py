@@ -50,12 +50,15 @@ class SplitBackward:
             return [*jax.tree.leaves(dx), *grads]
 
         traced = Equations(backward, *constants, *once, barriers=False)
-        leaves = enumerate(jax.tree.leaves(params))
-        self._early = [i for i, leaf in leaves if leaf.ndim <= 1 or i in early]
+        leaves = jax.tree.leaves(params)
+        self._early = [i for i in vjp.trained if leaves[i].ndim <= 1 or i in early]
         self._x_tree = jax.tree.structure(cotangents[0])
         size = self._x_tree.num_leaves
-        dx, grads = traced.outputs[:size], traced.outputs[size:]
-        self._late = [i for i in range(len(grads)) if i not in self._early]
+        dx, grads = (
+            traced.outputs[:size],
+            dict(zip(vjp.trained, traced.outputs[size:], strict=True)),
+        )
+        self._late = [i for i in vjp.trained if i not in self._early]
         first, second = [*dx, *(grads[i] for i in self._early)], [grads[i] for i in self._late]
         variables, given_once = traced.inputs[: len(constants)], traced.inputs[len(constants) :]
         waiting = _crossing(traced, given_once, first, second)

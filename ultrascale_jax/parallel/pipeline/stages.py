@@ -73,6 +73,7 @@ class Stages:
         `rows.either`.
       first_layers: how many layers at the beginning of each stage run another function, and that function: it returns
         what `layer` does and keeps other residuals.
+      frozen: for each leaf of a layer's parameters whether it has no gradient; by default all have.
       hides_exchanges: whether layers have all-to-alls, which `interleave.py` then hides behind the other pass of a
         tick.
     """
@@ -89,6 +90,7 @@ class Stages:
     numbered: bool = False
     in_place: Tree = None
     first_layers: tuple[int, Callable[..., Tree]] | None = None
+    frozen: Tree = None
     hides_exchanges: bool = False
 
     def check_arguments(self) -> None:

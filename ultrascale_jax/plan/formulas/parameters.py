@@ -49,14 +49,12 @@ def weights_of(run: Run) -> Weights:
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers
     heads, kv_heads, whole = shape.attention_matrices
     attention = heads / t + kv_heads / min(t, shape.num_kv_heads) + whole
-    moe, routed, shared = shape.expert_share, 0.0, 0.0
+    routed, shared = 0.0, 0.0
     if found is not None:
         routed = found.num * shape.expert_params / (mesh.ep * t)
         shared = found.shared * shape.expert_params / t + shape.router_params
-    mlp, moe, padding = layers * (1 - moe), layers * moe, 0
-    if mesh.pp > 1 and mlp and moe:
-        mlp, moe = pipeline.stack_rows(run)
-        padding = mlp + moe - layers
+    mlp, moe = stack_rows(run)
+    padding = mlp + moe - layers
     width = max(shape.d_ff if mlp else 0, shape.shared_width)
     table = shape.vocab_size * D / (t * mesh.pp)
     return Weights(
@@ -73,6 +71,14 @@ def weights_of(run: Run) -> Weights:
         layers=layers,
         padding=padding * attention,
     )
+
+
+def stack_rows(run: Run) -> tuple[float, float]:
+    """Count the rows that a rank has of the stacks of dense layers, and of layers of experts, padding included."""
+    moe = run.shape.expert_share
+    if run.mesh.pp > 1 and 0 < moe < 1:
+        return pipeline.stack_rows(run)
+    return run.rank_layers * (1 - moe), run.rank_layers * moe
 
 
 def layer_params(run: Run, weights: Weights) -> float:
@@ -106,7 +112,14 @@ def trained_params(run: Run, weights: Weights) -> float:
     """
     if not run.lora.enabled:
         return sharded_params(run, weights) + weights.padding / (run.shards if run.zero else 1)
-    model_side, other = adapter_sides(run.shape, run.lora)
-    shards = run.shards if run.zero else 1
-    of_rank = shards if run.lora.rank % shards == 0 else 1
-    return model_side / shards + other / run.mesh.tensor / of_rank
+    mlp, moe = stack_rows(run)
+    rows, total = {"mlp": mlp, "moe": moe, None: mlp + moe}, 0.0
+    for side in adapter_sides(run.shape, run.lora):
+        parts = run.mesh.tensor if side.by_tensor else 1
+        shards = run.shards
+        if side.is_routed:
+            parts, shards = parts * run.mesh.ep, run.mesh.fsdp * run.mesh.cp
+        if run.zero and (side.by_model or run.lora.rank % shards == 0):
+            parts *= shards
+        total += rows[side.of] * side.num_params / parts
+    return total

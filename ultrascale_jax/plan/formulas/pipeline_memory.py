@@ -24,6 +24,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     expert_matrices,
     layer_params,
     sharded_params,
+    trained_params,
 )
 from ultrascale_jax.plan.workload import Run
 
@@ -31,13 +32,17 @@ from ultrascale_jax.plan.workload import Run
 def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count parameters in the type of compute, gathered once a step with zero < 3, and float32 sums of gradients."""
     whole = weights.blocks + weights.tables
-    cast = run.precision != "fp32" or 0 < run.zero < 3
+    # The base of adapters rests in the type of compute.
+    cast = (run.precision != "fp32" and not run.adapter_params) or 0 < run.zero < 3
     used = cast * (sharded_params(run, weights) if run.zero == 3 else whole)
     if layer.width == run.weight_bytes and run.zero in (0, 3):
         used -= cast * sharded_params(run, weights, tables=False)
+    summed = sharded_params(run, weights) if run.zero >= 2 else whole
+    if run.adapter_params:
+        summed = trained_params(run, weights)
     return {
         "compute parameters": layer.width * used,
-        "accumulation buffer": 4 * (sharded_params(run, weights) if run.zero >= 2 else whole),
+        "accumulation buffer": 4 * summed,
     }
 
 
@@ -131,7 +136,7 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
             if run.zero < 2
             else sharded_params(run, weights) - sharded_params(run, weights, tables=False)
         )
-        loss["accumulation buffer"] = 4 * tables
+        loss["accumulation buffer"] = 4 * tables * (not run.adapter_params)
     return [living | _layers(run, weights, layer), loss]
 
 
@@ -160,7 +165,7 @@ def _head(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     gathers = 2 if run.zero == 3 and run.shards > 1 else 0
     return {
         "communication buffers": gathers * a * weights.table,
-        "gradients": (4 if chunks > 1 else a) * weights.table,
+        "gradients": (4 if chunks > 1 else a) * weights.table * (not run.adapter_params),
         "activations: logits": exponentials,
         "workspace": 4 * a * layer.whole,
     }

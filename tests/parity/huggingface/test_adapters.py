@@ -1,0 +1,83 @@
+"""Adapters of every projection, experts' too, leave as PEFT names them and merged; neither export loses a tensor."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.hf_layout import load, stored
+from tests.paths import HF
+from ultrascale_jax.config import Config, MeshConfig, TrainConfig, UserError
+from ultrascale_jax.config.lora import Lora, projections
+from ultrascale_jax.huggingface import checkpoint
+from ultrascale_jax.huggingface.adapters import PREFIX, save_adapters
+from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.models.lora import merged
+from ultrascale_jax.models.partition import combine
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state, init_adapters
+
+MODULES = {
+    "deepseek_v3": [
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        *("mlp.gate_proj", "shared_experts.gate_proj", "mlp.up_proj", "shared_experts.up_proj"),
+        *("mlp.down_proj", "shared_experts.down_proj", "gate_proj", "up_proj", "down_proj"),
+    ],
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj", "w1", "w3", "w2"],
+}
+
+
+def config(family: str) -> Config:
+    model = read_config(HF / family)
+    lora = Lora(rank=4, alpha=6.0, targets=projections(model))
+    train = TrainConfig(precision="fp32", lora=lora, init_from="hf:x")
+    return Config(model=model, mesh=MeshConfig.of(ep=2, tp=2), train=train).check(4)
+
+
+def random(tree):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jax.device_put(rng.normal(0, 0.1, x.shape).astype(x.dtype), x.sharding), tree
+    )
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_both_exports_have_each_adapter(tmp_path, family):
+    cfg, full, peft = config(family), tmp_path / "full", tmp_path / "peft"
+    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    adapters = random(init_adapters(cfg, mesh).params)
+    base = checkpoint.load(HF / family, abstract_state(cfg, mesh).frozen)
+    ids = np.arange(48, dtype=np.int32).reshape(4, 12) % cfg.model.vocab_size
+    places = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
+    with jax.set_mesh(mesh):
+        save_adapters(adapters, cfg.model, cfg.train.lora, peft, base="x")
+        checkpoint.save(merged(adapters, base), cfg.model, full, dtype="float32")
+        apart = jax.jit(lambda model: model.logits(ids, places))(combine(adapters, base))
+    found, saved = load_file(peft / "adapter_model.safetensors"), stored(full)
+    assert len(found) == 2 * len({name for name in found if ".lora_A." in name})
+    for name, weight in stored(HF / family).items():
+        stem = f"{PREFIX}{name.removesuffix('.weight')}"
+        value = weight.astype(np.float32)
+        if (a := found.pop(f"{stem}.lora_A.weight", None)) is not None:
+            value = value + 6 / 4 * found.pop(f"{stem}.lora_B.weight") @ a
+        np.testing.assert_allclose(saved[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert not found
+    written = json.loads((peft / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == sorted(MODULES[family])
+    reloaded = load(full, "fsdp=2")
+    with jax.set_mesh(jax.tree.leaves(reloaded)[0].sharding.mesh):
+        whole = jax.jit(lambda model: model.logits(ids, places))(reloaded)
+    np.testing.assert_allclose(apart, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
+
+
+def test_experts_of_one_tensor_are_exported_merged(tmp_path):
+    cfg = config("gpt_oss")
+    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    adapters = init_adapters(cfg, mesh).params
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(UserError, match=r"'experts\.gate_proj': lies in .*; merge"),
+    ):
+        save_adapters(adapters, cfg.model, cfg.train.lora, tmp_path / "peft", base="x")
