@@ -169,8 +169,6 @@ class Config(Section, name=""):
             return
         if mesh.pp > 1:
             self.refuse(beta, "pairs are not for pipelines; use mesh.fsdp in place of mesh.pp")
-        if model.experts is not None:
-            self.refuse(beta, "pairs are for dense models; use 0 to train on chosen answers")
         if model.mtp_layers:
             self.refuse(mtp, "modules that predict ahead learn no preferences; use 0")
         if not data.document_mask:

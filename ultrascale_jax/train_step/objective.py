@@ -96,6 +96,8 @@ class Preference:
     fp8: Fp8 | None = None
     weight: jax.Array
     """Factor of a pair's loss."""
+    router_weight: jax.Array | float = 0.0
+    """Factor of a position's routers' losses, of the policy alone."""
     reference: tuple[Transformer, Fp8 | None] | None = None
     """Model over which the log-ratios are, as `prepare_params` returned it, and `fp8_of` it."""
 
@@ -103,18 +105,21 @@ class Preference:
         """Return what `NextToken.loss` does."""
         cfg = self.cfg
 
-        def logps(model: Transformer, fp8: Fp8 | None) -> jax.Array:
-            x_BRD = run_layers(cfg, model, batch, layer_inputs(cfg, batch, fp8)).x_BRD
-            return preference.answer_logps(model, x_BRD, batch, COMPUTE[cfg.train.precision])
+        def run(model: Transformer, fp8: Fp8 | None) -> tuple[jax.Array, ModelOutputs]:
+            out = run_layers(cfg, model, batch, layer_inputs(cfg, batch, fp8))
+            dtype = COMPUTE[cfg.train.precision]
+            return preference.answer_logps(model, out.x_BRD, batch, dtype), out
 
-        reference_BP2 = None if self.reference is None else logps(*self.reference)
-        policy_BP2 = logps(model, self.fp8)
+        reference_BP2 = None if self.reference is None else run(*self.reference)[0]
+        policy_BP2, out = run(model, self.fp8)
         total, sums = preference.pair_losses(cfg.train.dpo, policy_BP2, reference_BP2, batch)
-        return self.weight * total, Sums(self.weight * total, pairs=sums)
+        loss = self.weight * total
+        return loss + self.router_weight * out.balance, Sums(loss, out.statistics_LZ, pairs=sums)
 
     def zeros(self) -> Sums:
         """Return the sums of no micro-batch."""
-        return Sums(jnp.float32(0.0), pairs=jnp.zeros(len(preference.SUMS)))
+        routed = balance.statistics_start(self.cfg)
+        return Sums(jnp.float32(0.0), routed, pairs=jnp.zeros(len(preference.SUMS)))
 
 
 def of_run(
@@ -127,7 +132,7 @@ def of_run(
 ) -> NextToken | Preference:
     """Return what `cfg` minimises; `used`, `fp8` and `frozen` as given to `preference_objective`."""
     if cfg.train.dpo.enabled:
-        return preference_objective(cfg, used, fp8, frozen, weight)
+        return preference_objective(cfg, used, fp8, frozen, weight, router_weight)
     terms = (*used.loss_terms, *used.layer_terms)
     return NextToken(cfg=cfg, fp8=fp8, weight=weight, router_weight=router_weight, terms=terms)
 
@@ -138,6 +143,7 @@ def preference_objective(
     fp8: Fp8 | None,
     frozen: Transformer | None,
     weight: jax.Array,
+    router_weight: jax.Array | float = 0.0,
 ) -> Preference:
     """Return the objective of `train.dpo`, whose reference is the base of adapters, or the frozen first parameters.
 
@@ -150,7 +156,8 @@ def preference_objective(
         if cfg.train.lora.enabled:
             base = without_adapters(split_adapters(used)[1])
         reference = base, fp8_of(cfg, frozen)
-    return Preference(cfg=cfg, fp8=fp8, weight=weight, reference=reference)
+    weights = {"weight": weight, "router_weight": router_weight}
+    return Preference(cfg=cfg, fp8=fp8, reference=reference, **weights)
 
 
 def run_layers(cfg: Config, model: Transformer, batch: Batch, inputs: LayerInputs) -> ModelOutputs:

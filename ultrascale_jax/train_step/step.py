@@ -92,8 +92,8 @@ def gradients(
 
     `frozen` has the parameters without gradients, as in `TrainState`.
     """
-    # The routers' losses are means over all positions, and `apply_gradients` divides by the share that has a target.
-    router_weight = weight * (count(batch).astype(jnp.float32) / batch["targets"].size)
+    # The routers' losses are means over all positions, and `apply_gradients` divides by the terms' share of these.
+    router_weight = weight * (count_terms(cfg, batch).astype(jnp.float32) / batch["targets"].size)
     adapters = frozen is not None and cfg.train.lora.enabled
     if mesh_size("pp") > 1:
         parts, base = split(batch, cfg.train.microbatches), frozen if adapters else None

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.pairs import write_pairs
 from tests.runs import change
 from tests.states import bytes_at_rest, some_state
 from ultrascale_jax.config import (
@@ -20,6 +21,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora, projections
 from ultrascale_jax.models.lora import merged, places
 from ultrascale_jax.plan.formulas import memory
@@ -91,6 +93,7 @@ DEEPSEEK = {
 }
 MODELS = {
     "llama": {"num_layers": 3},
+    "experts": {"experts": dataclasses.replace(EXPERTS, shared=0, dense_layers=0)},
     "routed": DEEPSEEK,
     "ahead": DEEPSEEK | {"mtp_layers": 1, "experts": None},
     "direct": DEEPSEEK | {"latent": dataclasses.replace(LATENT, q_rank=0), "experts": None},
@@ -99,7 +102,7 @@ MODELS = {
 
 def config(model, axes, schedule=None):
     cfg = change(CFG, model=MODELS[model])
-    if model == "routed":
+    if model in ("experts", "routed"):
         lora = dataclasses.replace(cfg.train.lora, targets=projections(cfg.model))
         cfg = change(cfg, train={"lora": lora})
     if schedule:
@@ -205,3 +208,22 @@ def test_the_planner_counts_the_adapters_of_each_model(model, axes, schedule):
     run = Run.of(cfg, 4)
     kept = sum(np.prod(s.sharding.shard_shape(s.shape)) for s in jax.tree.leaves(state.params))
     assert trained_params(run, weights_of(run)) == kept
+
+
+def test_pairs_train_adapters_of_experts_on_a_mesh_as_on_one_device(tmp_path):
+    cfg = config("experts", {"ep": 2, "tp": 2})
+    dpo, moe = Dpo(beta=0.1), {"aux_weight": 0.1, "z_loss": 0.01}
+    cfg = change(cfg, train={"dpo": dpo}, moe=moe)
+    cfg = change(cfg, data={"source": write_pairs(tmp_path)}).check(4)
+    alone = dataclasses.replace(cfg, mesh=MeshConfig(fsdp=1)).check(1)
+    meshes = [
+        make_mesh(c.mesh, jax.devices()[: math.prod(c.mesh.sizes.values())]) for c in (cfg, alone)
+    ]
+    state, batch = some_state(cfg, meshes[0]), make_loader(cfg).batch(0)
+    found = gradients(cfg, meshes[0], state, batch)
+    places = jax.tree.map(lambda s: s.sharding, abstract_state(alone, meshes[1]))
+    expected = gradients(alone, meshes[1], jax.device_put(state, places), batch)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = np.abs(found[name] - gradient).max() / np.abs(gradient).max()
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"

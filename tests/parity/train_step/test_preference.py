@@ -8,7 +8,6 @@ from tests.runs import change
 from tests.states import bytes_at_rest
 from tests.trl import BATCH, CFG, STEPS, compare_with_trl, documents, expected
 from ultrascale_jax.config import (
-    Experts,
     UserError,
 )
 from ultrascale_jax.config.dpo import Dpo
@@ -41,10 +40,6 @@ def test_what_pairs_cannot_be_with_is_refused():
     cfg = change(CFG, train={"dpo": Dpo(beta=0.1)})
     for sections, words in (
         ({"mesh": {"fsdp": 1, "tp": 1, "pp": 2}}, r"train\.dpo\.beta=.* not for pipelines"),
-        (
-            {"model": {"experts": Experts(num=4, top_k=2, d_ff=16)}},
-            r"train\.dpo\.beta=.* dense models",
-        ),
         ({"model": {"mtp_layers": 1}}, r"model\.mtp_layers=1: .* use 0"),
         ({"data": {"document_mask": False}}, r"train\.dpo\.beta=.* data\.document_mask=True"),
         ({"train": {"dpo": Dpo(beta=0.1), "z_loss": 1e-4}}, r"train\.z_loss=.* use 0"),
