@@ -120,7 +120,7 @@ def config(model, axes, schedule=None):
         ("llama", {"pp": 2, "fsdp": 2}, "interleaved"),
         ("direct", {"pp": 2, "sp": 2}, "zb_h1"),
         ("routed", {"fsdp": 2, "tp": 2}, None),
-        ("routed", {"pp": 2, "ep": 2}, "1f1b"),
+        ("experts", {"pp": 2, "ep": 2}, "1f1b"),
     ],
 )
 def test_gradients_on_a_mesh_are_the_dense_model_s_projected_on_one_device(model, axes, schedule):
