@@ -53,6 +53,11 @@ def check_update(verdict: Verdict, updates: Transformer) -> Verdict:
     return dataclasses.replace(verdict, ok=verdict.ok & jnp.isfinite(global_norm(updates)))
 
 
+def keep[Tree](new: Tree, old: Tree, verdict: Verdict) -> Tree:
+    """Return `new` of a step that may change the state, and `old` of one that may not."""
+    return jax.tree.map(lambda new, old: jnp.where(verdict.ok, new, old), new, old)
+
+
 def after(
     state: TrainState,
     verdict: Verdict,

@@ -4,7 +4,6 @@
 changes nothing; with pp > 1 the micro-batches go through `pipelined.py`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -174,9 +173,6 @@ def apply_gradients(
         if cfg.optim.clip_norm:
             scale *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
 
-        def keep_if_ok(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda new, old: jnp.where(verdict.ok, new, old), new, old)
-
         def advance(old: Transformer, opt_state: Any, grads: Transformer, row=None):
             nonlocal verdict
             clipped = jax.tree.map(lambda g: g * scale, grads)
@@ -186,12 +182,11 @@ def apply_gradients(
             if chosen is not None:
                 verdict = guards.check_update(verdict, updates)
             new = add_updates(old, updates, cfg.train.seed, state.step, row)
-            return keep_if_ok((new, new_state), (old, opt_state))
+            return guards.keep((new, new_state), (old, opt_state), verdict)
 
-        streamed = cfg.optim.offload != "none"
-        run = functools.partial(offload.update, advance) if streamed else advance
+        run = advance if cfg.optim.offload == "none" else offload.by_row(advance)
         new, opt_state = run(trained, state.opt_state, grads)
-        new = keep_if_ok(balance.rebalanced(cfg, new, sums.routed), new)
+        new = guards.keep(balance.rebalanced(cfg, new, sums.routed), new, verdict)
         params = combine(new, fixed)
     skipped, in_a_row, loss_scale, spikes = guards.after(state, verdict, loss, norm, terms)
     new = TrainState(
