@@ -17,7 +17,7 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh, make_mesh
 from ultrascale_jax.sharding.rules import act, manual, specs, varying
 from ultrascale_jax.train_step.precision import layer_inputs
-from ultrascale_jax.train_step.remat import remat
+from ultrascale_jax.train_step.remat import of_last_layer
 from ultrascale_jax.train_step.state import initial_state
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients
 
@@ -105,15 +105,17 @@ def trace_layer(cfg, in_region):
 
     def fn(params, x_BRD, ids_BT):
         block = jax.tree.map(lambda p: p[0], prepare_params(cfg, params).stacks[0])
-        inputs = layer_inputs(cfg, {"positions": ids_BT, "segment_ids": ids_BT}, None)
+        recomputation = of_last_layer(cfg)
+        ids = {"positions": ids_BT, "segment_ids": ids_BT}
+        inputs = recomputation.adapt(layer_inputs(cfg, ids, None))
 
         def layer(block, x_BRD):
             return block.gather_params(inputs)(x_BRD, inputs)[0]
 
         def both(block, x_BRD, g_BRD):
-            return jax.vjp(remat(cfg)(layer), block, x_BRD)[1](g_BRD)
+            return jax.vjp(recomputation.wrap(layer), block, x_BRD)[1](g_BRD)
 
-        _, pull_back = jax.vjp(remat(cfg)(layer), block, x_BRD)
+        _, pull_back = jax.vjp(recomputation.wrap(layer), block, x_BRD)
         kept = [jax.typeof(r) for r in jax.tree.leaves(pull_back)]
         shapes = [k.shape if manual() else k.sharding.shard_shape(k.shape) for k in kept]
         found["kept"] = collections.Counter(shape for shape in shapes if shape not in ((), (1,)))
