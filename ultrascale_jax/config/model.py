@@ -286,7 +286,7 @@ class ModelConfig(Section, name="model"):
 
     @property
     def stacks(self) -> tuple[range, ...]:
-        """Runs of layers with equal parameters, in the order of layers: those without experts, and those with."""
+        """Runs of layers with equal parameters, in order. Layers without experts are one, those with are the next."""
         dense = self.dense_layers
         runs = range(dense), range(dense, self.num_layers)
         return tuple(layers for layers in runs if layers)

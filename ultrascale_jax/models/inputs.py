@@ -109,7 +109,7 @@ class LayerInputs:
 
     @property
     def stacked(self) -> tuple:
-        """Inputs that differ between layers, with a leading dim of layers: keys and values, amaxes, and flags."""
+        """Keys and values, amaxes and flags, which differ between layers and have a leading dim of these."""
         return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes, self.full, self.rotary
 
     def of_layer(self, row: tuple) -> "LayerInputs":

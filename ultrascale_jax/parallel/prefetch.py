@@ -122,11 +122,7 @@ def prefetch_scan(
       UserError: `params` has no arrays, or arrays with other numbers of layers; or the gradient of `constants` or
         `context` is asked for.
     """
-    for name, function in (("layer", layer), ("gather", gather)):
-        require(callable(function), name, function, "must be a function")
-    require_type("lowering", lowering, Lowering, "Lowering.gather_ahead(shards) makes one")
-    fix = "must be a collection of names that checkpoint_name gave"
-    require(not isinstance(offload, str), "offload", offload, fix)
+    _check_options(layer, gather, lowering, offload)
     num = _num_layers(params, constants)
     constants = _without_gradient("constants", constants)
     context = _without_gradient("context", context)
@@ -141,6 +137,15 @@ def prefetch_scan(
 
     scanned.defvjp(forward, scan.backward)
     return scanned(params, constants, x, context)
+
+
+def _check_options(layer: Any, gather: Any, lowering: Any, offload: Any) -> None:
+    """Refuse options of `prefetch_scan` of another type. Raises `UserError`."""
+    for name, function in (("layer", layer), ("gather", gather)):
+        require(callable(function), name, function, "must be a function")
+    require_type("lowering", lowering, Lowering, "Lowering.gather_ahead(shards) makes one")
+    fix = "must be a collection of names that checkpoint_name gave"
+    require(not isinstance(offload, str), "offload", offload, fix)
 
 
 def _without_gradient[Tree](name: str, tree: Tree) -> Tree:

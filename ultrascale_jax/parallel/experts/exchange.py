@@ -123,8 +123,7 @@ def expert_layer(
     if experts is None:
         experts = Experts(num=ranks * base_of(w_gate).shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
-    bases = base_of(w_gate), base_of(w_up), base_of(w_down)
-    _check_matrices(x, *bases, experts, ranks)
+    _check_matrices(x, [base_of(w) for w in (w_gate, w_up, w_down)], experts, ranks)
     choices = (ids, weights) if distinct else _merge_repeated(ids, weights)
     one_round = functools.partial(ragged_experts, activation)
     if product is not None:
@@ -240,11 +239,11 @@ def _leading_size(params: Any) -> int:
     return sizes.pop()
 
 
-def _check_matrices(x, w_gate, w_up, w_down, experts: Experts, ranks: int) -> None:
-    """Raise an error for matrices that do not fit each other or x."""
-    D, E, F = x.shape[1], experts.num // ranks, w_gate.shape[-1]
+def _check_matrices(x, matrices: Sequence[jax.Array], experts: Experts, ranks: int) -> None:
+    """Raise an error for w_gate, w_up and w_down that do not fit each other or x."""
+    shapes = [matrix.shape for matrix in matrices]
+    D, E, F = x.shape[1], experts.num // ranks, shapes[0][-1]
     expected = [(E, D, F), (E, D, F), (E, F, D)]
-    shapes = [a.shape for a in (w_gate, w_up, w_down)]
     if shapes != expected:
         raise ValueError(
             f"w_gate, w_up, w_down of shapes {shapes}: want {expected} for x {x.shape} and "

@@ -41,6 +41,13 @@ type Tick = dict[str, jax.Array]
 """One tick of the program on this rank: scalars by column of `program.Program`."""
 
 
+CARRIED = "auxiliary", "blocks", "residuals", "statistics", "weights"
+"""Fields of `StageState` that the layers of a tick change."""
+
+WRITTEN_LATE = "residuals", "g", "blocks", "weights"
+"""Fields that a layer's residuals wait for: the backward pass has then read its own."""
+
+
 class _Layer(NamedTuple):
     """One layer of this rank, as a pass of a tick runs it."""
 
@@ -243,8 +250,7 @@ class LayerLoop:
                 updated = replace(updated, blocks=blocks)
             if writes_residuals and backward:
                 # Written after the backward pass has read its own, or XLA would copy the full buffer.
-                names = "residuals", "g", "blocks", "weights"
-                read = {name: getattr(updated, name) for name in names}
+                read = {name: getattr(updated, name) for name in WRITTEN_LATE}
                 updated = replace(updated, **lax.optimization_barrier(read))
             if writes_residuals:
                 updated = self._stash(updated, new_residuals, tick, span.forward, indices)
@@ -257,8 +263,7 @@ class LayerLoop:
                 updated, sent = body(updated, starts[0])
             else:
                 updated, sent = lax.scan(body, updated, starts)
-        names = "auxiliary", "blocks", "residuals", "statistics", "weights"
-        sums = {name: getattr(updated, name) for name in names}
+        sums = {name: getattr(updated, name) for name in CARRIED}
         state = replace(state, **{name: a for name, a in sums.items() if a is not None})
         return state, updated.x_forward, updated.g, sent or self._send_both(kinds, updated)
 
