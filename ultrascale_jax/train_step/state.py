@@ -45,7 +45,8 @@ class TrainState:
     """The state that a checkpoint must hold to continue a run, except the data position, which is `step`."""
 
     params: Transformer
-    """Master parameters that are trained, float32: all, or with `train.lora` the adapters."""
+    """Master parameters that are trained: all, or with `train.lora` the adapters. They are float32, or matrices of the
+    layers in `optim.weight_dtype`."""
     opt_state: Any
     """Optimizer state, sharded like the parameters."""
     step: jax.Array
