@@ -70,7 +70,7 @@ class Run:
     weight_bytes: int = 4
     """Bytes in which a trained matrix of a layer rests; 2 with `optim.weight_dtype=bfloat16`."""
     host_moment_bytes: int = 0
-    """Those of them that rest in the host's memory, for a parameter of the layers' matrices (`optim.offload`)."""
+    """Part of `moment_bytes` that rests on the host, for a parameter of the layers' matrices (`optim.offload`)."""
     lora: Lora = field(default_factory=Lora)
     """As `train.lora`: with adapters all other parameters are frozen."""
     reference: bool = False

@@ -4,7 +4,6 @@ Beside the other moments the device then holds those of one row of the stacks, o
 of an array says in which memory it rests, so the update reads no option.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,12 +49,7 @@ def map_named(fn: Callable, opt_state: Any, params: Transformer, which: str) -> 
     return jax.tree.map_with_path(leaf, opt_state)
 
 
-def by_row(advance: Advance) -> Advance:
-    """Return `advance` as a function that keeps moments on the host there."""
-    return functools.partial(_update, advance)
-
-
-def _update(
+def update(
     advance: Advance, params: Transformer, opt_state: Any, grads: Transformer
 ) -> tuple[Transformer, Any]:
     """Return the results of `advance`, which is called for each row of the stacks with moments on the host.

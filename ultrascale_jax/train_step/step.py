@@ -184,8 +184,10 @@ def apply_gradients(
             new = add_updates(old, updates, cfg.train.seed, state.step, row)
             return guards.keep((new, new_state), (old, opt_state), verdict)
 
-        run = advance if cfg.optim.offload == "none" else offload.by_row(advance)
-        new, opt_state = run(trained, state.opt_state, grads)
+        if cfg.optim.offload == "none":
+            new, opt_state = advance(trained, state.opt_state, grads)
+        else:
+            new, opt_state = offload.update(advance, trained, state.opt_state, grads)
         new = guards.keep(balance.rebalanced(cfg, new, sums.routed), new, verdict)
         params = combine(new, fixed)
     skipped, in_a_row, loss_scale, spikes = guards.after(state, verdict, loss, norm, terms)

@@ -34,7 +34,7 @@ CFG = Config(
     train=TrainConfig(global_batch=8, precision="fp32"),
 )
 MATRICES = 7
-"""Those of a layer."""
+"""Matrices of a layer."""
 
 
 def on_mesh(sizes: dict[str, int], **optim) -> Config:
