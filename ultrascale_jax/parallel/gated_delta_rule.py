@@ -1,20 +1,42 @@
-"""Compute the gated delta rule of linear attention (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next).
+"""Compute the gated delta rule of linear attention (Gated DeltaNet, arXiv 2412.06464; Qwen3-Next) on any mesh.
 
 Each value head has a state S `[H, W]`, which a token decays, corrects and reads:
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
+
+Both passes go over blocks of `BLOCK` tokens, and in each from chunk to chunk (`delta_chunks.py`). The forward pass
+keeps the states at the beginnings of blocks; the backward pass computes everything else again, block by block.
+
+Over cp a rank has one piece of the sequence, or an early and a late one. A piece changes a state by a matrix and a sum,
+S -> M S + B, whatever comes in: it computes the two, ranks gather them, and each applies those of the pieces before its
+own. The gradients of states go through the pieces in the opposite direction in the same way, by the transposes of M.
 """
+
+import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ultrascale_jax.config import ContextConfig, require
 from ultrascale_jax.kernels.device import match_vma
+from ultrascale_jax.kernels.residuals import name_attention
+from ultrascale_jax.parallel import delta_chunks
+from ultrascale_jax.parallel.delta_chunks import Tokens
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import act, mesh_size
+from ultrascale_jax.sharding.sequence_order import sequence_order
 
 CHUNK = 64
 """Tokens that are computed at once."""
+
+BLOCK = 1024
+"""Tokens, at most, whose chunks are in memory at once."""
+
+
+DIMS = ("BTKH", "BTKH", "BTNW", "BTN", "BTN")
+"""Dims of queries, keys, values, logarithms of decays and betas."""
 
 
 def gated_delta_rule(
@@ -30,30 +52,37 @@ def gated_delta_rule(
 ) -> jax.Array:
     """Return the outputs `[B, T, N, W]` of all tokens, in the type of the values.
 
+    Products are computed in that type and accumulated in float32; states, decays and inverses are float32.
+
     Args:
       query_BTKH: queries, normalised and scaled. N is a multiple of K, and head k serves N / K consecutive value heads.
       key_BTKH: keys, normalised.
       value_BTNW: values.
-      log_decay_BTN: logarithm of the decay that a token begins with, float32 and at most 0.
+      log_decay_BTN: logarithm of the decay that a token begins with, at most 0.
       beta_BTN: share of the correction that a token writes.
       segment_ids_BT: document of each token, or None for one a row; a state begins at zero where it changes.
       context: how cp splits the sequence; needed where it does.
-      chunk: tokens that are computed at once.
+      chunk: tokens that are computed at once, a power of 2.
+
+    Raises:
+      UserError: arrays do not fit each other, or an argument cannot be.
     """
-    require(mesh_size("cp") == 1, "mesh.cp", mesh_size("cp"), "splits no sequence here; use 1")
+    cp = mesh_size("cp")
+    fix = f"cp={cp} splits the sequence; give the run's cfg.cp, which says in what order"
+    require(context is not None or cp == 1, "context", context, fix)
+    require(chunk > 0 and chunk & (chunk - 1) == 0, "chunk", chunk, "must be a power of 2")
+    arrays = query_BTKH, key_BTKH, value_BTNW, log_decay_BTN, beta_BTN
+    _check_arrays(*arrays)
 
-    def core(q, k, v, g, beta, ids):
-        B, T, N, W = v.shape
-        ids = jnp.zeros((B, T), jnp.int32) if ids is None else ids
-        begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
-        g = jnp.where(begins[..., None], -jnp.inf, g)
-        state = jnp.zeros((B, N, q.shape[3], W), jnp.float32)
-        return gated_delta_step(*match_vma(state, q, k, v, g, beta))[1]
+    def core(arrays, ids):
+        layout = Layout.of(arrays[2].shape[1], chunk, cp, context)
+        begins, joins = _borders(layout, ids, arrays[2].shape[:2])
+        *arrays, begins = match_vma(*arrays, begins)
+        return _rule(layout, arrays, begins, joins)
 
-    dims = ("BTKH", "BTKH", "BTNW", "BTN", "BTN")
     documents = None if segment_ids_BT is None else act("BT")
-    run = smap(core, in_specs=(*map(act, dims), documents), out_specs=act("BTNW"))
-    return run(query_BTKH, key_BTKH, value_BTNW, log_decay_BTN, beta_BTN, segment_ids_BT)
+    run = smap(core, in_specs=([*map(act, DIMS)], documents), out_specs=act("BTNW"))
+    return run([*arrays], segment_ids_BT)
 
 
 def gated_delta_step(
@@ -66,18 +95,210 @@ def gated_delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Continue states `[B, N, H, W]` float32 by T tokens; return the states after them, and the outputs `[B, T, N, W]`.
 
-    A token whose logarithm of decay and beta are 0 leaves the state as it is.
+    It is for generation, on this device's heads and every token, in natural order: inside of a manual region or without
+    a mesh. A token whose logarithm of decay and beta are 0 leaves the state as it is.
     """
-    copies = value_BTNW.shape[2] // key_BTKH.shape[2]
+    arrays = query_BTKH, key_BTKH, value_BTNW, log_decay_BTN, beta_BTN
+    _check_arrays(*arrays)
+    B, T, N, W = value_BTNW.shape
+    layout = Layout.of(T, CHUNK)
+    state, arrays, begins = match_vma(state_BNHW, [*arrays], jnp.zeros((B, T), bool))
+    grouped = state.reshape(B, key_BTKH.shape[2], -1, *state.shape[2:])
+    end, (_, out) = _forward(layout.tokens(arrays), layout.split(begins), grouped)
+    return end.reshape(state.shape), layout.join(out).reshape(B, T, N, W)
 
-    def step(S, token):
-        q, k, v, g, beta = (x.astype(jnp.float32) for x in token)
-        q, k = (jnp.repeat(x, copies, axis=1) for x in (q, k))
-        S = S * jnp.exp(g)[..., None, None]
-        correction = beta[..., None] * (v - jnp.einsum("bnhw,bnh->bnw", S, k))
-        S = S + k[..., None] * correction[..., None, :]
-        return S, jnp.einsum("bnhw,bnh->bnw", S, q)
 
-    tokens = (query_BTKH, key_BTKH, value_BTNW, log_decay_BTN, beta_BTN)
-    state, out = jax.lax.scan(step, state_BNHW, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
-    return state, jnp.moveaxis(out, 0, 1).astype(value_BTNW.dtype)
+def _check_arrays(q, k, v, log_decay, beta) -> None:
+    """Refuse arrays that do not fit each other."""
+    shapes = ", ".join(str(x.shape) for x in (q, k, v, log_decay, beta))
+    sound = (q.ndim, v.ndim) == (4, 4) and q.shape == k.shape and v.shape[:2] == k.shape[:2]
+    sound = sound and log_decay.shape == beta.shape == v.shape[:3] and v.shape[2] % k.shape[2] == 0
+    fix = "must be [B, T, K, H] twice, [B, T, N, W] and [B, T, N] twice, N a multiple of K"
+    require(sound, "arrays", shapes, fix)
+    types = f"{q.dtype}, {k.dtype}, {v.dtype}"
+    sound = q.dtype == k.dtype == v.dtype and v.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    require(sound, "arrays", types, "queries, keys and values must be of one type, at most float32")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The static description of a rank's tokens: pieces of the sequence, divided into blocks of chunks."""
+
+    length: int
+    """Tokens of the rank (T)."""
+    chunk: int
+    order: tuple[tuple[int, ...], ...]
+    """For each rank of cp, the places in the sequence of its pieces: one, or two for an early and a late half."""
+
+    @classmethod
+    def of(
+        cls, length: int, chunk: int, cp: int = 1, context: ContextConfig | None = None
+    ) -> "Layout":
+        """Describe the `length` tokens of each of `cp` ranks."""
+        halves = min(length, 2)
+        places = np.arange(halves) if context is None else sequence_order(halves * cp, cp, context)
+        places = places.reshape(cp, halves)
+        if halves == 2 and (places[:, 1] == places[:, 0] + 1).all():
+            places = places[:, :1] // 2
+        longest = -(-length // places.shape[1])
+        return cls(
+            length, min(chunk, 1 << (longest - 1).bit_length()), tuple(map(tuple, places.tolist()))
+        )
+
+    @property
+    def pieces(self) -> int:
+        """Return the pieces of a rank."""
+        return len(self.order[0])
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether there is more than one piece."""
+        return len(self.order) * self.pieces > 1
+
+    def cut(self, x: jax.Array) -> list[jax.Array]:
+        """Return the pieces of `x` `[B, T, ...]`; an early half may have one token more."""
+        first = -(-self.length // self.pieces)
+        return [x[:, i * first : (i + 1) * first] for i in range(self.pieces)]
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Return `[blocks, pieces * B, chunks, C, ...]` of `x` `[B, T, ...]`; zeros pad it, tokens without effect."""
+        pieces = self.cut(x)
+        chunks = -(-pieces[0].shape[1] // self.chunk)
+        blocks = -(-chunks * self.chunk // BLOCK)
+        chunks = -(-chunks // blocks)
+        size = blocks * chunks * self.chunk
+        padded = [
+            jnp.pad(p, [(0, 0), (0, size - p.shape[1]), *[(0, 0)] * (p.ndim - 2)]) for p in pieces
+        ]
+        rows = jnp.concatenate(padded).reshape(-1, blocks, chunks, self.chunk, *x.shape[2:])
+        return jnp.moveaxis(rows, 1, 0)
+
+    def join(self, y: jax.Array) -> jax.Array:
+        """Invert `split`."""
+        rows = jnp.moveaxis(y, 0, 1)
+        size = np.prod(rows.shape[1:4])
+        pieces = rows.reshape(self.pieces, -1, size, *rows.shape[4:])
+        first = -(-self.length // self.pieces)
+        lengths = (first, self.length - first)
+        parts = [piece[:, :length] for piece, length in zip(pieces, lengths, strict=False)]
+        return jnp.concatenate(parts, axis=1)
+
+    def tokens(self, arrays: list[jax.Array]) -> Tokens:
+        """Return the five arrays of a rank, split, with value heads grouped by the key head that serves them."""
+        B, T, K, _ = arrays[1].shape
+        grouped = [x.reshape(B, T, K, -1, *x.shape[3:]) for x in arrays[2:]]
+        return Tokens(*map(self.split, (*arrays[:2], *grouped)))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """All-gather `x` `[pieces, ...]`: return `[ranks * pieces, ...]`, in the order of ranks."""
+        return jax.lax.all_gather(x, "cp", tiled=True) if len(self.order) > 1 else x
+
+    def in_sequence(self) -> np.ndarray:
+        """Return the places in the result of `gather` of the pieces, in the order of the sequence."""
+        return np.argsort(np.ravel(self.order))
+
+    def places(self) -> jax.Array:
+        """Return the places in the sequence of this rank's pieces."""
+        rank = jax.lax.axis_index("cp") if len(self.order) > 1 else 0
+        return jnp.array(self.order)[rank]
+
+
+def _borders(layout: Layout, ids: jax.Array | None, shape: tuple[int, ...]):
+    """Return where a document begins inside a piece, bool `[B, T]`, and which pieces continue the document before.
+
+    The second is bool `[ranks * pieces, B]`, in the order of the sequence, or None if all do.
+    """
+    if ids is None:
+        return jnp.zeros(shape, bool), None
+    pieces = layout.cut(ids)
+    begins = [jnp.pad(x[:, 1:] != x[:, :-1], ((0, 0), (1, 0))) for x in pieces]
+    begins = jnp.concatenate(begins, axis=1)
+    if not layout.is_split:
+        return begins, None
+    ends = jnp.stack([x[:, jnp.array([0, -1])] for x in pieces])
+    ends = layout.gather(ends)[layout.in_sequence()]
+    return begins, jnp.pad(ends[1:, :, 0] == ends[:-1, :, 1], ((1, 0), (0, 0)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(layout: Layout, arrays: list[jax.Array], begins: jax.Array, joins: jax.Array | None):
+    """Compute this rank's outputs `[B, T, N, W]`."""
+    return _rule_fwd(layout, arrays, begins, joins)[0]
+
+
+def _rule_fwd(layout: Layout, arrays, begins, joins):
+    tokens, split_begins = layout.tokens(arrays), layout.split(begins)
+
+    def change(state, block):
+        return delta_chunks.forward(delta_chunks.prepare(*block), state)[0], None
+
+    state = _state_before(layout, joins, change, (tokens, split_begins))
+    _, (states, out) = _forward(tokens, split_begins, state)
+    out, states = name_attention(layout.join(out).reshape(arrays[2].shape), states)
+    return out, (arrays, begins, joins, states)
+
+
+def _forward(tokens: Tokens, begins: jax.Array, state: jax.Array):
+    """Return the state after all blocks, the states before each, and their outputs."""
+
+    def block(state, inputs):
+        chunks = delta_chunks.prepare(*inputs)
+        end, parts = delta_chunks.forward(chunks, state)
+        return end, (state, delta_chunks.outputs(chunks, *parts))
+
+    return jax.lax.scan(block, state, (tokens, begins))
+
+
+def _rule_bwd(layout: Layout, residuals, d_out):
+    arrays, begins, joins, states = residuals
+    tokens, begins = layout.tokens(arrays), layout.split(begins)
+    d_out = layout.split(d_out.reshape(*d_out.shape[:2], *tokens.value.shape[-3:]))
+
+    def change(d_state, block):
+        tokens, begins, d_out = block
+        return delta_chunks.backward(delta_chunks.prepare(tokens, begins), d_out, d_state)[0], None
+
+    def block(d_state, inputs):
+        return delta_chunks.pull_back(d_state, *inputs)
+
+    d_state = _state_before(layout, joins, change, (tokens, begins, d_out), reverse=True)
+    _, d_tokens = jax.lax.scan(block, d_state, (tokens, begins, states, d_out), reverse=True)
+    grads = [layout.join(x).reshape(array.shape) for x, array in zip(d_tokens, arrays, strict=True)]
+    return grads, None, None
+
+
+_rule.defvjp(_rule_fwd, _rule_bwd)
+
+
+def _state_before(layout: Layout, joins, change, blocks, *, reverse: bool = False) -> jax.Array:
+    """Return the states `[pieces * B, k, r, h, w]` with which this rank's pieces begin, or end with `reverse`.
+
+    `change(state, block)` is linear in the state but for a sum: on columns beyond W, which begin as the identity, it
+    computes the matrix.
+    """
+    value, key = blocks[0].value, blocks[0].key
+    _, rows, _, _, K, R, W = value.shape
+    H = key.shape[-1]
+    start = jnp.zeros((rows, K, R, H, W), jnp.float32)
+    if not layout.is_split:
+        return match_vma(start, value)[0]
+    identity = jnp.broadcast_to(jnp.eye(H), (rows, K, R, H, H))
+    start, _ = match_vma(jnp.concatenate([start, identity], axis=-1), value)
+    changes = jax.lax.scan(change, start, blocks, reverse=reverse)[0]
+    changes = layout.gather(changes.reshape(layout.pieces, -1, *changes.shape[1:]))
+    if joins is None:
+        joins = jnp.ones(changes.shape[:2], bool)
+    if reverse:
+        joins = jnp.pad(joins[1:], ((0, 1), (0, 0)))
+
+    def step(state, piece):
+        place, join = piece
+        state = jnp.where(join[:, None, None, None, None], state, 0)
+        after = changes[place]
+        product = jnp.matmul(after[..., W:], state, precision=jax.lax.Precision.HIGHEST)
+        return after[..., :W] + product, state
+
+    start = jnp.zeros_like(changes[0, ..., :W])
+    places = layout.in_sequence()
+    _, states = jax.lax.scan(step, start, (places, joins), reverse=reverse)
+    return states[layout.places()].reshape(rows, K, R, H, W)
