@@ -167,8 +167,6 @@ class Config(Section, name=""):
             self.refuse(mtp, f"must be less than data.seq_len={data.seq_len}")
         if not train.dpo.enabled:
             return
-        if mesh.pp > 1:
-            self.refuse(beta, "pairs are not for pipelines; use mesh.fsdp in place of mesh.pp")
         if model.mtp_layers:
             self.refuse(mtp, "modules that predict ahead learn no preferences; use 0")
         if not data.document_mask:

@@ -15,6 +15,7 @@ from ultrascale_jax.train_step.objective import (
     Batch,
     Metrics,
     NextToken,
+    Sums,
     count,
     of_known_ids,
     preference_objective,
@@ -34,7 +35,7 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
     def eval_step(params, batch):
         parts = split(batch, cfg.train.microbatches)
         if mesh_size("pp") > 1:
-            nats = pipelined.loss(cfg, params, parts, jnp.float32(1.0))
+            nats = pipelined.sums(cfg, params, parts).loss
             return of_known_ids(cfg, batch, nats), count(batch)
         params = params.without_mtp()
         used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
@@ -55,17 +56,24 @@ def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
     def pair_step(state, batch):
         parts = split(batch, cfg.train.microbatches)
         model = state.model
+        if mesh_size("pp") > 1:
+            parts = pipelined.with_reference(cfg, state.frozen, parts)
+            return _pair_sums(cfg, batch, pipelined.sums(cfg, model, parts))
         used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
         objective = preference_objective(cfg, used, fp8, state.frozen, jnp.float32(1.0))
 
         def step(total, micro_batch):
             return jax.tree.map(jnp.add, total, objective.loss(used, micro_batch)[1]), None
 
-        sums, _ = jax.lax.scan(step, objective.zeros(), parts)
-        loss = of_known_ids(cfg, batch, sums.loss)
-        return {"loss": loss, "sums": sums.pairs, "pairs": preference.count_pairs(batch)}
+        return _pair_sums(cfg, batch, jax.lax.scan(step, objective.zeros(), parts)[0])
 
     return compiled(cfg, pair_step)
+
+
+def _pair_sums(cfg: Config, batch: Batch, sums: Sums) -> Metrics:
+    assert sums.pairs is not None, "the objective is train.dpo's"
+    loss = of_known_ids(cfg, batch, sums.loss)
+    return {"loss": loss, "sums": sums.pairs, "pairs": preference.count_pairs(batch)}
 
 
 def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:

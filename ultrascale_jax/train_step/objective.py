@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import Config, require, require_type
+from ultrascale_jax.config.dpo import most_pairs
 from ultrascale_jax.models.block import Terms
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
@@ -26,6 +27,9 @@ Batch = dict[str, jax.Array]
 """`tokens`, `targets`, `positions` and, with documents, `segment_ids`: `[B, T]` int32."""
 
 Metrics = dict[str, jax.Array]
+
+REFERENCE = "reference"
+"""Name in a batch of the answers' log-likelihoods `[B, P, 2]` by the reference of `train.dpo`."""
 
 
 class Sums(NamedTuple):
@@ -62,23 +66,27 @@ class NextToken:
         inputs = layer_inputs(cfg, batch, self.fp8)
         out = run_layers(cfg, model, batch, inputs)
         model = model.with_whole_head(dtype) if model.cfg.mtp_layers else model
-        z_loss, targets_BT = cfg.train.z_loss, batch["targets"]
-        total, nats, terms = model_loss(
-            model, out.x_BRD, targets_BT, self.weight, z_loss=z_loss, dtype=dtype
-        )
+        total, sums = self.head(model, out.x_BRD, batch)
         total, routed = total + self.router_weight * out.balance, out.statistics_LZ
-        of_layers = sum_terms(out.terms, self.router_weight * targets_BT.size)
+        of_layers = sum_terms(out.terms, self.router_weight * batch["targets"].size)
         total = sum((w * of_layers[name] for name, w in model.layer_terms.items()), total)
-        terms = join_terms(terms, of_layers)
+        sums = sums._replace(routed=routed, terms=join_terms(sums.terms, of_layers))
         if not model.cfg.mtp_layers:
-            return total, Sums(nats, routed, terms=terms)
+            return total, sums
         later_tokens = predict_ahead(
             cfg, model, out.x_BRD, batch, inputs, self.weight, self.router_weight
         )
         if routed is not None:
             routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in later_tokens.statistics)])
         mtp = later_tokens.nats, later_tokens.counts
-        return total + later_tokens.objective, Sums(nats, routed, mtp, terms=terms)
+        return total + later_tokens.objective, sums._replace(routed=routed, mtp=mtp)
+
+    def head(self, model: Transformer, x_BRD: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+        """Return the part of `loss` that comes from the hidden states after the final norm."""
+        dtype = COMPUTE[self.cfg.train.precision]
+        options = {"z_loss": self.cfg.train.z_loss, "dtype": dtype}
+        total, nats, terms = model_loss(model, x_BRD, batch["targets"], self.weight, **options)
+        return total, Sums(nats, terms=terms)
 
     def zeros(self) -> Sums:
         """Return the sums of no micro-batch."""
@@ -103,23 +111,41 @@ class Preference:
 
     def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
         """Return what `NextToken.loss` does."""
-        cfg = self.cfg
+        if self.reference is not None:
+            reference, fp8 = self.reference
+            out = self._run_layers(reference, batch, fp8)
+            batch = batch | {REFERENCE: answer_logps(self.cfg, reference, out.x_BRD, batch)}
+        out = self._run_layers(model, batch, self.fp8)
+        loss, sums = self.head(model, out.x_BRD, batch)
+        return loss + self.router_weight * out.balance, sums._replace(routed=out.statistics_LZ)
 
-        def run(model: Transformer, fp8: Fp8 | None) -> tuple[jax.Array, ModelOutputs]:
-            out = run_layers(cfg, model, batch, layer_inputs(cfg, batch, fp8))
-            dtype = COMPUTE[cfg.train.precision]
-            return preference.answer_logps(model, out.x_BRD, batch, dtype), out
+    def _run_layers(self, model: Transformer, batch: Batch, fp8: Fp8 | None) -> ModelOutputs:
+        return run_layers(self.cfg, model, batch, layer_inputs(self.cfg, batch, fp8))
 
-        reference_BP2 = None if self.reference is None else run(*self.reference)[0]
-        policy_BP2, out = run(model, self.fp8)
-        total, sums = preference.pair_losses(cfg.train.dpo, policy_BP2, reference_BP2, batch)
+    def head(self, model: Transformer, x_BRD: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+        """Return what `NextToken.head` does; a batch has the log-likelihoods of the reference as `REFERENCE`."""
+        policy_BP2 = answer_logps(self.cfg, model, x_BRD, batch)
+        dpo, reference_BP2 = self.cfg.train.dpo, batch.get(REFERENCE)
+        total, sums = preference.pair_losses(dpo, policy_BP2, reference_BP2, batch)
         loss = self.weight * total
-        return loss + self.router_weight * out.balance, Sums(loss, out.statistics_LZ, pairs=sums)
+        return loss, Sums(loss, pairs=sums)
 
     def zeros(self) -> Sums:
         """Return the sums of no micro-batch."""
         routed = balance.statistics_start(self.cfg)
         return Sums(jnp.float32(0.0), routed, pairs=jnp.zeros(len(preference.SUMS)))
+
+
+def answer_logps(cfg: Config, model: Transformer, x_BRD: jax.Array, batch: Batch) -> jax.Array:
+    """Return `preference.answer_logps` in the type of compute, for rows of `data.seq_len` tokens."""
+    pairs, dtype = most_pairs(cfg.data.seq_len), COMPUTE[cfg.train.precision]
+    return preference.answer_logps(model, x_BRD, batch, pairs, dtype)
+
+
+def of_head(cfg: Config, weight: jax.Array) -> NextToken | Preference:
+    """Return the objective whose `head` a pipeline runs."""
+    kind = Preference if cfg.train.dpo.enabled else NextToken
+    return kind(cfg=cfg, weight=weight)
 
 
 def of_run(

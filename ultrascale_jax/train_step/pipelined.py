@@ -16,7 +16,7 @@ from ultrascale_jax.config import FP8, Config, Split
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.layers import each_param, map_params
-from ultrascale_jax.models.lora import is_adapter, split_adapters
+from ultrascale_jax.models.lora import is_adapter, split_adapters, without_adapters
 from ultrascale_jax.models.partition import combine
 from ultrascale_jax.models.stack import Recomputation
 from ultrascale_jax.models.transformer import Transformer
@@ -24,19 +24,22 @@ from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.rows import Rows
-from ultrascale_jax.parallel.pipeline.stages import Stages
+from ultrascale_jax.parallel.pipeline.stages import Stages, Tree
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, axes_of, mesh_size, specs, varying
-from ultrascale_jax.train_step import mixed_stages
-from ultrascale_jax.train_step.objective import Sums, join_terms, model_loss, sum_terms
+from ultrascale_jax.train_step import mixed_stages, objective
+from ultrascale_jax.train_step.objective import Sums, join_terms, sum_terms
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import of_last_layer, of_policy
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
 
 MicroBatches = dict[str, jax.Array]
-"""Tokens, targets, positions and documents `[M, B, T]`, int32."""
+"""Tokens, targets, positions and documents `[M, B, T]`, int32; with `train.dpo` also `objective.REFERENCE`."""
+
+type Head = Callable[[Transformer, jax.Array, MicroBatches], tuple[jax.Array, Tree]]
+"""`(model, hidden states after the final norm, micro-batch) -> (term to differentiate, sums)`."""
 
 
 def gradients(
@@ -45,29 +48,59 @@ def gradients(
     parts: MicroBatches,
     weight: jax.Array,
     router_weight: jax.Array,
-    base: Transformer | None = None,
+    frozen: Transformer | None = None,
 ) -> tuple[Transformer, Sums]:
-    """Compute what `step.gradients` does; the layers of the statistics lie as those of the parameters.
-
-    `base` has the frozen parameters if `params` are adapters.
-    """
+    """Compute what `step.gradients` does; the layers of the statistics lie as those of the parameters."""
+    base = frozen if cfg.train.lora.enabled else None
+    parts = with_reference(cfg, frozen, parts)
 
     def region(params, base, parts, weights):
+        weight, router_weight = weights
         model = _in_use(cfg, params if base is None else combine(params, base))
-        losses, grads, (routed, terms) = _run(cfg, schedules.of_config(cfg), model, parts, *weights)
-        assert grads is not None
+        head = objective.of_head(cfg, weight).head
+        out = _run(cfg, schedules.of_config(cfg), model, parts, head, router_weight)
+        routed, terms = out.statistics
         if routed is not None:
             routed = jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"})))
-        grads = reduce_gradients(grads, model)
+        blocks = map_params(partial(_from_model_dim_first, cfg), out.blocks)
+        grads = reduce_gradients(out.shared.with_stacks(blocks), model)
         grads = mixed_stages.by_stack(grads, params) if _is_mixed(cfg) else grads
-        return losses, grads, routed, jax.tree.map(partial(_mean_over_layers, cfg), terms)
+        means = jax.tree.map(partial(_mean_over_layers, cfg), terms)
+        return _totals(out.metrics), grads, routed, means
 
     stored, routed = specs(params), None if cfg.model.experts is None else P("pp")
-    in_specs = stored, specs(base), act("MBT"), P()
+    in_specs = stored, specs(base), specs(parts), P()
     run = smap(region, in_specs=in_specs, out_specs=(P(), stored, routed, P()))
-    (loss, terms), grads, statistics, means = run(params, base, parts, (weight, router_weight))
+    sums, grads, statistics, means = run(params, base, parts, (weight, router_weight))
     of_layers = sum_terms(means, router_weight * parts["targets"][0].size)
-    return grads, Sums(loss, statistics, terms=join_terms(terms, of_layers))
+    return grads, sums._replace(routed=statistics, terms=join_terms(sums.terms, of_layers))
+
+
+def with_reference(cfg: Config, frozen: Transformer | None, parts: MicroBatches) -> MicroBatches:
+    """Return the micro-batches, with `train.dpo` those of `REFERENCE` too; `frozen` as in `TrainState`."""
+    if not cfg.train.dpo.has_reference:
+        return parts
+    assert frozen is not None, "train.dpo has a frozen reference"
+    reference = without_adapters(frozen) if cfg.train.lora.enabled else frozen
+    numbers = jnp.arange(cfg.train.microbatches)
+
+    def head(model, x_BRD, batch):
+        logps_BP2 = objective.answer_logps(cfg, model, x_BRD, batch)
+        logps_MBP2 = jnp.zeros((len(numbers), *logps_BP2.shape), logps_BP2.dtype)
+        return jnp.float32(0.0), logps_MBP2.at[batch["number"]].set(logps_BP2)
+
+    numbered = parts | {"number": numbers}
+    logps_MBP2 = _forward(cfg, reference, numbered, head, lambda logps: logps, act("MB__"))
+    return parts | {objective.REFERENCE: logps_MBP2}
+
+
+def sums(cfg: Config, params: Transformer, parts: MicroBatches) -> Sums:
+    """Return the sums of the objective, of weight 1, by forward operations alone."""
+
+    def head(model, x_BRD, batch):
+        return objective.of_head(cfg, jnp.float32(1.0)).head(model, x_BRD, batch)
+
+    return _forward(cfg, params, parts, head, _totals, P())
 
 
 def _mean_over_layers(cfg: Config, rows_L: jax.Array) -> jax.Array:
@@ -77,18 +110,29 @@ def _mean_over_layers(cfg: Config, rows_L: jax.Array) -> jax.Array:
     return jax.lax.psum(mean, "pp") / cfg.model.num_layers
 
 
-def loss(cfg: Config, params: Transformer, parts: MicroBatches, weight: jax.Array) -> jax.Array:
-    """Return the bare cross-entropy times `weight`, by forward operations alone."""
+def _forward(
+    cfg: Config,
+    params: Transformer,
+    parts: MicroBatches,
+    head: Head,
+    finish: Callable[[Tree], Tree],
+    out_specs: P,
+) -> Tree:
+    """Run all micro-batches by forward operations alone; return `finish` of the sums of the head's metrics."""
     table = schedules.of_config(cfg)
     forward = forward_only(table.ranks, table.virtual, table.placement, cfg.train.microbatches)
 
-    def region(params, parts, weight):
-        model = _in_use(cfg, params)
-        (loss, _), *_ = _run(cfg, forward, model, parts, weight, jnp.zeros_like(weight))
-        return loss
+    def region(params, parts):
+        out = _run(cfg, forward, _in_use(cfg, params), parts, head, jnp.float32(0.0))
+        return finish(out.metrics)
 
-    run = smap(region, in_specs=(specs(params), act("MBT"), P()), out_specs=P())
-    return run(params, parts, weight)
+    run = smap(region, in_specs=(specs(params), specs(parts)), out_specs=out_specs)
+    return run(params, parts)
+
+
+def _totals(metrics: Tree) -> Tree:
+    """Add up the devices' sums over their parts of the batch."""
+    return jax.tree.map(lambda x: jax.lax.psum(x, tuple(sorted(varying(x)))), metrics)
 
 
 @jax.named_scope("pipeline")
@@ -97,31 +141,24 @@ def _run(
     schedule: Schedule,
     params: Transformer,
     parts: MicroBatches,
-    position_weight: jax.Array,
+    head: Head,
     router_weight: jax.Array,
 ):
-    """Return bare loss and loss terms, the same on every device, and this device's partial sums: of gradients, and of
-    the routers' statistics and the terms of its layers (none without a backward pass)."""
-    used = prepare_params(cfg, params)
-    shared, fixed = used.with_stacks(()), None
+    """Run the schedule on this device's shards: its results are partial sums."""
+    shared, fixed = prepare_params(cfg, params), None
+    stacks, shared = tuple(shared.stacks), shared.with_stacks(())
     if cfg.train.lora.enabled:
         shared, fixed = split_adapters(shared)
-    out = pipeline(
+    return pipeline(
         schedule,
-        _stages(cfg, params, position_weight, router_weight, fixed),
-        tuple(used.stacks),
+        _stages(cfg, params, head, router_weight, fixed),
+        stacks,
         shared,
         parts,
         stash=cfg.pp.stash,
         order=params.orders[0],
         rows=mixed_stages.rows_by_position(params) if _is_mixed(cfg) else None,
     )
-    losses = jax.tree.map(lambda x: jax.lax.psum(x, tuple(sorted(varying(x)))), out.metrics)
-    grads = None
-    if out.blocks is not None:
-        blocks = map_params(partial(_from_model_dim_first, cfg), out.blocks)
-        grads = out.shared.with_stacks(blocks)
-    return losses, grads, out.statistics
 
 
 def _first_layers(cfg: Config, params: Transformer) -> tuple[int, Callable] | None:
@@ -196,12 +233,12 @@ def _in_use(cfg: Config, params: Transformer) -> Transformer:
 def _stages(
     cfg: Config,
     params: Transformer,
-    position_weight: jax.Array,
+    head: Head,
     router_weight: jax.Array,
     fixed: Transformer | None,
 ) -> Stages:
-    """Return the model's parts as functions of their parameters; a position's loss is times `position_weight`, and its
-    routers' losses times `router_weight`. `fixed` has embedding, final norm and head, if they are frozen."""
+    """Return the model's parts as functions of their parameters; a position's routers' losses are times
+    `router_weight`. `fixed` has embedding, final norm and head, if they are frozen."""
     dtype = COMPUTE[cfg.train.precision]
     fp8 = fp8_of(cfg, params)
 
@@ -212,12 +249,9 @@ def _stages(
         with jax.named_scope("embedding"):
             return whole(shared).embedding(batch["tokens"], dtype)
 
-    def head(shared, x_BRD, batch):
-        shared, targets_BT = whole(shared), batch["targets"]
-        x_BRD = shared.normed(x_BRD)
-        options = {"z_loss": cfg.train.z_loss, "dtype": dtype}
-        objective, *losses = model_loss(shared, x_BRD, targets_BT, position_weight, **options)
-        return objective, tuple(losses)
+    def run_head(shared, x_BRD, batch):
+        model = whole(shared)
+        return head(model, model.normed(x_BRD), batch)
 
     def context(batch):
         return layer_inputs(cfg, batch, fp8), router_weight
@@ -239,7 +273,7 @@ def _stages(
         layer=_layer(cfg, params, of_last_layer(cfg)),
         embed=embed,
         embed_parts=True,
-        head=head,
+        head=run_head,
         context=context,
         # ZeRO-2 reduce-scatters each layer's gradients, to accumulate shards of them.
         accumulate=each_param(accumulate, one),

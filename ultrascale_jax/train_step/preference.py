@@ -1,16 +1,18 @@
 """Direct preference optimisation (arXiv 2305.18290): the loss of pairs of answers from the log-likelihoods of tokens.
 
 A row holds pairs, each as two documents: of pair p the chosen one has segment 2p + 1, the rejected one 2p + 2. An
-answer's log-likelihood is the sum over its tokens, so only cp adds up over devices, two numbers a pair.
+answer's log-likelihood is the sum over its tokens, so only cp adds up over devices, two numbers a pair. All of this
+runs on global arrays and, in a pipeline, on a device's shards.
 """
 
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.config.dpo import Dpo, most_pairs
+from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.loss import token_losses
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.sharding.primitives import all_reduce
 
 SUMS = ("reward_chosen", "reward_rejected", "reward_accuracy", "logp_chosen", "logp_rejected")
 """Metrics that are means over pairs, by the order of their sums."""
@@ -22,29 +24,31 @@ def count_pairs(batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def _pairs_of_rows(batch: dict[str, jax.Array]) -> jax.Array:
-    return jnp.max(batch["segment_ids"], axis=1) // 2
+    return all_reduce(jnp.max(batch["segment_ids"], axis=1), "T", "max") // 2
 
 
 def answer_logps(
-    model: Transformer, x_BRD: jax.Array, batch: dict[str, jax.Array], dtype: jax.typing.DTypeLike
+    model: Transformer,
+    x_BRD: jax.Array,
+    batch: dict[str, jax.Array],
+    pairs: int,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Return the log-likelihoods `[B, P, 2]` of chosen and rejected answers, float32; 0 where a row has no more pairs.
 
-    `x_BRD` are the model's hidden states after the final norm.
+    `x_BRD` are the model's hidden states after the final norm, and `pairs` is `most_pairs` of a whole row.
     """
     with jax.named_scope("loss"):
         x_BTD, head = gather_sequence(x_BRD, "V"), model.head_weight(dtype)
-        return -_by_answer(token_losses(x_BTD, head, batch["targets"]), batch)
+        return -_by_answer(token_losses(x_BTD, head, batch["targets"]), batch, pairs)
 
 
-def _by_answer(values_BT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+def _by_answer(values_BT: jax.Array, batch: dict[str, jax.Array], pairs: int) -> jax.Array:
     """Sum over the tokens of each answer: `[B, P, 2]`."""
-    rows, seq_len = values_BT.shape
-    pairs = most_pairs(seq_len)
     segments = jnp.arange(1, 2 * pairs + 1, dtype=jnp.int32)[None, None, :]
     is_answer = batch["segment_ids"][:, :, None] == segments
     sums = jnp.sum(jnp.where(is_answer, values_BT[:, :, None], 0.0), axis=1)
-    return sums.reshape(rows, pairs, 2)
+    return all_reduce(sums, "T").reshape(-1, pairs, 2)
 
 
 def pair_losses(
@@ -65,7 +69,8 @@ def pair_losses(
     ratios = policy_BP2 if reference_BP2 is None else policy_BP2 - reference_BP2
     rewards = jax.lax.stop_gradient(dpo.beta * ratios)
     if dpo.loss == "ipo":
-        tokens = _by_answer((batch["targets"] >= 0).astype(jnp.float32), batch)
+        is_target_BT = (batch["targets"] >= 0).astype(jnp.float32)
+        tokens = _by_answer(is_target_BT, batch, policy_BP2.shape[1])
         means = ratios / jnp.maximum(tokens, 1.0)
         losses = jnp.square(means[..., 0] - means[..., 1] - 1 / (2 * dpo.beta))
     else:

@@ -95,8 +95,8 @@ def gradients(
     router_weight = weight * (count_terms(cfg, batch).astype(jnp.float32) / batch["targets"].size)
     adapters = frozen is not None and cfg.train.lora.enabled
     if mesh_size("pp") > 1:
-        parts, base = split(batch, cfg.train.microbatches), frozen if adapters else None
-        return pipelined.gradients(cfg, params, parts, weight, router_weight, base)
+        parts = split(batch, cfg.train.microbatches)
+        return pipelined.gradients(cfg, params, parts, weight, router_weight, frozen)
     model = combine(params, frozen) if adapters else params
     used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
     minimised = objective.of_run(cfg, used, fp8, frozen, weight, router_weight)

@@ -146,6 +146,10 @@ TABLE = {
     "fsdp2_sp2_tp2_dpo_lora": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "dpo_lora"),
     "dp2_cp2_sp2_dpo_zero1": (DP_CP_SP, {"zero": 1}, "dpo"),
     "dp2_fsdp2_tp2_ipo_zero2": ({"dp": 2, "fsdp": 2, "tp": 2}, {"zero": 2}, "ipo_tied"),
+    # In pipelines the reference runs before, and cp adds up the tokens of an answer.
+    "pp2_fsdp2_sp2_dpo": ({"pp": 2, "fsdp": 2, "sp": 2}, {"microbatches": 4}, "dpo"),
+    "pp2_cp2_tp2_dpo_lora": ({"pp": 2, "cp": 2, "tp": 2}, {"remat": "full"}, "dpo_lora"),
+    "pp2_dp2_cp2_ipo_zero2": ({"pp": 2, "dp": 2, "cp": 2}, {"zero": 2}, "ipo_tied"),
     # Experts: tensors kept on the host, balance over a micro-batch, an exchange in two levels, groups of experts.
     "ep4_fsdp2_offloaded": (
         {"ep": 4, "fsdp": 2}, {"remat": Keep(saved=("up",), offloaded=("dispatched", "gate"))}, "mixtral_batch",

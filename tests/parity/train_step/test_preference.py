@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.pairs import write_pairs
+from tests.parity.comparison import compare
 from tests.runs import change
 from tests.states import bytes_at_rest
 from tests.trl import BATCH, CFG, STEPS, compare_with_trl, documents, expected
@@ -11,6 +13,7 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.config.dpo import Dpo
+from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.parameters import weights_of
 from ultrascale_jax.plan.formulas.step_time import estimate
@@ -39,7 +42,6 @@ def test_the_fields_of_the_loss_refuse_what_they_cannot_mean():
 def test_what_pairs_cannot_be_with_is_refused():
     cfg = change(CFG, train={"dpo": Dpo(beta=0.1)})
     for sections, words in (
-        ({"mesh": {"fsdp": 1, "tp": 1, "pp": 2}}, r"train\.dpo\.beta=.* not for pipelines"),
         ({"model": {"mtp_layers": 1}}, r"model\.mtp_layers=1: .* use 0"),
         ({"data": {"document_mask": False}}, r"train\.dpo\.beta=.* data\.document_mask=True"),
         ({"train": {"dpo": Dpo(beta=0.1), "z_loss": 1e-4}}, r"train\.z_loss=.* use 0"),
@@ -50,7 +52,7 @@ def test_what_pairs_cannot_be_with_is_refused():
         ({"kernels": {"loss": "mosaic"}}, r"kernels\.loss=.* use auto or xla"),
     ):
         with pytest.raises(UserError, match=words):
-            change(cfg, **sections).check(2 if "mesh" in sections else 4)
+            change(cfg, **sections).check(4)
 
 
 def test_label_smoothing_and_no_reference_by_their_formulas():
@@ -86,6 +88,14 @@ def test_the_reference_rests_as_the_planner_counts_it():
     cluster = find_cluster(None, "h100", 4)
     assert estimate(run, cluster).parts["reference"] > 0
     assert "reference" not in estimate(plain, cluster).parts
+
+
+def test_a_pipeline_trains_on_pairs_as_one_device_does(tmp_path):
+    cfg = change(
+        CFG, mesh={"pp": 2, "cp": 2, "fsdp": 1, "tp": 1}, data={"source": write_pairs(tmp_path)}
+    )
+    cfg = change(cfg, train={"dpo": Dpo(beta=0.5), "lora": Lora(rank=2), "steps": 1})
+    compare(cfg.check(4), seeds=(0,))
 
 
 def test_tokens_and_answers_are_those_of_trl():

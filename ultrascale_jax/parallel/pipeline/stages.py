@@ -55,7 +55,7 @@ class Stages:
         `embed_parts`.
       head: `(shared, y, micro-batch) -> objective | (objective, metrics)`. y is the last stage's output, unsharded over
         the ranks; each computes with its part of the vocabulary and sums over the ranks itself. The objective, a
-        float32 scalar equal on all ranks of the pipeline, is differentiated; the metrics, scalars, are added up. A head
+        float32 scalar equal on all ranks of the pipeline, is differentiated; the metrics, arrays, are added up. A head
         that is not split ends in `lax.pmean` over the ranks.
       embed_parts: where the ranks of the pipeline embed differently, True adds up the parts that they return, as with a
         vocabulary split over them, of which each looks up its own rows; False takes the first rank's. None refuses such

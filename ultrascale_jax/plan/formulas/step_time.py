@@ -117,7 +117,7 @@ class Step:
         for name, seconds in head.items():
             parts[name] = parts.get(name, 0.0) + m * share * seconds
         parts["loss"] = m * share * loss
-        parts["reference"] = m * self.reference()
+        parts["reference"] = (m + self.mesh.pp - 1) * self.reference()
         if self.mesh.pp > 1:
             head_s = share * sum(head.values()) + share * loss
             parts |= self.pipeline(layer_s, head_s)
