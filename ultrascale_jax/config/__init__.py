@@ -40,7 +40,7 @@ from ultrascale_jax.config.remat import (
     policies,
     remat_names,
 )
-from ultrascale_jax.config.run import Config, check_split, with_changes
+from ultrascale_jax.config.run import Config, changed_train, check_split, with_changes
 from ultrascale_jax.config.run_folder import CheckpointConfig, LogConfig
 from ultrascale_jax.config.section import require_choice
 from ultrascale_jax.config.training import (

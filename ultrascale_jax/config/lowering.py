@@ -306,7 +306,7 @@ RULES: tuple[Rule, ...] = (
 """Every decision, in the order in which they are applied."""
 
 
-@functools.lru_cache
+@functools.lru_cache(2**12)  # a search asks for some thousand runs, each several times
 def choose(traits: Traits, without: frozenset[str] = frozenset()) -> Lowering:
     """Apply the rules that fit; those in `without` stay off. Raises `UserError` for a name that no rule has."""
     for name in sorted(without):

@@ -77,7 +77,7 @@ class Config(Section, name=""):
         if mesh.tensor > GPUS_PER_NODE:
             text = f"mesh.sp*mesh.tp={mesh.tensor} is larger than a node of {GPUS_PER_NODE} GPUs"
             warnings.warn(f"{text}: its links will be slow", stacklevel=2)
-        return dataclasses.replace(self, mesh=mesh)
+        return self if mesh == self.mesh else dataclasses.replace(self, mesh=mesh)
 
     def flat(self) -> dict[str, Any]:
         """Return the value of each field by its dotted name; a part of the model that may be absent is one value."""
@@ -261,12 +261,14 @@ def with_changes(
     cp: ContextConfig | None = None,
     **train: Any,
 ) -> Config:
-    """Return `cfg` with another mesh, other fields of `train`, and maybe another pipeline, or way over ep or cp.
-
-    Another `global_batch` is that of every step, without a ramp.
-    """
-    if train.get("global_batch", cfg.train.global_batch) != cfg.train.global_batch:
-        train = {"batch_ramp": (), **train}
+    """Return `cfg` with another mesh, fields of `train` as `changed_train`, and maybe another pipeline, or way over ep
+    or cp."""
     sections = {"pp": pp or cfg.pp, "moe": moe or cfg.moe, "cp": cp or cfg.cp}
-    train_cfg = dataclasses.replace(cfg.train, **train)
-    return dataclasses.replace(cfg, mesh=mesh, train=train_cfg, **sections)
+    return dataclasses.replace(cfg, mesh=mesh, train=changed_train(cfg.train, **train), **sections)
+
+
+def changed_train(cfg: TrainConfig, **changes: Any) -> TrainConfig:
+    """Return `cfg` with other fields; another `global_batch` is that of every step, without a ramp."""
+    if changes.get("global_batch", cfg.global_batch) != cfg.global_batch:
+        changes = {"batch_ramp": (), **changes}
+    return dataclasses.replace(cfg, **changes)

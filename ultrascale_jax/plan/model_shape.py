@@ -21,8 +21,7 @@ class ModelShape(ModelConfig):
     @functools.cache
     def of(cls, model: ModelConfig, **changes) -> "ModelShape":
         """Return the shape of `model`, with `changes`."""
-        fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-        return cls(**(fields | changes))
+        return dataclasses.replace(_of(model), **changes) if changes else _of(model)
 
     @property
     def layers(self) -> int:
@@ -151,6 +150,12 @@ class ModelShape(ModelConfig):
         matrices = self.dense_params - self.vector_params
         heads = 1 + self.mtp_layers
         return matrices + routed + heads * self.vocab_size * self.d_model
+
+
+@functools.lru_cache
+def _of(model: ModelConfig) -> ModelShape:
+    fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+    return ModelShape(**fields)
 
 
 class AdapterSide(NamedTuple):

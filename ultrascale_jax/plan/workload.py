@@ -4,9 +4,9 @@
 done.
 """
 
-import copy
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,22 @@ from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
 
 PIPELINE = ("schedule", "stash")
 """Fields that a run has from the section `pp` as they are."""
+
+
+def of_sizes[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
+    """Compute once what neither recomputation nor stash changes, for a run and all that `with_remat` makes of it.
+
+    A search asks for the same by the hundred thousand. A `Step` has as many runs, and the same store.
+    """
+
+    @functools.wraps(function)
+    def kept(run: R) -> T:
+        known = vars(run)["_known"]
+        if function not in known:
+            known[function] = function(run)
+        return known[function]
+
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +105,7 @@ class Run:
     """As `pp.stash`."""
 
     def __post_init__(self):
+        vars(self)["_known"] = {}
         if isinstance(self.shape, ModelConfig):
             require_type("shape", self.shape, ModelShape, "Shape.of(model) makes one")
         check_fields("", self)
@@ -145,6 +162,7 @@ class Run:
         return math.prod(self.mesh.sizes.values())
 
     @property
+    @of_sizes
     def adapter_params(self) -> int:
         """Parameters of the adapters, of all layers."""
         return adapter_params(self.shape, self.lora)
@@ -184,7 +202,8 @@ class Run:
         )
         return choose(traits)
 
-    @functools.cached_property
+    @property
+    @of_sizes
     def attention(self) -> AttentionCall:
         """The facts about attention on a Hopper GPU that decide which implementations can compute it."""
         length, heads = self.seq_len // self.ring[0], self.shape.num_heads * self.shape.head_dim
@@ -201,7 +220,8 @@ class Run:
             ragged=elements < 2**31,
         )
 
-    @functools.cached_property
+    @property
+    @of_sizes
     def packs_documents(self) -> bool:
         """Whether attention ends at document borders without a mask."""
         return self.attention.packs(self.kernels.attention)
@@ -232,11 +252,10 @@ class Run:
     def with_remat(self, remat: Remat, **changes: Any) -> "Run":
         """Return the run with another policy, and other fields that need no check; its sizes, whose check takes long,
         stay."""
-        made = copy.copy(self)
+        made = object.__new__(Run)
+        vars(made).update(vars(self), remat=remat, **changes)
         for name in ("lowering", "by_policy"):  # which follow from the policy
             vars(made).pop(name, None)
-        for name, value in ({"remat": remat} | changes).items():
-            object.__setattr__(made, name, value)
         return made
 
     @property
@@ -255,6 +274,7 @@ class Run:
         return self.step_flops / self.num_gpus / step_s / gpu.peak_flops(self.precision)
 
     @property
+    @of_sizes
     def ring(self) -> tuple[int, int]:
         """Places in the ring over cp, and ranks of one place, which exchange heads for sequence."""
         return self.context.ranks(self.mesh.cp)

@@ -132,38 +132,38 @@ class _Assembler:
         return slot
 
     def operation(self, t: int, rank: int, kind: str, mb: int, stage: int) -> None:
-        k, value, last = PASSES[kind], (mb, stage), self.schedule.num_stages - 1
-        cell = {name: table[t] for name, table in self.ranks.items()}
-        cell[f"{k}_on"][rank], cell[f"{k}_mb"][rank] = 1, mb
-        cell[f"{k}_chunk"][rank] = self.schedule.chunk_of(stage)
+        k, value, last, at = PASSES[kind], (mb, stage), self.schedule.num_stages - 1, (t, rank)
+        cells = self.ranks
+        cells[f"{k}_on"][at], cells[f"{k}_mb"][at] = 1, mb
+        cells[f"{k}_chunk"][at] = self.schedule.chunk_of(stage)
         if kind == "F":
-            cell["forward_first"][rank], cell["forward_last"][rank] = stage == 0, stage == last
+            cells["forward_first"][at], cells["forward_last"][at] = stage == 0, stage == last
             if stage == 0:
                 self.allocate("X", rank, value)
                 self.once("embed", t, mb)
             if self.keeps_input:
-                cell["forward_input"][rank] = self.slot["X", *value]
+                cells["forward_input"][at] = self.slot["X", *value]
             else:
-                cell["forward_input"][rank] = self.release("X", rank, value)
+                cells["forward_input"][at] = self.release("X", rank, value)
             if self.backward and not self.keeps_input:
-                cell["forward_residuals"][rank] = self.allocate("R", rank, value)
+                cells["forward_residuals"][at] = self.allocate("R", rank, value)
             if self.backward and stage == last:
-                cell["head_gradient"][rank] = self.allocate("G", rank, value)
+                cells["head_gradient"][at] = self.allocate("G", rank, value)
             if stage == last:
                 self.once("head", t, mb)
         elif kind == "B":
-            cell["backward_first"][rank] = stage == 0
-            cell["backward_gradient"][rank] = self.release("G", rank, value)
+            cells["backward_first"][at] = stage == 0
+            cells["backward_gradient"][at] = self.release("G", rank, value)
             if self.keeps_input:
-                cell["backward_input"][rank] = self.release("X", rank, value)
+                cells["backward_input"][at] = self.release("X", rank, value)
             else:
-                cell["backward_residuals"][rank] = self.release("R", rank, value)
+                cells["backward_residuals"][at] = self.release("R", rank, value)
             if self.schedule.split:
-                cell["backward_queue"][rank] = self.allocate("W", rank, value)
+                cells["backward_queue"][at] = self.allocate("W", rank, value)
             if stage == 0:
                 self.once("embed_gradient", t, mb)
         else:
-            cell["weight_queue"][rank] = self.release("W", rank, value)
+            cells["weight_queue"][at] = self.release("W", rank, value)
 
     def once(self, name: str, t: int, mb: int) -> None:
         self.every[name][t], self.every[f"{name}_mb"][t] = 1, mb

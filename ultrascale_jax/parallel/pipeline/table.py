@@ -116,14 +116,15 @@ class Schedule:
         """Return this schedule. Raises `ScheduleError` that names the entry that makes it illegal."""
         self._check_shape()
         when: dict[tuple[str, int, int], int] = {}
-        for tick, rank, kind, microbatch, stage in self.ops():
+        ops = list(self.ops())
+        for tick, rank, kind, microbatch, stage in ops:
             why = self._misplaced(rank, microbatch, stage)
             if (kind, microbatch, stage) in when:
                 why = f"it has run in tick {when[kind, microbatch, stage]} already"
             if why:
                 raise ScheduleError(why, rank, tick, self.entry(kind, microbatch, stage))
             when[kind, microbatch, stage] = tick
-        for tick, rank, kind, microbatch, stage in self.ops():
+        for tick, rank, kind, microbatch, stage in ops:
             for need, at in self.needs(kind, stage):
                 made = when.get((need, microbatch, at))
                 if made is None or made + (kind != "W") > tick:

@@ -5,12 +5,12 @@ runs). In the comments, letters are those of `sharding.py`; `a` is the width of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ultrascale_jax.config import Keep, remat_names
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas import context, experts
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import Run, of_sizes
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Layer:
     """Bytes of one that is kept only as the input of a matmul: 1 with fp8."""
 
 
+@of_sizes
 def layer_of(run: Run) -> Layer:
     """Return the layer of `run`; without experts."""
     shape, mesh, tokens = run.shape, run.mesh, run.tokens
@@ -103,25 +104,25 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     (3 arrays); the norms' results then are kept gathered over sp. `mlp_out` is kept only where a second norm reads it;
     else the next layer's input is.
     """
-    a, i = layer.width, layer.input_width
+    a, i, policy = layer.width, layer.input_width, run.policy
     residual, query, key = layer.residual, layer.query, layer.key
     held = _attention_bytes(layer)
     core = held["attn_core"]
     mlp = 2 * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
-    on_host = "layer_input" in remat_names(run.policy)[1]
+    on_host = "layer_input" in remat_names(policy)[1]
     parts = {"layer inputs": 0 if on_host else a * residual}
-    if run.policy == "full":
+    if policy == "full":
         return parts
-    if run.policy == "selective":
+    if policy == "selective":
         parts["attention"] = sum(held.values())
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual + a * residual * (out_norms > 0)
-    elif run.policy == "dots":
+    elif policy == "dots":
         parts["attention"] = a * (query + 2 * key + residual) + core * bool(layer.statistics)
         parts["mlp"] = mlp
         parts["norms"] = a * residual * (out_norms > 0)
-    elif run.policy == "none":
+    elif policy == "none":
         qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
         scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
         parts["layer inputs"] = 0
@@ -130,7 +131,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = 3 * mlp
         parts["norms"] = 12 * (2 + out_norms) * residual + 2 * i * layer.whole
     else:
-        parts |= _named_bytes(run, layer, remat_names(run.policy)[0])
+        parts |= _named_bytes(run, layer, remat_names(policy)[0])
     return parts
 
 
@@ -162,7 +163,7 @@ def offloaded_bytes(run: Run) -> float:
     names = remat_names(run.policy)[1]
     if not names:
         return 0.0
-    kept = saved_bytes(replace(run, remat=Keep(saved=names)), layer_of(run))
+    kept = saved_bytes(run.with_remat(Keep(saved=names)), layer_of(run))
     return sum(kept.values()) - ("layer_input" not in names) * kept["layer inputs"]
 
 
@@ -252,6 +253,7 @@ def experts_forward_bytes(run: Run, layer: Layer) -> float:
     return layer.width * (3 * ffn + 2 * rows + experts.a2a_rows(run) * run.shape.d_model)
 
 
+@of_sizes
 def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials."""
     tokens = run.sequences * run.seq_len // run.mesh.cp

@@ -31,7 +31,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import Run, of_sizes
 
 NF4_BITS = 4.127
 """Bits of a parameter in QLoRA's 4-bit NormalFloat with its quantized scales (arXiv 2305.14314, section 3)."""
@@ -58,7 +58,8 @@ def breakdown(run: Run) -> MemoryBreakdown:
     """
     require_type("run", run, Run, "Run.of(cfg, num_gpus) makes one")
     weights, layer = weights_of(run), layer_of(run)
-    resting, moments = state(run, weights), [{"gradients": 4 * trained_params(run, weights)}]
+    resting, update = _fixed(run)
+    moments = [update]
     if run.mesh.pp > 1:
         moments += pipeline_memory.moments(run, weights, layer)
     else:
@@ -76,13 +77,20 @@ def breakdown(run: Run) -> MemoryBreakdown:
     return MemoryBreakdown({name: value for name, value in (resting | largest).items() if value})
 
 
+@of_sizes
+def _fixed(run: Run) -> tuple[dict[str, float], dict[str, float]]:
+    """Count what neither recomputation nor stash changes: the state, and what the optimizer adds."""
+    weights = weights_of(run)
+    return state(run, weights), {"gradients": 4 * trained_params(run, weights)}
+
+
 def least_bytes(run: Run) -> float:
     """Count the bytes of `run` that no micro-batch and no recomputation changes: a lower bound of the peak."""
     weights = weights_of(run)
     living = (
         pipeline_memory.sums(run, weights, layer_of(run)) if run.mesh.pp > 1 else sums(run, weights)
     )
-    return sum(state(run, weights).values()) + sum(living.values())
+    return sum(_fixed(run)[0].values()) + sum(living.values())
 
 
 def host_bytes(run: Run) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax.plan.formulas import experts, pipeline
 from ultrascale_jax.plan.model_shape import MLP_MATRICES, adapter_sides
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import Run, of_sizes
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Weights:
         return self.dense + self.experts
 
 
+@of_sizes
 def weights_of(run: Run) -> Weights:
     """Return the parameters that one GPU works on.
 

@@ -25,8 +25,9 @@ from ultrascale_jax.plan.formulas.parameters import (
     layer_params,
     sharded_params,
     trained_params,
+    weights_of,
 )
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import Run, of_sizes
 
 
 def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
@@ -128,8 +129,9 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 
     If all forward passes come first, the sums of the layers' gradients are not there yet in the loss.
     """
-    living = sums(run, weights, layer) | ring_buffers(run, layer)
-    loss = living | _head(run, weights, layer)
+    summed, head = _fixed(run)
+    living = summed | ring_buffers(run, layer)
+    loss = living | head
     if not overlaps_passes(run):
         tables = (
             weights.tables
@@ -138,6 +140,13 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
         )
         loss["accumulation buffer"] = 4 * tables * (not run.adapter_params)
     return [living | _layers(run, weights, layer), loss]
+
+
+@of_sizes
+def _fixed(run: Run) -> tuple[dict[str, float], dict[str, float]]:
+    """Count what neither recomputation nor stash changes: the sums, and what the loss adds."""
+    weights, layer = weights_of(run), layer_of(run)
+    return sums(run, weights, layer), _head(run, weights, layer)
 
 
 def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:

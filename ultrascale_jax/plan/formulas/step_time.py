@@ -7,7 +7,6 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale_jax.config import Split, require_type
@@ -29,7 +28,7 @@ from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, host_moments
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
-from ultrascale_jax.plan.workload import Group, Run, group
+from ultrascale_jax.plan.workload import Group, Run, group, of_sizes
 
 SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
 """Axes over which ZeRO splits what all tokens meet, and routed experts, which ep splits already."""
@@ -72,18 +71,21 @@ class Step:
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
         )
         self.shards = self.group(*SHARDED[0])
+        self._known = {}
+
+    def with_policy(self, run: Run) -> "Step":
+        """Return the step of `run`, which differs in recomputation or stash alone; what follows from neither stays."""
+        step = copy.copy(self)
+        vars(step).pop("by_policy", None)
+        step.run = run
+        return step
 
     @functools.cached_property
     def by_policy(self) -> list[tuple["Step", int]]:
         """The steps of `Run.by_policy`, and the number of layers of each."""
         if not isinstance(self.run.remat, Split):
             return [(self, self.run.by_policy[0][1])]
-        parts: list[tuple[Step, int]] = []
-        for run, count in self.run.by_policy:
-            step = copy.copy(self)  # what a layer computes and its parameters follow from no policy
-            step.run = run
-            parts.append((step, count))
-        return parts
+        return [(self.with_policy(run), count) for run, count in self.run.by_policy]
 
     def mean(self, term: Callable[["Step"], float]) -> float:
         """Return the mean of a term over the layers."""
@@ -254,6 +256,7 @@ class Step:
             shapes.append((self.run.tokens / self.mesh.sp, D, 2 * D, shape.mtp_layers))
         return self.layer_time.gemms(shapes, backward=backward, fp8=False)
 
+    @of_sizes
     def loss(self) -> float:
         """Time the cross-entropy of one micro-batch without its matrix products.
 
@@ -301,7 +304,7 @@ class Step:
 
     def kept_beyond_names(self) -> float:
         """Time writing and reading what a layer keeps with `none` and not with `selective`."""
-        named = replace(self.run, remat="selective")
+        named = self.run.with_remat("selective")
         every, some = (sum(saved_bytes(r, layer_of(r)).values()) for r in (self.run, named))
         return costs.memory_seconds(self.gpu, self.overheads.kept_passes * (every - some))
 
@@ -334,6 +337,7 @@ class Step:
         gathered = sum(p.width * count for p, count in zip(params, sent, strict=True))
         return gathered, width * sum(sent)
 
+    @of_sizes
     def tensor_group(self) -> float:
         """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
         size = 2 * self.run.tokens * self.shape.d_model
@@ -342,6 +346,7 @@ class Step:
             return passes * self.collective("all-gather", size, self.tensor)
         return passes / 2 * self.collective("all-reduce", size, self.tensor)
 
+    @of_sizes
     def exchanged(self) -> tuple[float, float]:
         """Time how long attention waits for cp, forward and backward."""
         if self.mesh.cp == 1:
@@ -403,11 +408,13 @@ class Step:
         return 2, 2 if "dispatched" in self.kept else 3
 
     @property
+    @of_sizes
     def one_way(self) -> float:
         """Time one way of tokens to their experts or back."""
         return experts.dispatch_seconds(self.run, self.cluster)
 
-    @functools.cached_property
+    @property
+    @of_sizes
     def layer_params(self) -> list[Params]:
         """Count the parameters of a mean layer: the dense ones, then those of routed experts."""
         shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts

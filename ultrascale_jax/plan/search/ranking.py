@@ -9,7 +9,6 @@ fits without; `ep` for models with experts, within a node where something fits s
 
 import dataclasses
 import functools
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -19,7 +18,7 @@ from typing import Any
 
 from ultrascale_jax.config import AXES, Config, MeshConfig, Split, require, require_type
 from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
-from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.search.search_space import (
@@ -28,6 +27,7 @@ from ultrascale_jax.plan.search.search_space import (
     POLICIES,
     Choices,
     Space,
+    Variants,
     changed_options,
     chosen,
     configured,
@@ -188,7 +188,7 @@ class Search:
     ) -> None:
         """Predict what is not known yet, but runs whose state alone is `limit` times the memory."""
         space = self._space
-        known = {run.mesh for run in (*space.runs, *space.oversized)}
+        known = {run.mesh for run in (*(one.of for one in space.variants), *space.oversized)}
         added = enumerate_runs(
             self.cfg,
             self.cluster,
@@ -197,38 +197,36 @@ class Search:
             limit_bytes=limit * self.usable_bytes,
             known=known,
         )
-        runs = added.runs
-        space.runs.extend(runs)
+        space.variants.extend(added.variants)
         space.oversized.extend(added.oversized)
         space.illegal.update(added.illegal)
-        self.counts["candidates"] += len(runs) + len(added.oversized)
+        total, done = sum(map(len, added.variants)), 0
+        self.counts["candidates"] += total + len(added.oversized)
         self.counts[DOES_NOT_FIT] += len(added.oversized)
         self.counts |= {f"illegal: {name}": n for name, n in space.illegal.items()}
-        done = 0
-        for _, variants in itertools.groupby(runs, _apart_from_remat):
-            alike = list(variants)
-            self._predict_variants(alike)
-            done += len(alike)
-            advance(done, len(runs))
+        for variants in added.variants:
+            self._predict_variants(variants)
+            done += len(variants)
+            advance(done, total)
 
-    def _predict_variants(self, runs: list[Run]) -> None:
+    def _predict_variants(self, variants: Variants) -> None:
         """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most.
 
         One that fits with room makes those that keep less needless, but `none` does so only in a pipeline: elsewhere
         `selective` may be faster (`Step.kept_beyond_names`). One that offloads does not, for copies may be waited for,
         nor `dots` with experts, whose gate and up it repeats.
         """
-        least = breakdown(runs[-1]).peak_bytes
+        least = breakdown(variants[-1]).peak_bytes
         if by_formula(least, self.usable_bytes) == DOES_NOT_FIT:
-            self.counts[DOES_NOT_FIT] += len(runs)
-            self._misses.append((least, runs[-1]))
+            self.counts[DOES_NOT_FIT] += len(variants)
+            self._misses.append((least, variants[-1]))
             return
-        enough, judged = False, list[Judged]()
-        for run in runs:
+        enough, judged, step = False, list[Judged](), Step(variants.of, self.cluster)
+        for place, run in enumerate(variants, start=1):
             if enough and run.remat in POLICIES:
                 self.counts[NEEDLESS] += 1
                 continue
-            peak = least if run is runs[-1] else breakdown(run).peak_bytes
+            peak = least if place == len(variants) else breakdown(run).peak_bytes
             verdict = by_formula(peak, self.usable_bytes)
             if not fits_host(run, self.cluster.gpu):
                 verdict = DOES_NOT_FIT
@@ -238,7 +236,7 @@ class Search:
                 self._misses.append((peak, run))
                 continue
             self.counts[verdict] += 1
-            self._candidates[run] = self._candidate(run, peak)
+            self._candidates[run] = _candidate(step.with_policy(run), peak)
             slower = () if run.mesh.pp > 1 else ("none", *OFFLOADED, INPUTS_AND_ATTENTION)
             if run.mesh.pp == 1 and run.shape.experts is not None:
                 slower += ("dots",)
@@ -259,15 +257,11 @@ class Search:
             if (found := fewest_layers(lean, rich, self.cluster.gpu)) is None:
                 continue
             run, peak = found
-            self._space.runs.append(run)
+            self._space.variants.append(Variants(of=run, policies=[(run.stash, run.remat)]))
             self.counts["candidates"] += 1
             self.counts[FITS] += 1
-            self._candidates[run] = self._candidate(run, peak)
+            self._candidates[run] = _candidate(Step(run, self.cluster), peak)
         self._neighbours.clear()
-
-    def _candidate(self, run: Run, peak: int) -> Candidate:
-        formula = estimate(run, self.cluster, peak_bytes=peak)
-        return Candidate(formula=formula, refusal=drawback(run))
 
     def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
         """Compile `most` of those that may be recommended, and yield each before it is compiled.
@@ -314,8 +308,10 @@ class Search:
 
     def correction(self, run: Run) -> float:
         """Return compiled over formula in a step's time: the median of the compiled runs of its kind, or of all."""
+        if not self._ratios:
+            return 1.0
         every = [ratio for ratios in self._ratios.values() for ratio in ratios]
-        return statistics.median(self._ratios.get(kind(run), every) or [1.0])
+        return statistics.median(self._ratios.get(kind(run), every))
 
     def step_s(self, candidate: Candidate) -> float:
         """Time a step: of the compiled program, or by formula and corrected."""
@@ -448,7 +444,8 @@ class Search:
         near = self._near_misses()
         if not near and not ranking and self.closest is not None:
             near = [self.closest]
-        missed = sorted((self._candidate(run, peak) for peak, run in near), key=self.token_s)
+        missed = [_candidate(Step(run, self.cluster), peak) for peak, run in near]
+        missed.sort(key=self.token_s)
         sections = {
             "the best of each mesh": best_per_mesh(ranking)[:top],
             "one change to the best": [] if best is None else self._changed(best),
@@ -471,12 +468,14 @@ class Search:
         """Yield other micro-batches, ZeRO stages, recompute policies or schedules on the mesh of `best`."""
         alternatives = [
             run
-            for run in self._space.runs
-            if run.mesh == best.run.mesh
-            and sum(a != b for a, b in zip(_work(run), _work(best.run), strict=True)) == 1
+            for variants in self._space.variants
+            if variants.of.mesh == best.run.mesh
+            for run in variants
+            if sum(a != b for a, b in zip(_work(run), _work(best.run), strict=True)) == 1
         ]
         found = [
-            self._candidates.get(run) or self._candidate(run, breakdown(run).peak_bytes)
+            self._candidates.get(run)
+            or _candidate(Step(run, self.cluster), breakdown(run).peak_bytes)
             for run in alternatives
         ]
         return sorted(found, key=lambda c: (not c.best.may_fit, self.token_s(c)))
@@ -520,9 +519,8 @@ class Search:
         return f"{text}: {name} {sign * cost / sum(other.values()):+.1%}" if cost > 0 else text
 
 
-def _apart_from_remat(run: Run) -> tuple[Any, ...]:
-    pipeline = run.schedule, run.virtual_stages
-    return run.mesh, run.zero, run.microbatches, run.sequences, pipeline, run.context, run.moe
+def _candidate(step: Step, peak_bytes: int) -> Candidate:
+    return Candidate(formula=step.predict(peak_bytes), refusal=drawback(step.run))
 
 
 def _token_s(step: StepPrediction) -> float:

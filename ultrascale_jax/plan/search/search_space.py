@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, overload
 
 from ultrascale_jax.config import (
     AXES,
@@ -36,6 +36,7 @@ from ultrascale_jax.config import (
     Remat,
     Split,
     UserError,
+    changed_train,
     offloads,
     require,
     require_choice,
@@ -168,14 +169,41 @@ def meshes(num_gpus: int, choices: Choices, axes: Sequence[str] = AXES) -> Itera
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variants(Sequence[Run]):
+    """Runs that differ in stash and recomputation alone, from what repeats the least; each is made when it is asked
+    for."""
+
+    of: Run
+    policies: Sequence[tuple[Stash, Remat]]
+
+    def __len__(self) -> int:
+        return len(self.policies)
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Variants": ...
+    def __getitem__(self, index: int | slice) -> "Run | Variants":
+        if isinstance(index, slice):
+            return Variants(of=self.of, policies=self.policies[index])
+        stash, remat = self.policies[index]
+        return self.of.with_remat(remat, stash=stash)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """The candidates of one search and what was left out of it."""
 
-    runs: list[Run] = field(default_factory=list)
+    variants: list[Variants] = field(default_factory=list)
     illegal: Counter[str] = field(default_factory=Counter)
     """Number of illegal combinations of the fields, by the field that is illegal."""
     oversized: list[Run] = field(default_factory=list)
     """One run for each mesh, ZeRO stage and schedule whose state alone is over the limit; the others are left out."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """All candidates."""
+        return [run for variants in self.variants for run in variants]
 
 
 def drawback(run: Run) -> str:
@@ -244,11 +272,11 @@ def _add_runs(
             continue
         if stored not in oversized:
             oversized[stored] = least_bytes(run) > limit_bytes
-        variants = list(_variants(run, cfg, cluster, choices))
+        variants = Variants(of=run, policies=_policies(run, cfg, cluster, choices))
         if oversized[stored]:
             space.oversized.extend(variants[-1:])
-        else:
-            space.runs.extend(variants)
+        elif variants:
+            space.variants.append(variants)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
@@ -353,14 +381,17 @@ def _candidate_config(
     """
     fix = f"must be at least mesh.pp={mesh.pp}"
     require(work["microbatches"] >= mesh.pp, "train.microbatches", work["microbatches"], fix)
-    pp = _pipeline(cfg.pp, **schedule)
-    return with_changes(cfg, mesh=mesh, pp=pp, moe=moe, cp=cp, remat=REMAT_POLICIES[0], **work)
+    pp, train = _pipeline(cfg.pp, **schedule), _train(cfg.train, remat=REMAT_POLICIES[0], **work)
+    return dataclasses.replace(cfg, mesh=mesh, train=train, pp=pp, moe=moe, cp=cp)
 
 
 @cache
 def _pipeline(pp: PipelineConfig, **schedule: Any) -> PipelineConfig:
     """Return `pp` with another schedule."""
     return dataclasses.replace(pp, **schedule)
+
+
+_train = cache(changed_train)
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
@@ -430,12 +461,14 @@ def is_tried(run: Run, remat: Remat, cluster: Cluster) -> bool:
     return (
         remat in compared
         and run.lowering.gathers_ahead
-        and fits_host(_variant(run, run.stash, remat), cluster.gpu)
+        and fits_host(run.with_remat(remat), cluster.gpu)
     )
 
 
-def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iterator[Run]:
-    """Yield `run` with every stash and recompute policy, from what repeats the least."""
+def _policies(
+    run: Run, cfg: Config, cluster: Cluster, choices: Choices
+) -> list[tuple[Stash, Remat]]:
+    """Return every stash and recompute policy for `run`, from what repeats the least."""
     if run.mesh.pp > 1:
         named = () if run.shape.experts is None else NAMED_EXPERTS
         tried = (*REMAT_POLICIES[:-1], *named, REMAT_POLICIES[-1])
@@ -447,9 +480,8 @@ def _variants(run: Run, cfg: Config, cluster: Cluster, choices: Choices) -> Iter
             tried = [NORMED.get(remat, remat) for remat in tried]
     own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
-    for stash, remat in itertools.product(stashes, choices.get("remat", (*tried, *own))):
-        if _is_legal(run, remat):
-            yield _variant(run, stash, remat)
+    legal = [remat for remat in choices.get("remat", (*tried, *own)) if _is_legal(run, remat)]
+    return list(itertools.product(stashes, legal))
 
 
 def _is_legal(run: Run, remat: Remat) -> bool:
@@ -458,11 +490,6 @@ def _is_legal(run: Run, remat: Remat) -> bool:
     if isinstance(remat, Split) and remat.layers >= run.split_layers:
         return False
     return run.mesh.pp == 1 or not offloads(remat)
-
-
-def _variant(run: Run, stash: str, remat: Remat) -> Run:
-    """Return `run` with another stash and policy."""
-    return run.with_remat(remat, stash=stash)
 
 
 def mostly_padded(run: Run) -> bool:
