@@ -7,9 +7,9 @@ Each value head has a state S `[H, W]`, which a token decays, corrects and reads
 Both passes go over blocks of `BLOCK` tokens, and in each from chunk to chunk (`delta_chunks.py`). The forward pass
 keeps the states at the beginnings of blocks; the backward pass computes everything else again, block by block.
 
-Over cp a rank has one piece of the sequence, or an early and a late one. A piece changes a state by a matrix and a sum,
-S -> M S + B, whatever comes in: it computes the two, ranks gather them, and each applies those of the pieces before its
-own. The gradients of states go through the pieces in the opposite direction in the same way, by the transposes of M.
+Over cp a rank has one piece of the sequence, or an early and a late one. It turns the state before it into M S + B.
+Each rank computes M and B of its pieces, ranks gather them, and each applies those of the pieces before its own. In the
+same way gradients of states cross the pieces in the opposite direction, by the transposes of M.
 """
 
 import functools
@@ -141,9 +141,8 @@ class Layout:
         if halves == 2 and (places[:, 1] == places[:, 0] + 1).all():
             places = places[:, :1] // 2
         longest = -(-length // places.shape[1])
-        return cls(
-            length, min(chunk, 1 << (longest - 1).bit_length()), tuple(map(tuple, places.tolist()))
-        )
+        chunk = min(chunk, 1 << (longest - 1).bit_length())
+        return cls(length, chunk, tuple(map(tuple, places.tolist())))
 
     @property
     def pieces(self) -> int:
@@ -229,10 +228,11 @@ def _rule(layout: Layout, arrays: list[jax.Array], begins: jax.Array, joins: jax
 def _rule_fwd(layout: Layout, arrays, begins, joins):
     tokens, split_begins = layout.tokens(arrays), layout.split(begins)
 
-    def change(state, block):
-        return delta_chunks.forward(delta_chunks.prepare(*block), state)[0], None
+    def advance(state, block):
+        moves = delta_chunks.change(delta_chunks.prepare(*block), state.shape[-1])
+        return delta_chunks.recur(*moves, state, jnp.float32)[0], None
 
-    state = _state_before(layout, joins, change, (tokens, split_begins))
+    state = _border_states(layout, joins, advance, (tokens, split_begins))
     _, (states, out) = _forward(tokens, split_begins, state)
     out, states = name_attention(layout.join(out).reshape(arrays[2].shape), states)
     return out, (arrays, begins, joins, states)
@@ -243,8 +243,9 @@ def _forward(tokens: Tokens, begins: jax.Array, state: jax.Array):
 
     def block(state, inputs):
         chunks = delta_chunks.prepare(*inputs)
-        end, parts = delta_chunks.forward(chunks, state)
-        return end, (state, delta_chunks.outputs(chunks, *parts))
+        moves = delta_chunks.change(chunks, state.shape[-1])
+        end, states = delta_chunks.recur(*moves, state, chunks.values.dtype)
+        return end, (state, delta_chunks.outputs(chunks, states))
 
     return jax.lax.scan(block, state, (tokens, begins))
 
@@ -254,14 +255,17 @@ def _rule_bwd(layout: Layout, residuals, d_out):
     tokens, begins = layout.tokens(arrays), layout.split(begins)
     d_out = layout.split(d_out.reshape(*d_out.shape[:2], *tokens.value.shape[-3:]))
 
-    def change(d_state, block):
-        tokens, begins, d_out = block
-        return delta_chunks.backward(delta_chunks.prepare(tokens, begins), d_out, d_state)[0], None
+    def advance(d_state, block):
+        *tokens, d_out = block
+        chunks, width = delta_chunks.prepare(*tokens), d_state.shape[-1]
+        moves, _ = delta_chunks.change(chunks, width)
+        _, added = delta_chunks.change_back(chunks, d_out, width)
+        return delta_chunks.recur(moves, added, d_state, jnp.float32, back=True)[0], None
 
     def block(d_state, inputs):
         return delta_chunks.pull_back(d_state, *inputs)
 
-    d_state = _state_before(layout, joins, change, (tokens, begins, d_out), reverse=True)
+    d_state = _border_states(layout, joins, advance, (tokens, begins, d_out), back=True)
     _, d_tokens = jax.lax.scan(block, d_state, (tokens, begins, states, d_out), reverse=True)
     grads = [layout.join(x).reshape(array.shape) for x, array in zip(d_tokens, arrays, strict=True)]
     return grads, None, None
@@ -270,11 +274,11 @@ def _rule_bwd(layout: Layout, residuals, d_out):
 _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
-def _state_before(layout: Layout, joins, change, blocks, *, reverse: bool = False) -> jax.Array:
-    """Return the states `[pieces * B, k, r, h, w]` with which this rank's pieces begin, or end with `reverse`.
+def _border_states(layout: Layout, joins, advance, blocks, *, back: bool = False) -> jax.Array:
+    """Return the states `[pieces * B, k, r, h, w]` before this rank's pieces, or with `back` gradients of those after.
 
-    `change(state, block)` is linear in the state but for a sum: on columns beyond W, which begin as the identity, it
-    computes the matrix.
+    `advance(state, block)` returns the state on the other side of a block: a matrix times the state, and a sum on the
+    first W columns. The others begin as the identity and become the matrix.
     """
     value, key = blocks[0].value, blocks[0].key
     _, rows, _, _, K, R, W = value.shape
@@ -284,21 +288,20 @@ def _state_before(layout: Layout, joins, change, blocks, *, reverse: bool = Fals
         return match_vma(start, value)[0]
     identity = jnp.broadcast_to(jnp.eye(H), (rows, K, R, H, H))
     start, _ = match_vma(jnp.concatenate([start, identity], axis=-1), value)
-    changes = jax.lax.scan(change, start, blocks, reverse=reverse)[0]
+    changes = jax.lax.scan(advance, start, blocks, reverse=back)[0]
     changes = layout.gather(changes.reshape(layout.pieces, -1, *changes.shape[1:]))
     if joins is None:
         joins = jnp.ones(changes.shape[:2], bool)
-    if reverse:
+    if back:
         joins = jnp.pad(joins[1:], ((0, 1), (0, 0)))
 
-    def step(state, piece):
+    def cross(state, piece):
         place, join = piece
         state = jnp.where(join[:, None, None, None, None], state, 0)
-        after = changes[place]
-        product = jnp.matmul(after[..., W:], state, precision=jax.lax.Precision.HIGHEST)
-        return after[..., :W] + product, state
+        change = changes[place]
+        product = jnp.matmul(change[..., W:], state, precision=jax.lax.Precision.HIGHEST)
+        return change[..., :W] + product, state
 
     start = jnp.zeros_like(changes[0, ..., :W])
-    places = layout.in_sequence()
-    _, states = jax.lax.scan(step, start, (places, joins), reverse=reverse)
+    _, states = jax.lax.scan(cross, start, (layout.in_sequence(), joins), reverse=back)
     return states[layout.places()].reshape(rows, K, R, H, W)
