@@ -161,8 +161,6 @@ class Config(Section, name=""):
                 self.refuse(
                     "kernels.grouped_matmul", "adds no adapters to experts; use auto or xla"
                 )
-        if model.mtp_layers and mesh.pp > 1:
-            self.refuse(mtp, "no pipeline runs these modules; use 0, or mesh.pp=1")
         if model.mtp_layers >= data.seq_len:
             self.refuse(mtp, f"must be less than data.seq_len={data.seq_len}")
         if not train.dpo.enabled:

@@ -229,7 +229,13 @@ class Run:
     @property
     def chunk_layers(self) -> int:
         """Layers of one stage; the stages that have one less are padded."""
-        return math.ceil(self.shape.layers / (self.mesh.pp * self.virtual_stages))
+        layers = self.shape.layers - self.head_modules
+        return math.ceil(layers / (self.mesh.pp * self.virtual_stages))
+
+    @property
+    def head_modules(self) -> int:
+        """Modules of `model.mtp_layers` that every rank of a pipeline runs; elsewhere they count among its layers."""
+        return self.shape.mtp_layers if self.mesh.pp > 1 else 0
 
     @property
     def policy(self) -> LayerRemat:
@@ -245,7 +251,7 @@ class Run:
     @functools.cached_property
     def by_policy(self) -> list[tuple["Run", int]]:
         """The layers of the model, or of a pipeline's stage, as runs with one policy, and the number of each."""
-        layers = self.split_layers + self.shape.mtp_layers
+        layers = self.split_layers + self.shape.mtp_layers - self.head_modules
         parts = by_layer(self.remat, layers)
         return [(self if len(parts) == 1 else self.with_remat(p), count) for p, count in parts]
 

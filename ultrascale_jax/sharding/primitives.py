@@ -132,6 +132,36 @@ def reshard(
     return checkpoint_name(x, PRODUCT) if summed else x
 
 
+def take_shard(subscripts: str, x: jax.Array) -> jax.Array:
+    """Shard an activation further, without communication: `take_shard("BD->BT", x)` takes this device's positions."""
+    check_subscripts(subscripts)
+    dims, to = subscripts.split("->")
+    if not manual():
+        return jax.reshard(x, act(to))
+    for i, (old, new) in enumerate(zip(dims, to, strict=True)):
+        if old != new:
+            size = x.shape[i] // mesh_size(*act_axes(new))
+            x = jax.lax.dynamic_slice_in_dim(x, offset(new, size), size, i)
+    return x
+
+
+def sum_over_stages(x: jax.Array) -> jax.Array:
+    """Add up the parts that the ranks of a pipeline have, as of an embedding; without one `x` is whole."""
+    return jax.lax.psum(vary(x, {"pp"}), "pp") if _in_pipeline() else x
+
+
+def equal_on_stages(x: jax.Array) -> jax.Array:
+    """Type `x`, which every rank of a pipeline computed alike, as the same on all of them.
+
+    The transpose gives each rank its share of the cotangent, so that gradients of parameters add up over the ranks.
+    """
+    return jax.lax.pmean(vary(x, {"pp"}), "pp") if _in_pipeline() else x
+
+
+def _in_pipeline() -> bool:
+    return manual() and mesh_size("pp") > 1
+
+
 def einsum(
     subscripts: str,
     *operands: Any,

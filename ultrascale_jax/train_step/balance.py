@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ultrascale_jax.config import BIAS_RATE, Config
 from ultrascale_jax.models.moe import STATISTICS_AXES, num_statistics
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding.rules import act, axes_of
+from ultrascale_jax.sharding.rules import act, axes_of, place, specs
 
 
 def statistics_start(cfg: Config) -> jax.Array | None:
@@ -45,7 +45,7 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
     def leaf(path, value):
         match jax.tree_util.keystr(path, simple=True, separator=".").split("."):
             case ["stacks", _, "moe", "bias", "value"]:
-                return value + rate * missing[: len(value)]
+                return value + rate * place(missing[: len(value)], specs(value))
             case ["mtp", _, "block", "moe", "bias", "value"]:
                 return value + rate * next(of_modules)
         return value

@@ -33,11 +33,10 @@ def make_eval_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Arra
     """
 
     def eval_step(params, batch):
-        parts = split(batch, cfg.train.microbatches)
+        parts, params = split(batch, cfg.train.microbatches), params.without_mtp()
         if mesh_size("pp") > 1:
             nats = pipelined.sums(cfg, params, parts).loss
             return of_known_ids(cfg, batch, nats), count(batch)
-        params = params.without_mtp()
         used, fp8 = prepare_params(cfg, params), fp8_of(cfg, params)
         objective = NextToken(cfg=cfg, fp8=fp8, weight=jnp.float32(1.0))
 

@@ -4,7 +4,8 @@ Module k of `model.mtp_layers` reads at each position the token k positions late
 file computes both from the batch's tokens and targets, so a batch is the same with and without such modules. Positions
 are those of the natural order: where cp shards the sequence in another order, the int32 arrays are gathered over cp
 first, 4 bytes a token. A target in another document, or after the end of the row, is not counted; it comes after every
-counted one, so attention shows it to none of them.
+counted one, so attention shows it to none of them. In a pipeline every rank runs the modules on the last stage's
+output, as it computes its part of the head.
 """
 
 import dataclasses
@@ -17,7 +18,13 @@ import numpy as np
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.sharding.rules import act
+from ultrascale_jax.sharding.primitives import (
+    equal_on_stages,
+    reshard,
+    sum_over_stages,
+    take_shard,
+)
+from ultrascale_jax.sharding.rules import TENSOR, act, varying
 from ultrascale_jax.sharding.sequence_order import sequence_order
 from ultrascale_jax.train_step.remat import of_last_layer
 
@@ -56,20 +63,29 @@ def predict_ahead(
         tokens_BT, targets_BT = shifted(cfg, batch, depth)
         with jax.named_scope("mtp"):
             # Without a barrier XLA looks up again in the backward pass, and keeps the table until then.
-            token_BRD = jax.lax.optimization_barrier(used.embedding(tokens_BT, inputs.dtype))
+            token_BRD = sum_over_stages(used.embedding(tokens_BT, inputs.dtype))
+            token_BRD = jax.lax.optimization_barrier(token_BRD)
             x_BRD, routed = of_last_layer(cfg).wrap(type(module).__call__)(
                 module, x_BRD, token_BRD, inputs
             )
+            x_BRD = equal_on_stages(x_BRD)
             total, bare, *_ = used.loss(
                 x_BRD, targets_BT, weight * factor, z_loss=cfg.train.z_loss, dtype=inputs.dtype
             )
         objective += total
         if routed is not None:
-            objective += router_weight * jnp.sum(routed.balance_BR)
-            statistics.append(routed.statistics_Z)
+            objective += router_weight * _total(routed.balance_BR)
+            statistics.append(equal_on_stages(routed.statistics_Z))
         nats.append(bare / factor)
         counts.append(jnp.sum((targets_BT >= 0).astype(jnp.int32)))
     return Ahead(objective, jnp.stack(nats), jnp.stack(counts), statistics)
+
+
+def _total(balance_BR: jax.Array) -> jax.Array:
+    """Sum the routers' terms over tokens; in a pipeline over those of a device's tensor group, as the loss is."""
+    total = equal_on_stages(jnp.sum(balance_BR))
+    axes = tuple(sorted(varying(total) & set(TENSOR)))
+    return jax.lax.psum(total, axes) if axes else total
 
 
 def _of_last_layer(cfg: Config, inputs: LayerInputs) -> LayerInputs:
@@ -88,19 +104,19 @@ def _of_last_layer(cfg: Config, inputs: LayerInputs) -> LayerInputs:
 
 def shifted(cfg: Config, batch: dict[str, jax.Array], depth: int) -> tuple[jax.Array, jax.Array]:
     """Return tokens and targets `[B, T]` of the module at `depth`: the pair of the position `depth` positions later."""
-    order = sequence_order(batch["tokens"].shape[1], cfg.mesh.cp, cfg.cp)
 
     def later(x_BT: jax.Array, fill: int) -> jax.Array:
         """Return at each position the value `depth` positions later in the sequence, and `fill` after its end."""
         if cfg.mesh.cp == 1:
             return jnp.pad(x_BT[:, depth:], ((0, 0), (0, depth)), constant_values=fill)
+        gathered = reshard("BT->BD", x_BT)
+        order = sequence_order(gathered.shape[1], cfg.mesh.cp, cfg.cp)
         places = np.append(np.argsort(order), np.full(depth, len(order)))[order + depth]
-        gathered, spec = jax.reshard(x_BT, act("B_")), act("B_")
-        moved = gathered.at[:, places].get(mode="fill", fill_value=fill, out_sharding=spec)
-        return jax.reshard(moved, act("BT"))
+        moved = gathered.at[:, places].get(mode="fill", fill_value=fill, out_sharding=act("BD"))
+        return take_shard("BD->BT", moved)
 
     tokens_BT, targets_BT = later(batch["tokens"], 0), later(batch["targets"], -1)
     if "segment_ids" in batch:
-        same = later(batch["segment_ids"], 0) == jax.reshard(batch["segment_ids"], act("BT"))
+        same = later(batch["segment_ids"], 0) == reshard("BT->BT", batch["segment_ids"])
         targets_BT = jnp.where(same, targets_BT, -1)
     return tokens_BT, targets_BT

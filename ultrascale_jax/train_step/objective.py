@@ -62,31 +62,35 @@ class NextToken:
 
     def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
         """Return the term to differentiate, and the sums, of a micro-batch; `model` is `zero.prepare_params`'s."""
-        cfg, dtype = self.cfg, COMPUTE[self.cfg.train.precision]
-        inputs = layer_inputs(cfg, batch, self.fp8)
-        out = run_layers(cfg, model, batch, inputs)
-        model = model.with_whole_head(dtype) if model.cfg.mtp_layers else model
-        total, sums = self.head(model, out.x_BRD, batch)
-        total, routed = total + self.router_weight * out.balance, out.statistics_LZ
+        inputs = layer_inputs(self.cfg, batch, self.fp8)
+        out = run_layers(self.cfg, model, batch, inputs)
+        total, sums = self.head(model, out.x_BRD, batch, inputs)
+        total += self.router_weight * out.balance
         of_layers = sum_terms(out.terms, self.router_weight * batch["targets"].size)
         total = sum((w * of_layers[name] for name, w in model.layer_terms.items()), total)
-        sums = sums._replace(routed=routed, terms=join_terms(sums.terms, of_layers))
-        if not model.cfg.mtp_layers:
-            return total, sums
-        later_tokens = predict_ahead(
-            cfg, model, out.x_BRD, batch, inputs, self.weight, self.router_weight
-        )
-        if routed is not None:
-            routed = jnp.concatenate([routed, *(row_Z[None] for row_Z in later_tokens.statistics)])
-        mtp = later_tokens.nats, later_tokens.counts
-        return total + later_tokens.objective, sums._replace(routed=routed, mtp=mtp)
+        routed = join_statistics(out.statistics_LZ, sums.routed)
+        return total, sums._replace(routed=routed, terms=join_terms(sums.terms, of_layers))
 
-    def head(self, model: Transformer, x_BRD: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
-        """Return the part of `loss` that comes from the hidden states after the final norm."""
-        dtype = COMPUTE[self.cfg.train.precision]
-        options = {"z_loss": self.cfg.train.z_loss, "dtype": dtype}
+    def head(
+        self, model: Transformer, x_BRD: jax.Array, batch: Batch, inputs: LayerInputs
+    ) -> tuple[jax.Array, Sums]:
+        """Return the part of `loss` that comes from the hidden states after the final norm.
+
+        Its statistics are those of `model.mtp_layers` alone.
+        """
+        cfg, dtype = self.cfg, COMPUTE[self.cfg.train.precision]
+        model = model.with_whole_head(dtype) if model.cfg.mtp_layers else model
+        options = {"z_loss": cfg.train.z_loss, "dtype": dtype}
         total, nats, terms = model_loss(model, x_BRD, batch["targets"], self.weight, **options)
-        return total, Sums(nats, terms=terms)
+        if not model.cfg.mtp_layers:
+            return total, Sums(nats, terms=terms)
+        later_tokens = predict_ahead(
+            cfg, model, x_BRD, batch, inputs, self.weight, self.router_weight
+        )
+        statistics = later_tokens.statistics
+        routed = jnp.stack(statistics) if statistics else None
+        mtp = later_tokens.nats, later_tokens.counts
+        return total + later_tokens.objective, Sums(nats, routed, mtp, terms=terms)
 
     def zeros(self) -> Sums:
         """Return the sums of no micro-batch."""
@@ -113,16 +117,16 @@ class Preference:
         """Return what `NextToken.loss` does."""
         if self.reference is not None:
             reference, fp8 = self.reference
-            out = self._run_layers(reference, batch, fp8)
+            out = run_layers(self.cfg, reference, batch, layer_inputs(self.cfg, batch, fp8))
             batch = batch | {REFERENCE: answer_logps(self.cfg, reference, out.x_BRD, batch)}
-        out = self._run_layers(model, batch, self.fp8)
-        loss, sums = self.head(model, out.x_BRD, batch)
+        inputs = layer_inputs(self.cfg, batch, self.fp8)
+        out = run_layers(self.cfg, model, batch, inputs)
+        loss, sums = self.head(model, out.x_BRD, batch, inputs)
         return loss + self.router_weight * out.balance, sums._replace(routed=out.statistics_LZ)
 
-    def _run_layers(self, model: Transformer, batch: Batch, fp8: Fp8 | None) -> ModelOutputs:
-        return run_layers(self.cfg, model, batch, layer_inputs(self.cfg, batch, fp8))
-
-    def head(self, model: Transformer, x_BRD: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+    def head(
+        self, model: Transformer, x_BRD: jax.Array, batch: Batch, inputs: LayerInputs
+    ) -> tuple[jax.Array, Sums]:
         """Return what `NextToken.head` does; a batch has the log-likelihoods of the reference as `REFERENCE`."""
         policy_BP2 = answer_logps(self.cfg, model, x_BRD, batch)
         dpo, reference_BP2 = self.cfg.train.dpo, batch.get(REFERENCE)
@@ -142,10 +146,12 @@ def answer_logps(cfg: Config, model: Transformer, x_BRD: jax.Array, batch: Batch
     return preference.answer_logps(model, x_BRD, batch, pairs, dtype)
 
 
-def of_head(cfg: Config, weight: jax.Array) -> NextToken | Preference:
+def of_head(
+    cfg: Config, weight: jax.Array, router_weight: jax.Array | float = 0.0
+) -> NextToken | Preference:
     """Return the objective whose `head` a pipeline runs."""
     kind = Preference if cfg.train.dpo.enabled else NextToken
-    return kind(cfg=cfg, weight=weight)
+    return kind(cfg=cfg, weight=weight, router_weight=router_weight)
 
 
 def of_run(
@@ -210,6 +216,12 @@ def model_loss(
 def sum_terms(means: Terms, positions: jax.Array | float) -> Terms:
     """Return the sums over weighted positions of the layers' terms, which are means."""
     return {name: positions * mean for name, mean in means.items()}
+
+
+def join_statistics(of_layers: jax.Array | None, of_modules: jax.Array | None) -> jax.Array | None:
+    """Return the routers' statistics of the layers, and behind them those of `model.mtp_layers`."""
+    parts = [rows for rows in (of_layers, of_modules) if rows is not None]
+    return jnp.concatenate(parts) if parts else None
 
 
 def join_terms(of_loss: Terms | None, of_layers: Terms) -> Terms | None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import FP8, Config, Split
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import Block
+from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import each_param, map_params
 from ultrascale_jax.models.lora import is_adapter, split_adapters, without_adapters
 from ultrascale_jax.models.partition import combine
@@ -30,7 +31,7 @@ from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
 from ultrascale_jax.sharding.rules import act, axes_of, mesh_size, specs, varying
 from ultrascale_jax.train_step import mixed_stages, objective
-from ultrascale_jax.train_step.objective import Sums, join_terms, sum_terms
+from ultrascale_jax.train_step.objective import Sums, join_statistics, join_terms, sum_terms
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
 from ultrascale_jax.train_step.remat import of_last_layer, of_policy
 from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_accumulator
@@ -38,8 +39,8 @@ from ultrascale_jax.train_step.zero import prepare_params, reduce_gradients, to_
 MicroBatches = dict[str, jax.Array]
 """Tokens, targets, positions and documents `[M, B, T]`, int32; with `train.dpo` also `objective.REFERENCE`."""
 
-type Head = Callable[[Transformer, jax.Array, MicroBatches], tuple[jax.Array, Tree]]
-"""`(model, hidden states after the final norm, micro-batch) -> (term to differentiate, sums)`."""
+type Head = Callable[[Transformer, jax.Array, MicroBatches, LayerInputs], tuple[jax.Array, Tree]]
+"""`(model, hidden states after the final norm, micro-batch, inputs) -> (term to differentiate, sums)`."""
 
 
 def gradients(
@@ -57,7 +58,7 @@ def gradients(
     def region(params, base, parts, weights):
         weight, router_weight = weights
         model = _in_use(cfg, params if base is None else combine(params, base))
-        head = objective.of_head(cfg, weight).head
+        head = objective.of_head(cfg, weight, router_weight).head
         out = _run(cfg, schedules.of_config(cfg), model, parts, head, router_weight)
         routed, terms = out.statistics
         if routed is not None:
@@ -72,6 +73,8 @@ def gradients(
     in_specs = stored, specs(base), specs(parts), P()
     run = smap(region, in_specs=in_specs, out_specs=(P(), stored, routed, P()))
     sums, grads, statistics, means = run(params, base, parts, (weight, router_weight))
+    if sums.routed is not None:
+        statistics = join_statistics(jax.reshard(statistics, P()), sums.routed)
     of_layers = sum_terms(means, router_weight * parts["targets"][0].size)
     return grads, sums._replace(routed=statistics, terms=join_terms(sums.terms, of_layers))
 
@@ -84,7 +87,7 @@ def with_reference(cfg: Config, frozen: Transformer | None, parts: MicroBatches)
     reference = without_adapters(frozen) if cfg.train.lora.enabled else frozen
     numbers = jnp.arange(cfg.train.microbatches)
 
-    def head(model, x_BRD, batch):
+    def head(model, x_BRD, batch, inputs):
         logps_BP2 = objective.answer_logps(cfg, model, x_BRD, batch)
         logps_MBP2 = jnp.zeros((len(numbers), *logps_BP2.shape), logps_BP2.dtype)
         return jnp.float32(0.0), logps_MBP2.at[batch["number"]].set(logps_BP2)
@@ -97,8 +100,8 @@ def with_reference(cfg: Config, frozen: Transformer | None, parts: MicroBatches)
 def sums(cfg: Config, params: Transformer, parts: MicroBatches) -> Sums:
     """Return the sums of the objective, of weight 1, by forward operations alone."""
 
-    def head(model, x_BRD, batch):
-        return objective.of_head(cfg, jnp.float32(1.0)).head(model, x_BRD, batch)
+    def head(*arguments):
+        return objective.of_head(cfg, jnp.float32(1.0)).head(*arguments)
 
     return _forward(cfg, params, parts, head, _totals, P())
 
@@ -251,7 +254,7 @@ def _stages(
 
     def run_head(shared, x_BRD, batch):
         model = whole(shared)
-        return head(model, model.normed(x_BRD), batch)
+        return head(model, model.normed(x_BRD), batch, layer_inputs(cfg, batch, fp8))
 
     def context(batch):
         return layer_inputs(cfg, batch, fp8), router_weight

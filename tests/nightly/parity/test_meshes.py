@@ -120,6 +120,7 @@ FAMILIES = {
             "mtp_layers": 2,
         }
     },
+    "llama_mtp": {"model": {"num_layers": 4, "tied_embeddings": True, "mtp_layers": 2}},
     "deepseek_v3_mtp": {"model": DEEPSEEK | {"mtp_layers": 1}, "moe": {"bias_rate": 0.01}},
 }
 DP_CP_SP = {"dp": 2, "cp": 2, "sp": 2}
@@ -159,6 +160,9 @@ TABLE = {
     # Multi-token prediction.
     "fsdp2_sp2_tp2_mtp": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, "gemma3_mtp"),
     "ep2_cp2_fsdp2_mtp": ({"ep": 2, "cp": 2, "fsdp": 2}, {"remat": "full"}, "deepseek_v3_mtp"),
+    "pp2_sp2_tp2_mtp": ({"pp": 2, "sp": 2, "tp": 2}, {}, "llama_mtp"),
+    "pp2_cp2_ep2_mtp": ({"pp": 2, "cp": 2, "ep": 2}, {"remat": "full"}, "deepseek_v3_mtp", ULYSSES),
+    "pp2_ep2_sp2_mtp_zero2": ({"pp": 2, "ep": 2, "sp": 2}, {"zero": 2}, "deepseek_v3_mtp"),
     "cp2_sp2_tp2_mtp_ring_zero2": ({"cp": 2, "sp": 2, "tp": 2}, {"zero": 2}, "gemma3_mtp", RING),
 }  # fmt: skip
 

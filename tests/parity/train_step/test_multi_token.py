@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tests.parity.comparison import compare
 from tests.runs import change
 from tests.states import some_state
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
+    Experts,
     MeshConfig,
     ModelConfig,
     TrainConfig,
@@ -215,11 +217,22 @@ def test_losses_and_gradient_are_those_of_the_definition_in_float64():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mesh": {"pp": 2, "fsdp": 1}}, "model.mtp_layers=2: no pipeline runs these modules"),
         ({"model": {"mtp_layers": T}}, f"model.mtp_layers={T}: must be less than data.seq_len"),
         ({"train": {"mtp_weight": 0.0}}, "train.mtp_weight=0.0: must be positive"),
     ],
 )
 def test_what_the_modules_cannot_do_is_refused(fields, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        change(CFG, **fields).check(2 if "mesh" in fields else 1)
+        change(CFG, **fields).check(1)
+
+
+def test_a_pipeline_of_dense_layers_and_experts_runs_the_modules_as_one_device_does():
+    experts = Experts(num=4, top_k=2, d_ff=8, dense_layers=1, scores="sigmoid", bias=True)
+    cfg = change(
+        CFG,
+        mesh={"pp": 2, "ep": 2, "sp": 2, "fsdp": 1},
+        model={"experts": experts, "mtp_layers": 1},
+        moe={"aux_weight": 0.1, "aux_over": "sequence"},
+        train={"zero": 2, "microbatches": 2, "global_batch": 8, "steps": 1},
+    )
+    compare(cfg.check(8), seeds=(0,))

@@ -171,10 +171,10 @@ class LayerLoop:
         cotangents = (empty(y), empty(aux), *self.in_place.values())
         grads, _ = self.vjps[0].backward(params, args, kept[0], cotangents)
         leaves = jax.tree.leaves(self.blocks)
-        blocks: list = [None] * len(leaves)
+        blocks: list = [self.in_place.get(i) for i in range(len(leaves))]
         for i, g in zip(self.vjps[0].trained, grads, strict=True):
-            sums = self.accumulate[i](g)
-            blocks[i] = self.in_place.get(i, self._buffers(sums, len(leaves[i])))
+            if i not in self.in_place:
+                blocks[i] = self._buffers(self.accumulate[i](g), len(leaves[i]))
         state = replace(state, statistics=statistics, blocks=blocks)
         if self.stashes:
             state = replace(state, residuals=self._by_part(kept, slots.residuals + 1))

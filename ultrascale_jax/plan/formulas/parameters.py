@@ -47,7 +47,7 @@ def weights_of(run: Run) -> Weights:
     fullest, as many rows of each kind as its stack has, and its part of the vocabulary.
     """
     shape, mesh, found = run.shape, run.mesh, run.shape.experts
-    t, D, layers = mesh.tensor, shape.d_model, run.rank_layers
+    t, D, layers = mesh.tensor, shape.d_model, run.rank_layers + run.head_modules
     heads, kv_heads, whole = shape.attention_matrices
     attention = heads / t + kv_heads / min(t, shape.num_kv_heads) + whole
     routed, shared = 0.0, 0.0
@@ -75,11 +75,13 @@ def weights_of(run: Run) -> Weights:
 
 
 def stack_rows(run: Run) -> tuple[float, float]:
-    """Count the rows that a rank has of the stacks of dense layers, and of layers of experts, padding included."""
-    moe = run.shape.expert_share
+    """Count the rows that a rank has of the stacks of dense layers, and of layers of experts, padding included, and the
+    modules of `model.mtp_layers`."""
+    moe, layers = run.shape.expert_share, run.rank_layers + run.head_modules
     if run.mesh.pp > 1 and 0 < moe < 1:
-        return pipeline.stack_rows(run)
-    return run.rank_layers * (1 - moe), run.rank_layers * moe
+        dense, routed = pipeline.stack_rows(run)
+        return dense, routed + run.head_modules
+    return layers * (1 - moe), layers * moe
 
 
 def layer_params(run: Run, weights: Weights) -> float:

@@ -17,6 +17,7 @@ from ultrascale_jax.plan.formulas.activations import (
     kept_bytes,
     layer_of,
     loss_chunks,
+    mtp_saved_bytes,
     working_set,
 )
 from ultrascale_jax.plan.formulas.parameters import (
@@ -172,9 +173,15 @@ def _head(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count the loss: a chunk of logits' exponentials, the head and its gradient, the embedding."""
     a, (chunks, exponentials) = layer.width, loss_chunks(run)
     gathers = 2 if run.zero == 3 and run.shards > 1 else 0
-    return {
+    parts = {
         "communication buffers": gathers * a * weights.table,
         "gradients": (4 if chunks > 1 else a) * weights.table * (not run.adapter_params),
         "activations: logits": exponentials,
         "workspace": 4 * a * layer.whole,
     }
+    if run.head_modules:
+        last = run.by_policy[-1][0]
+        kept = sum(kept_bytes([(last, 1)], layer).values()) + mtp_saved_bytes(last, layer)
+        parts["activations: mtp"] = run.head_modules * kept
+        parts["workspace"] += working_set(last, layer)
+    return parts

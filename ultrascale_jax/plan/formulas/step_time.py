@@ -108,7 +108,8 @@ class Step:
     def parts(self) -> dict[str, float]:
         """Split the whole step by what takes it; stages are equal, embedding, head and loss split over all."""
         m, share = self.run.microbatches, 1 / self.mesh.pp
-        layers, head, loss = self.run.rank_layers, self.head(), self.loss()
+        layers = self.run.rank_layers + self.run.head_modules
+        head, loss = self.head(), self.loss()
         parts: dict[str, float] = {}
         times = m * layers / sum(count for _, count in self.by_policy)
         for step, count in self.by_policy:
@@ -121,7 +122,7 @@ class Step:
         parts["loss"] = m * share * loss
         parts["reference"] = (m + self.mesh.pp - 1) * self.reference()
         if self.mesh.pp > 1:
-            head_s = share * sum(head.values()) + share * loss
+            head_s = share * (sum(head.values()) + loss) + self.run.head_modules * layer_s
             parts |= self.pipeline(layer_s, head_s)
             parts["exposed ep"] += self.mean(Step.exchanges_alone)
         for name, seconds in self.once_a_step(layers).items():
