@@ -22,10 +22,12 @@ from ultrascale_jax.config import (
     Config,
     DataConfig,
     Experts,
+    Keep,
     LatentAttention,
     Lora,
     ModelConfig,
     OptimConfig,
+    Split,
     Strategy,
     TrainConfig,
     UserError,
@@ -71,6 +73,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 BALANCED = {"aux_weight": 0.1, "aux_over": "sequence", "z_loss": 0.01}
+OFFLOADED = Keep(saved=("q",), offloaded=("layer_input", "gate"))
+BY_LAYER = (
+    Split(first="full", layers=1, others="selective"),
+    Split(first="full", layers=3, others="none"),
+    Split(first=OFFLOADED, layers=4, others="dots"),
+)
 ADAPTERS = {"lora": Lora(rank=4, rslora=True), "init_from": "hf:x"}
 
 
@@ -83,7 +91,7 @@ class Row(NamedTuple):
     schedule: str = "1f1b"
     strategy: str = "zigzag"
     zero: int = 3
-    remat: str = "none"
+    remat: str | Keep | Split = "none"
     plain: bool = False
     microbatches: int = 4
     documents: bool = True
@@ -94,7 +102,12 @@ class Row(NamedTuple):
         """Return the row's values, for a test's name."""
         axes = self.axes.split()
         words = [self.model, *axes, *[self.schedule] * ("pp" in axes)]
-        words += [*[self.strategy] * ("cp" in axes), self.precision, f"zero{self.zero}", self.remat]
+        words += [
+            *[self.strategy] * ("cp" in axes),
+            self.precision,
+            f"zero{self.zero}",
+            str(self.remat),
+        ]
         return "-".join(words + ["plain"] * self.plain + ["lora"] * self.lora)
 
     @property
@@ -127,57 +140,47 @@ SEVEN_AXES = Row("experts", "pp dp fsdp ep cp sp tp", schedule="afab", remat="fu
 """All axes at once, on 128 devices."""
 
 ROWS: tuple[Row, ...] = (
-    Row("llama", "pp cp tp", schedule="afab", zero=2, remat="selective", plain=True),
-    Row("sinks", "pp cp dp", schedule="afab", strategy="allgather", zero=1, remat="dots"),
-    Row("sinks", "pp cp tp", schedule="afab", strategy="ring", zero=0, remat="full"),
-    Row("llama", "pp cp sp", strategy="allgather", zero=2),
-    Row("latent", "pp cp tp", strategy="ulysses", remat="full"),
-    Row("sinks", "pp cp ep", schedule="interleaved", zero=1, remat="dots", microbatches=8),
-    Row("latent", "pp cp fsdp", schedule="interleaved", strategy="ulysses", remat="full", microbatches=8),
-    Row("llama", "pp cp sp", schedule="zb_uniform", zero=0),
-    Row("llama", "pp cp dp", schedule="zb_uniform", strategy="ulysses", zero=1, remat="full", lora=True),
-    Row("llama", "pp cp fsdp", schedule="zb_uniform", strategy="allgather", zero=1, remat="selective"),
-    Row("sinks", "pp cp ep", schedule="zb_h1", remat="full"),
-    Row("sinks", "pp dp sp", schedule="zb_v", zero=2, remat="full"),
-    Row("latent", "pp dp", schedule="dualpipe_v", remat="full"),
-    Row("llama", "pp cp fsdp", schedule="dualpipe_v", strategy="allgather", zero=2, remat="full"),
-    Row("llama", "pp cp tp", schedule="dualpipe_v", strategy="ulysses", zero=1, remat="full", lora=True),
-    Row("llama", "pp cp ep", schedule="dualpipe_v", remat="full", plain=True),
-    Row("sinks", "cp ep sp", strategy="ulysses", zero=2, remat="full", plain=True, microbatches=2, lora=True),
-    Row("sinks", "cp fsdp tp", strategy="ring", remat="dots", microbatches=2, lora=True),
-    Row("deepseek", "ep sp", zero=1, remat="full", lora=True),
-    Row("llama", "fsdp sp tp", remat="selective"),
-    Row("latent", "pp ep sp", schedule="afab", zero=0, remat="full", plain=True),
-    Row("sinks", "pp cp ep", strategy="allgather", zero=1, remat="dots"),
-    Row("llama", "pp dp fsdp", zero=0, remat="full", plain=True, microbatches=2),
-    Row("llama", "pp cp dp", strategy="ring", remat="selective"),
-    Row("llama", "pp cp sp", schedule="interleaved", strategy="allgather", zero=0, remat="dots"),
-    Row("llama", "pp dp tp", schedule="interleaved", zero=2, remat="full", plain=True),
-    Row("llama", "pp cp ep", schedule="interleaved", strategy="ring", remat="selective", lora=True),
-    Row("llama", "pp dp ep", schedule="zb_uniform", zero=2, remat="dots"),
-    Row("latent", "pp cp sp", schedule="zb_uniform", strategy="ring", remat="full", plain=True),
-    Row("sinks", "pp cp tp", schedule="zb_uniform", zero=1, remat="selective"),
-    Row("sinks", "pp cp sp", schedule="zb_h1", strategy="ring", zero=2, remat="full", plain=True),
-    Row("latent", "pp dp sp", schedule="zb_h1", zero=0, remat="selective"),
-    Row("llama", "pp cp tp", schedule="zb_h1", strategy="allgather", zero=1, remat="dots"),
-    Row("sinks", "pp cp dp", schedule="zb_h1", strategy="ulysses", remat="full", plain=True),
-    Row("llama", "pp cp fsdp", schedule="zb_v", strategy="allgather", remat="selective"),
-    Row("latent", "pp cp ep", schedule="zb_v", strategy="ulysses", zero=0, remat="dots"),
-    Row("sinks", "pp cp ep", schedule="zb_v", strategy="ring", zero=0, remat="full", plain=True, lora=True),
-    Row("sinks", "pp cp tp", schedule="zb_v", zero=1, remat="selective"),
-    Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=0, remat="dots"),
-    Row("sinks", "pp cp tp", schedule="dualpipe_v", strategy="ring", remat="full", plain=True),
-    Row("sinks", "cp dp fsdp", strategy="allgather", zero=0, remat="full", plain=True, lora=True),
-    Row("latent", "cp fsdp tp", strategy="allgather", zero=2, remat="selective"),
-    Row("sinks", "cp fsdp ep", strategy="ring", zero=1, remat="dots", microbatches=2, lora=True),
-    Row("gpt_oss", "pp cp fsdp", schedule="zb_h1", remat="full", lora=True),
-    Row("deepseek", "ep cp sp", zero=1, remat="selective"),
-    Row("gpt_oss", "fsdp ep tp", zero=2, remat="full"),
-    Row("llama", "pp cp fsdp", schedule="afab", strategy="ulysses", zero=0, remat="full", lora=True),
-    Row("llama", "pp cp tp", remat="full", lora=True),
-    Row("llama", "cp fsdp tp", remat="dots", microbatches=2, lora=True),
+    Row("sinks", "pp fsdp cp", schedule="afab", strategy="allgather", zero=2, remat="full", lora=True),
+    Row("llama", "pp fsdp cp", schedule="afab", strategy="ring", zero=1, remat="selective", plain=True),
+    Row("deepseek", "pp fsdp cp", schedule="afab", strategy="ulysses", zero=0),
+    Row("latent", "pp fsdp cp", strategy="allgather", zero=2, remat="dots"),
+    Row("sinks", "pp cp tp", strategy="ring", zero=0, remat="full", plain=True),
+    Row("sinks", "pp dp cp", strategy="ulysses", zero=1, remat="selective", lora=True),
+    Row("sinks", "pp fsdp cp"),
+    Row("sinks", "pp ep sp", zero=2, remat="dots", plain=True),
+    Row("sinks", "pp dp cp", schedule="interleaved", strategy="allgather", zero=2, remat="full", microbatches=8),
+    Row("sinks", "pp cp sp", schedule="interleaved", strategy="ring", zero=0, remat="selective", microbatches=8),
+    Row("sinks", "pp ep cp", schedule="interleaved", strategy="ulysses", plain=True, microbatches=8),
+    Row("latent", "pp fsdp tp", schedule="interleaved", zero=1, remat="dots", microbatches=8),
+    Row("sinks", "pp fsdp cp", schedule="interleaved", zero=2, remat="full", microbatches=8, lora=True),
+    Row("sinks", "pp cp tp", schedule="zb_uniform", strategy="allgather", zero=2, remat="selective", plain=True),
+    Row("sinks", "pp fsdp cp", schedule="zb_uniform", strategy="ring", lora=True),
+    Row("sinks", "pp ep cp", schedule="zb_uniform", strategy="ulysses", zero=1, remat=BY_LAYER[0]),
+    Row("latent", "pp fsdp sp", schedule="zb_uniform", zero=2, remat="full", plain=True),
+    Row("sinks", "pp dp cp", schedule="zb_uniform", zero=0, remat="selective"),
+    Row("sinks", "pp ep cp", schedule="zb_h1", strategy="allgather", zero=0),
+    Row("sinks", "pp cp sp", schedule="zb_h1", strategy="ring", zero=1, remat="dots", plain=True),
+    Row("sinks", "pp cp tp", schedule="zb_h1", strategy="ulysses", remat="full", lora=True),
+    Row("gpt_oss", "pp dp fsdp", schedule="zb_h1", zero=2, remat="selective"),
+    Row("latent", "pp fsdp cp", schedule="zb_h1", zero=2, plain=True),
+    Row("sinks", "pp cp sp", schedule="zb_v", strategy="allgather", zero=2, remat="dots"),
+    Row("llama", "pp dp cp", schedule="zb_v", strategy="ring", zero=0, remat="full"),
+    Row("llama", "pp cp tp", schedule="zb_v", strategy="ulysses", remat="selective", plain=True),
+    Row("deepseek", "pp fsdp ep", schedule="zb_v", zero=2, lora=True),
+    Row("llama", "pp fsdp cp", schedule="zb_v", zero=1, remat="dots"),
+    Row("sinks", "pp fsdp cp", schedule="dualpipe_v", strategy="allgather", zero=1, remat="full", plain=True),
+    Row("sinks", "pp ep cp", schedule="dualpipe_v", strategy="ring", zero=0, remat="selective"),
+    Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=2, lora=True),
+    Row("latent", "pp dp fsdp", schedule="dualpipe_v", remat="dots", plain=True),
+    Row("sinks", "pp cp tp", schedule="dualpipe_v", zero=2, remat="full"),
+    Row("sinks", "fsdp cp", strategy="allgather", remat=BY_LAYER[2], microbatches=2),
+    Row("latent", "fsdp cp", strategy="ring", zero=2, plain=True, microbatches=2),
+    Row("sinks", "dp fsdp cp", strategy="ulysses", zero=0, remat="dots", microbatches=2, lora=True),
+    Row("gpt_oss", "fsdp ep", remat=BY_LAYER[1], microbatches=2),
+    Row("llama", "fsdp sp tp", remat=OFFLOADED, microbatches=2),
+    Row("sinks", "fsdp cp", zero=1, microbatches=2),
 )  # fmt: skip
-"""Rows of `make test`, on eight devices, all in float32."""
+"""Rows of `make test`, on eight devices, all in float32: the cheapest that have each pair."""
 
 NIGHTLY_ROWS: tuple[Row, ...] = (
     Row("latent", "pp dp fsdp", "bf16", schedule="afab", zero=1, remat="full"),
