@@ -1,19 +1,10 @@
 """A model of own layers, with terms of its loss and of its layers, trains on a mesh as on one device."""
 
-import pytest
-
 from tests.parity.own_layers import compare_own_attention, compare_own_model
 
 
-@pytest.mark.parametrize(
-    "mesh, train, schedule",
-    [
-        ("pp=2,fsdp=2,sp=2", {"remat": "selective", "microbatches": 2}, "1f1b"),
-        ("fsdp=4,tp=2", {"remat": "full", "microbatches": 2}, "1f1b"),
-    ],
-)
-def test_own_layers_and_an_own_head_train_as_on_one_device(mesh, train, schedule):
-    compare_own_model(mesh, train, schedule)
+def test_own_layers_and_an_own_head_train_as_on_one_device():
+    compare_own_model("pp=2,fsdp=2,sp=2", {"remat": "selective", "microbatches": 2})
 
 
 def test_terms_of_layers_with_and_without_experts_are_those_of_one_device():

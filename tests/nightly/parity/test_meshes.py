@@ -107,6 +107,15 @@ FAMILIES = {
         "model": {"tied_embeddings": True},
         "train": DPO | {"dpo": Dpo(beta=0.5, loss="ipo")},
     },
+    # Adapters of routed experts, which pairs train, and of a module that predicts ahead.
+    "dpo_lora_experts": {
+        "data": {"seq_len": 64},
+        "model": {"experts": Experts(num=4, top_k=2, d_ff=16)},
+        "moe": {"aux_weight": 0.1, "z_loss": 0.01},
+        "train": DPO
+        | {"lora": Lora(rank=4, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))},
+    },
+    "lora_mtp": {"model": {"mtp_layers": 1}, "train": {"lora": Lora(rank=4), "init_from": "hf:x"}},
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
     # Two modules, with a window and without positions, as the last layer; z_loss is that of their logits too.
     "gemma3_mtp": {
@@ -151,6 +160,8 @@ TABLE = {
     "pp2_fsdp2_sp2_dpo": ({"pp": 2, "fsdp": 2, "sp": 2}, {"microbatches": 4}, "dpo"),
     "pp2_cp2_tp2_dpo_lora": ({"pp": 2, "cp": 2, "tp": 2}, {"remat": "full"}, "dpo_lora"),
     "pp2_dp2_cp2_ipo_zero2": ({"pp": 2, "dp": 2, "cp": 2}, {"zero": 2}, "ipo_tied"),
+    "ep2_tp2_dpo_lora_experts": ({"ep": 2, "tp": 2}, {"microbatches": 1}, "dpo_lora_experts"),
+    "fsdp2_tp2_lora_mtp": ({"fsdp": 2, "tp": 2}, {}, "lora_mtp"),
     # Experts: tensors kept on the host, balance over a micro-batch, an exchange in two levels, groups of experts.
     "ep4_fsdp2_offloaded": (
         {"ep": 4, "fsdp": 2}, {"remat": Keep(saved=("up",), offloaded=("dispatched", "gate"))}, "mixtral_batch",

@@ -16,6 +16,7 @@ from tests.runs import change, run
 @pytest.mark.parametrize(
     "mesh, train, schedule",
     [
+        ("fsdp=4,tp=2", {"remat": "full", "microbatches": 2}, "1f1b"),
         ("fsdp=2,cp=2,sp=2", {}, "1f1b"),
         ("fsdp=2,ep=2,sp=2", {"remat": "full"}, "1f1b"),
         ("dp=2,fsdp=2,tp=2", {"zero": 2, "remat": "selective"}, "1f1b"),

@@ -60,6 +60,9 @@ TABLE = {
     "interleaved_fsdp_tp_v4": (
         {"pp": 2, "fsdp": 2, "tp": 2}, {"schedule": "interleaved", "virtual": 4}, {}, LLAMA,
     ),
+    "interleaved_fsdp_empty_stages": (
+        {"pp": 4, "fsdp": 2}, {"schedule": "interleaved", "virtual": 4}, {}, {"num_layers": 5},
+    ),
     "dualpipe_v_sp_input": (
         {"pp": 4, "sp": 2}, {"schedule": "dualpipe_v", "stash": "input"}, {}, UNEVEN | {"num_layers": 11},
     ),

@@ -1,6 +1,7 @@
 """Adapters of every projection, experts' too, leave as PEFT names them and merged; neither export loses a tensor."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -43,19 +44,23 @@ def random(tree):
     )
 
 
-@pytest.mark.parametrize("family", MODULES)
-def test_both_exports_have_each_adapter(tmp_path, family):
-    cfg, full, peft = config(family), tmp_path / "full", tmp_path / "peft"
+def exported(tmp_path: Path, family: str):
+    """Export random adapters both ways; return the mesh, the adapters and the base."""
+    cfg = config(family)
     mesh = make_mesh(cfg.mesh, jax.devices()[:4])
     adapters = random(init_adapters(cfg, mesh).params)
     base = checkpoint.load(HF / family, abstract_state(cfg, mesh).frozen)
-    ids = np.arange(48, dtype=np.int32).reshape(4, 12) % cfg.model.vocab_size
-    places = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
     with jax.set_mesh(mesh):
-        save_adapters(adapters, cfg.model, cfg.train.lora, peft, base="x")
-        checkpoint.save(merged(adapters, base), cfg.model, full, dtype="float32")
-        apart = jax.jit(lambda model: model.logits(ids, places))(combine(adapters, base))
-    found, saved = load_file(peft / "adapter_model.safetensors"), stored(full)
+        save_adapters(adapters, cfg.model, cfg.train.lora, tmp_path / "peft", base="x")
+        checkpoint.save(merged(adapters, base), cfg.model, tmp_path / "full", dtype="float32")
+    return mesh, adapters, base
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_both_exports_have_each_adapter(tmp_path, family):
+    exported(tmp_path, family)
+    found = load_file(tmp_path / "peft/adapter_model.safetensors")
+    saved = stored(tmp_path / "full")
     assert len(found) == 2 * len({name for name in found if ".lora_A." in name})
     for name, weight in stored(HF / family).items():
         stem = f"{PREFIX}{name.removesuffix('.weight')}"
@@ -64,11 +69,24 @@ def test_both_exports_have_each_adapter(tmp_path, family):
             value = value + 6 / 4 * found.pop(f"{stem}.lora_B.weight") @ a
         np.testing.assert_allclose(saved[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     assert not found
-    written = json.loads((peft / "adapter_config.json").read_text())
+    written = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert sorted(written["target_modules"]) == sorted(MODULES[family])
-    reloaded = load(full, "fsdp=2")
+
+
+def test_a_merged_export_has_the_logits_of_its_adapters(tmp_path):
+    """Gradients of adapters of every model are those of merged weights (tests/parity/train_step/test_lora.py)."""
+    mesh, adapters, base = exported(tmp_path, "mixtral")
+    ids = np.arange(48, dtype=np.int32).reshape(4, 12)
+    places = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
+
+    def logits(model):
+        return jax.jit(lambda model: model.logits(ids, places))(model)
+
+    with jax.set_mesh(mesh):
+        apart = logits(combine(adapters, base))
+    reloaded = load(tmp_path / "full", "fsdp=2")
     with jax.set_mesh(jax.tree.leaves(reloaded)[0].sharding.mesh):
-        whole = jax.jit(lambda model: model.logits(ids, places))(reloaded)
+        whole = logits(reloaded)
     np.testing.assert_allclose(apart, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
 
 

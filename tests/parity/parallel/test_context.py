@@ -235,7 +235,7 @@ def test_random_documents(borders):
     check(ZIGZAG, over(4), T, segments=documents(starts)[1], heads=GQA)
 
 
-@pytest.mark.parametrize("context", PLAIN, ids=name_of)
+@ONE_OF_EACH_EXCHANGE
 def test_a_window_counts_given_positions_and_not_places(context):
     """Two documents take turns, so that a key is twice as far away as its position says."""
     index = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))

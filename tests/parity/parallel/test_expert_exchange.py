@@ -113,13 +113,6 @@ def test_values_and_gradients_are_those_of_every_expert_for_every_token(
     close(found, expected)
 
 
-def test_an_exchange_in_two_levels_is_the_same_layer():
-    ids, mesh = routing("random"), mesh_of(1, 8)
-    given, moe = (PARAMS[mlp], X, WEIGHTS), us.MoEConfig(a2a_groups=2, capacity_factor=1.0)
-    expected = gradients(functools.partial(dense, mlp), ids)(*given)
-    close(jax.jit(gradients(split(mlp, mesh, moe), ids))(*given), expected)
-
-
 def test_it_is_a_function_like_any_other():
     """In bfloat16, under `jax.checkpoint`, in a scan, and with JAX's 64 bits."""
     ids, mesh = routing("random"), mesh_of(2, 4)

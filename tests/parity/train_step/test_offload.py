@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from tests.checkpoints import NINE, check_journey, on
 from tests.runs import bits, change, mesh_of
 from tests.states import some_state
 from ultrascale_jax.config import (
@@ -87,9 +86,9 @@ def check_close(state: TrainState, expected: TrainState) -> None:
 
 
 def test_a_run_trains_alike():
-    cfg = on_mesh({"fsdp": 2, "tp": 2})
+    cfg = change(on_mesh({"fsdp": 2}), model={"num_layers": 2})
     (expected, plain), (losses, state) = (
-        trained(change(cfg, optim={"offload": which}), 3) for which in ("none", "both")
+        trained(change(cfg, optim={"offload": which}), 2) for which in ("none", "both")
     )
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     assert (num_on_host(plain), num_on_host(state)) == (0, 2 * MATRICES)
@@ -101,7 +100,6 @@ def test_a_run_trains_alike():
     [
         ({"pp": 2, "fsdp": 2}, {}, "second", MATRICES),
         ({"fsdp": 2}, {"name": "muon", "moment_dtype": "bfloat16"}, "both", MATRICES),
-        ({"pp": 2, "fsdp": 2}, {"name": "muon"}, "both", MATRICES),
         (
             {"pp": 2, "fsdp": 2},
             {"moment_dtype": "bfloat16", "stochastic_rounding": True, "weight_dtype": "bfloat16"},
@@ -131,14 +129,6 @@ def test_a_fresh_state_begins_there():
     for x, expected in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
         assert (x.shape, x.dtype, x.sharding) == (expected.shape, expected.dtype, expected.sharding)
     assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.opt_state))
-
-
-def test_a_checkpoint_returns_bit_for_bit_to_either_memory(tmp_path):
-    def place(sizes: dict[str, int], which: str):
-        return lambda cfg: change(on(cfg, sizes), optim={"offload": which})
-
-    pipeline = place({"pp": 4, "fsdp": 2}, "both")
-    check_journey(NINE, tmp_path, [pipeline, place({"fsdp": 2}, "second")])
 
 
 def test_it_is_refused_where_it_means_nothing():
