@@ -68,7 +68,7 @@ def test_what_is_kept_takes_memory():
     assert kept == sorted(kept) and len(set(kept)) == len(kept)
 
 
-@pytest.mark.parametrize("others", ["selective", NAMED])
+@pytest.mark.parametrize("others", [NAMED])
 def test_memory_is_linear_in_the_number_of_layers_with_a_policy(others):
     """But for the parameters of one layer; and the policy that keeps less needs less memory in the first layers."""
     (cfg, full), (_, alone) = run("full"), run(others)

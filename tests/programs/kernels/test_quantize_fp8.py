@@ -145,30 +145,6 @@ def test_parts_of_the_smallest_numbers_have_scale_1():
     np.testing.assert_array_equal(np.asarray(got.values).astype(np.float32), 0)
 
 
-def test_unknown_choices_fail_and_say_what_is_known(h100s):
-    x = np.ones((128, 128), jnp.bfloat16)
-    with pytest.raises(ValueError, match="scaling='column': must be"):
-        fp8.quantize_fp8(x, "column")
-    with pytest.raises(ValueError, match="float8_e4m3fn or float8_e5m2"):
-        fp8.quantize_fp8(x, "row", dtype=jnp.int8)
-    with pytest.raises(ValueError, match="only 'tensor' takes it"):
-        fp8.quantize_fp8(x, "row", amax=np.float32(1))
-    with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got cpu"):
-        fp8.quantize_fp8(x, "tile", implementation="mosaic")
-    wrongs = (
-        (x[:100], "in multiples of 128"),
-        (x.astype(np.float32), "needs bfloat16"),
-        (x[None], "in multiples of 128"),
-    )
-    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
-        for wrong, need in wrongs:
-            with pytest.raises(ValueError, match=rf"{need}.*got NVIDIA H100"):
-                fp8.quantize_fp8_both(wrong, "block", implementation="mosaic")
-        for scaling in ("row", "tensor"):
-            with pytest.raises(ValueError, match=r"block or tile; got NVIDIA H100"):
-                fp8.quantize_fp8(x, scaling, implementation="mosaic")
-
-
 @pytest.mark.parametrize(
     ("dtype", "scaling"),
     [
