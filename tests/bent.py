@@ -23,7 +23,7 @@ EXECUTES = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickl
 CHANGES = tuple(f"os.{name}" for name in ("mkdir", "rename", "remove", "rmdir", "symlink", "link"))
 
 BOUNDED = settings(
-    max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "25")),
     # A bound on a hang, not a speed.
     deadline=timedelta(seconds=30),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

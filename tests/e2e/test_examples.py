@@ -23,10 +23,6 @@ def test_a_tree_comes_back_as_it_was_on_another_mesh():
     jax.tree.map(np.testing.assert_array_equal, loaded, tree)
 
 
-def test_a_pipeline_of_own_layers_has_the_gradients_of_one_device():
-    same(*load("own_pipeline").main("interleaved", "explicit"))
-
-
 def test_a_function_of_ones_own_is_planned_with_what_xla_makes_of_it():
     example = load("plan_own_function")
     program, timeline = example.main()

@@ -62,26 +62,6 @@ def test_the_newest_name_on_the_path_is_taken_but_a_given_one_comes_first(machin
         assert found(tmp_path, PYTHON=name) == (0, f"{tmp_path}/bin/mine")
 
 
-def test_an_old_python3_and_failing_shims_are_passed_over_for_pyenvs_newest(machine, tmp_path):
-    machine(python3=OLDER, python3_12=SHIM, python3_13=SHIM)
-    versions = tmp_path / "home/.pyenv/versions"
-    for name, script in (
-        ("3.9.18", OLDER),
-        ("3.14.1", SHIM),
-        # The newest by number, not by letter.
-        ("3.13.9", version(3, 13, 9)),
-        ("3.13.10", version(3, 13, 10)),
-    ):
-        write(versions / name / "bin/python3", script)
-    assert found(tmp_path) == (0, f"{versions}/3.13.10/bin/python3")
-
-
-def test_uv_is_asked_last(machine, tmp_path):
-    write(tmp_path / "uv/python", GOOD)
-    machine(python3=OLDER, uv=f'[ "$*" = "python find >=3.12" ] && echo {tmp_path}/uv/python\n')
-    assert found(tmp_path) == (0, f"{tmp_path}/uv/python")
-
-
 @pytest.mark.parametrize("script", [OLDER, SHIM])
 def test_a_given_python_that_will_not_do_is_refused_and_so_is_a_machine_without_one(
     machine, tmp_path, script
@@ -114,19 +94,6 @@ def make(root: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_second_make_does_no_work(checkout):
-    assert make(checkout, "setup", "setup-dev").count("Nothing to be done") == 2
-
-
-def test_a_change_of_pyproject_installs_again_into_the_same_environment(checkout):
-    newer = (checkout / ".venv/.installed").stat().st_mtime + 10
-    os.utime(checkout / "pyproject.toml", (newer, newer))
-    commands = make(checkout, "setup", "setup-dev")
-    assert "--editable '.'" in commands
-    assert "--editable '.[dev]'" in commands
-    assert "find_python" not in commands
-
-
 def test_every_target_runs_what_there_is_in_the_environment_and_passes_args_on(checkout):
     for target in ("train", "test", "test-fast", "test-nightly", "soak", "bench"):
         commands = make(checkout, target, "ARGS=debug --fake-devices 8").splitlines()
@@ -148,10 +115,3 @@ def test_plain_pytest_runs_the_tests_of_every_day():
         if any(path.rglob("test_*.py"))
     }
     assert folders == {*settings["testpaths"], "tests/nightly"}
-
-
-def test_on_a_host_with_gpus_the_run_sees_them_and_cuda_is_installed(checkout):
-    (checkout / ".venv/.installed").unlink()
-    commands = make(checkout, "train", "GPU=cuda12")
-    assert "--editable '.[cuda12]'" in commands
-    assert "JAX_PLATFORMS" not in commands

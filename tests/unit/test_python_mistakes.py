@@ -1,7 +1,6 @@
 """Mistakes of one who calls the library: each gets one error that names the library's own argument."""
 
 import dataclasses
-import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -65,71 +64,6 @@ def batch(**changes) -> dict:
     return {name: value for name, value in names.items() if value is not None}
 
 
-def over(sizes: tuple[int, int], specs: tuple, function: Callable, *shapes) -> Callable:
-    """Trace `function` on its pieces of arrays of these shapes, on a mesh of the caller's."""
-
-    def call():
-        own = jax.make_mesh(sizes, ("rows", "tokens"), axis_types=(AxisType.Explicit,) * 2)
-        arrays = [
-            jnp.zeros(*(shape if isinstance(shape[0], tuple) else (shape,))) for shape in shapes
-        ]
-        with jax.set_mesh(own):
-            run = jax.shard_map(function, in_specs=specs, out_specs=P("rows"))
-            jax.eval_shape(run, *jax.device_put(arrays, list(specs)))
-
-    return call
-
-
-Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
-
-
-def attention(*shapes, function=us.ring_attention, **settings) -> Callable:
-    settings = {"axis": "tokens"} | settings
-    return over(
-        (2, 4),
-        (P("rows", "tokens"),) * 3,
-        lambda *qkv: function(*qkv, **settings),
-        *(shapes or (Q, KV, KV)),
-    )
-
-
-X, CHOICES, UP, DOWN = (16, 32), (16, 2), (8, 32, 64), (8, 64, 32)
-
-
-def experts(*, x=X, ids=(CHOICES, jnp.int32), **settings) -> Callable:
-    given = {"moe": us.MoEConfig(), "experts": us.Experts(num=8, top_k=2), "axis": "rows"}
-    given |= settings
-
-    def run(*arrays):
-        return us.expert_layer(*arrays, **given)[0]
-
-    return over((8, 1), (P("rows"),) * 6, run, x, ids, CHOICES, UP, UP, DOWN)
-
-
-def pipeline(*, schedule=None, axis="rows", layer=None, microbatches=4) -> Callable:
-    stages = us.Stages(
-        layer=layer or (lambda w, x: x @ w),
-        embed=lambda shared, x: x,
-        head=lambda shared, y, x: (jax.lax.pmean(jnp.sum(y), "rows"), {}),
-    )
-    table = us.build_schedule("1f1b", 4, 4) if schedule is None else schedule
-
-    def run(blocks, x):
-        return us.pipeline(table, stages, blocks, jnp.zeros(()), x, axis=axis).blocks
-
-    return over((4, 2), (P("rows"), P()), run, (8, 8, 8), (microbatches, 2, 8))
-
-
-def planned(mesh: us.MeshConfig, shape: us.ModelConfig | None = None, **fields) -> us.Run:
-    return us.Run(
-        **{"shape": shape or us.Shape(), "mesh": mesh, "seq_len": 8, "sequences": 1, **fields}
-    )
-
-
-def searched(fixed: dict) -> Callable:
-    return lambda: us.search(CFG, us.find_cluster(None, "h100", 8), fixed=fixed)
-
-
 def loader(**changes) -> us.Loader:
     settings = {"vocab_size": 512, "global_batch": 8, "seed": 0, "sources": documents()}
     return us.Loader(us.DataConfig(seq_len=8, document_mask=True), **settings | changes)
@@ -139,18 +73,6 @@ def documents():
     return us.documents_of([np.arange(512)], vocab_size=512)
 
 
-def h100s() -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(np.array(us.target_devices(8)), ("x",))
-
-
-REGION = {"in_specs": us.act("BT"), "out_specs": us.act("BT")}
-WRONG_SETTINGS = {
-    "causal": ("no", 1),
-    "window": ("7", True, 3.0),
-    "scale": ("0.3", 0.0, float("inf")),
-    "softcap": ("30", -1.0),
-    "implementation": ("flash",),
-}
 FLOATS, SHORT = (jax.ShapeDtypeStruct(*x) for x in (((8, 32), "float32"), ((8, 31), "int32")))
 
 MISTAKES: list[tuple[str, Callable]] = [
@@ -203,87 +125,6 @@ MISTAKES: list[tuple[str, Callable]] = [
     ("prompt_BP=(3, 32): ", generate(prompt_BP=IDS[:3])),
     ("num_tokens=0: must be at least 1", generate(num_tokens=0)),
     ("top_k=-1: must not be negative", generate(top_k=-1)),
-    # Attention over a split sequence.
-    (
-        "axis='tokens': is not manual here; call this inside jax.shard_map",
-        lambda: us.ring_attention(*map(jnp.zeros, (Q, KV, KV)), axis="tokens"),
-    ),
-    ("axis='seq': is not manual here", attention(axis="seq")),
-    ("q (1, 4, 4), k (1, 4, 2, 8)", attention(Q[:3], KV, KV)),
-    ("q (1, 4, 4, 8), k (1, 2, 2, 8)", attention(Q, (2, 8, 2, 8), (2, 8, 2, 8))),
-    ("q float32, k bfloat16, v float32: want", attention(Q, (KV, jnp.bfloat16), KV)),
-    (
-        "segment_ids float32[1, 4]: want integers",
-        attention(
-            function=lambda q, k, v, axis: us.ring_attention(
-                q, k, v, axis=axis, segment_ids=jnp.ones(q.shape[:2])
-            )
-        ),
-    ),
-    (
-        "context: must be of type ContextConfig, not str",
-        attention(function=functools.partial(us.context_attention, "ring")),
-    ),
-    *(
-        (f"{name}={value!r}: must be ", attention(**{name: value}))
-        for name, values in WRONG_SETTINGS.items()
-        for value in values
-    ),
-    # Experts.
-    ("moe: must be of type MoEConfig, not str", experts(moe="dropless")),
-    ("x (2, 4, 32): want this rank's tokens", experts(x=(16, 4, 32))),
-    ("ids float32, weights float32: want integers and floats", experts(ids=CHOICES)),
-    ("w_gate, w_up, w_down of shapes [(1, 32, 64)", experts(experts=us.Experts(num=16, top_k=2))),
-    ("axis='ep': is not manual here", experts(axis="ep")),
-    ("activation=", experts(activation=jax.nn.relu)),
-    # Pipelines.
-    ("schedule: must be", pipeline(schedule="1f1b")),
-    ("schedule of 2 ranks on 4 devices", pipeline(schedule=us.build_schedule("1f1b", 2, 4))),
-    ("schedule of 4 micro-batches on arrays of [6]", pipeline(microbatches=6)),
-    ("axis='pp': is not manual here", pipeline(axis="pp")),
-    ("the layer must return y like its x", pipeline(layer=lambda w, x: (x @ w)[0])),
-    ("layer(w, x, c): is called as layer(params, x)", pipeline(layer=lambda w, x, c: x @ w)),
-    ("order=None: ", pipeline(schedule=us.build_schedule("interleaved", 4, 4))),
-    ("ranks: must be of type int", lambda: us.build_schedule("1f1b", "4", 8)),
-    # The planner.
-    ("gpu='h1000': choose one of a100", lambda: us.find_cluster(None, "h1000", 8)),
-    ("num_gpus='8': must be a whole number", lambda: us.find_cluster(None, "h100", "8")),
-    ("cluster: must be of type Cluster", lambda: us.estimate_step(us.Run.of(CFG, 8), "h100")),
-    (
-        "cluster.num_gpus=64: ",
-        lambda: us.estimate_step(us.Run.of(CFG, 8), us.find_cluster(None, "h100", 64)),
-    ),
-    ("run: must be of type", lambda: us.memory_breakdown(CFG)),
-    ("mesh='fsdp=-1': has an open axis", lambda: planned(us.MeshConfig())),
-    ("data.seq_len=8190: ", lambda: planned(us.MeshConfig(fsdp=1, cp=8), seq_len=8190)),
-    (
-        "model.num_heads=24: ",
-        lambda: planned(us.MeshConfig(fsdp=1, tp=16), us.Shape(num_heads=24, num_kv_heads=8)),
-    ),
-    (
-        "shape: must be of type ModelShape, not ModelConfig; Shape.of(model)",
-        lambda: planned(us.MeshConfig(fsdp=8), us.ModelConfig()),
-    ),
-    ("zero=4: must be one of 0, 1, 2, 3", lambda: planned(us.MeshConfig(fsdp=8), zero=4)),
-    ("remat='some': must be one of auto", lambda: planned(us.MeshConfig(fsdp=8), remat="some")),
-    ("function=", lambda: us.compile_program(lambda x: x, mesh=mesh())),
-    ("gpu='a100': the devi", lambda: us.compile_program(jax.jit(abs), mesh=h100s(), gpu="a100")),
-    ("mesh='cpu': must be of target_", lambda: us.compile_program(jax.jit(abs), mesh=mesh())),
-    ("cluster: must be of type Cluster, not int", lambda: us.search(CFG, 8)),
-    ("fixed['tp']='2': must be a whole number", searched({"tp": "2"})),
-    ("fixed['tp']=0: must be at least 1", searched({"tp": [1, 0]})),
-    ("fixed['remat']='some': must be one", searched({"remat": "some"})),
-    ("fixed['stash']='all': must be one", searched({"stash": ["all"]})),
-    ("fixed['zero']=4: must be from 0 to 3", searched({"zero": 4})),
-    # Words of layers.
-    ("subscripts='BTD': has no arrow", lambda: us.reshard("BTD", IDS)),
-    ("subscripts='BD,DY->BY': Y is", lambda: us.einsum("BD,DY->BY", IDS, IDS)),
-    ("dims='Y': Y is none of the letters", lambda: us.act("BTY")),
-    ("over='D': must be some of dims='BT'", lambda: us.mean(IDS, "D", "BT")),
-    ("dims='D': must be some of to='BT'", lambda: us.broadcast_param(IDS[0], "D", "BT", (8, 32))),
-    ("axes='ep': must be names of axes: {'ep'}", lambda: us.vary(IDS, "ep")),
-    ("axes={'ex'}: must be axes of the mesh", inside(lambda: us.smap(abs, **REGION, axes={"ex"}))),
-    ("cp.strategy='zigzags': must be one of", lambda: us.sequence_order(32, 2, "zigzags")),
 ]
 
 

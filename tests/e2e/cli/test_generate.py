@@ -12,8 +12,7 @@ from tests.commands import refused
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.cli.generate import Options, chat, main
-from ultrascale_jax.cli.output import printable
+from ultrascale_jax.cli.generate import main
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -21,9 +20,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     TrainConfig,
-    UserError,
 )
-from ultrascale_jax.data.tokenizer import JsonTokenizer
 from ultrascale_jax.sharding.mesh import make_mesh
 
 CFG = Config(
@@ -89,23 +86,6 @@ def test_a_chat_needs_a_template_and_text_a_prompt(run_dir, capsys):
     assert "tokenizer='bytes': has no chat template" in said
 
 
-def test_a_hugging_face_folder_may_be_named_as_init_from_names_it(tmp_path, capsys):
-    (tmp_path / "hf").mkdir()
-    for name in (f"hf:{tmp_path}/hf", tmp_path / "hf"):
-        said = refused(capsys, "generate", name, "--prompt", "x")
-        assert f"run_dir='{tmp_path}/hf': holds no config.json" in said
-    for words in (
-        ("generate", "hf:org/name", "--prompt"),
-        ("evaluate", "hf:org/name", "--choices"),
-    ):
-        said = "model='hf:org/name': there is no such folder; fetch it: hf download org/name --loc"
-        assert said in refused(capsys, *words, "x")
-
-
-def test_control_characters_do_not_reach_the_terminal():
-    assert printable("a\x1b[2Jb\n\tc\x00") == "a\ufffd[2Jb\n\tc\ufffd"
-
-
 CHATML = """{% for m in messages %}{{ "<|im_start|>" + m.role + " " + m.content + "<|im_end|>" }}{% endfor %}
 {% if add_generation_prompt %}{{ "<|im_start|>assistant " }}{% endif %}"""
 
@@ -134,11 +114,3 @@ def test_a_chat_answers_each_line_after_all_turns_before(run_dir, tmp_path, caps
     options += ["--special-tokens", "all"]
     main([str(run_dir), "--prompt", f"{prompt}\n<|im_start|>assistant ", *options])
     assert capsys.readouterr().out.endswith(f"assistant {second}\n") and second != first
-
-
-def test_a_line_of_a_chat_that_is_not_utf8_is_told(tmp_path):
-    path = write_words(tmp_path, [])
-    options = Options(model=str(tmp_path), chat=True)
-    answers = chat(CFG, None, JsonTokenizer(path), path, options, ["\n", "a\udcff\n"])
-    with pytest.raises(UserError, match=r"^stdin='a\\udcff': has bytes that are not UTF-8"):
-        next(answers)

@@ -10,7 +10,7 @@ import pytest
 from tests.commands import refused
 from tests.paths import HF
 from tests.tokenizers import write_tokenizer
-from ultrascale_jax.checkpoint.init_from import Source, bring_files, check_run_dir, files
+from ultrascale_jax.checkpoint.init_from import Source, check_run_dir, files
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import Config, DataConfig, UserError
 from ultrascale_jax.huggingface.config import read_config
@@ -75,18 +75,6 @@ def test_options_of_the_model_are_checked_with_the_folders_model_not_the_recipes
         assert message in capsys.readouterr().err
 
 
-def test_a_source_names_one_checkpoint_also_where_a_folder_has_the_name_of_a_step(tmp_path):
-    for name in ("run/checkpoints/7", "run@7/checkpoints/3"):
-        (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(UserError, match="there is no such folder; write hf:DIR"):
-        Source.parse("x" * 5000)
-    with pytest.raises(UserError, match=r"run@7 and .*/run are both folders"):
-        Source.parse(f"{tmp_path}/run@7")
-    for typed, text in {"run@7/": "run@7@3", "run/": "run/@7", "run/@7": "run/@7"}.items():
-        source = Source.parse(f"{tmp_path}/{typed}").pinned()
-        assert source.text == f"{tmp_path}/{text}" and Source.parse(source.text) == source
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -135,18 +123,6 @@ def test_no_command_writes_into_a_folder_with_a_config_of_somebody_else(
         with open_run(cfg, make_mesh(cfg.mesh), hooks=(), profile=None):
             pass
     assert contents(tmp_path) == before
-
-
-def test_a_tokenizer_of_somebody_else_is_not_replaced(tmp_path):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "tokenizer.json").write_text("theirs")
-    with pytest.raises(UserError, match=r"log\.run_dir=.*holds a tokenizer\.json of another model"):
-        bring_files(run_dir, {"tokenizer.json": b"ours", "hf_config.json": b"{}"})
-    assert [path.name for path in run_dir.iterdir()] == ["tokenizer.json"]
-    (run_dir / "config.json").write_text("{}")  # of a run that begins anew
-    bring_files(run_dir, {"tokenizer.json": b"ours"})
-    assert (run_dir / "tokenizer.json").read_text() == "ours"
 
 
 @pytest.mark.parametrize("option", ["--train.init-from {}", "--checkpoint.branch-from {}@3"])

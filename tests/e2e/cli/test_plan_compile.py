@@ -121,29 +121,3 @@ def test_a_reader_that_has_enough_ends_it_quietly():
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() != 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "verb=''"),
-        (["guess", "debug"], "verb='guess'"),
-        (["compile", "debug", "--gpus", "3", "--mesh", "fsdp=2"], "mesh='fsdp=2'"),
-        (["compile", "debug", "--gpus", "9"], "num_devices=9"),
-        (["compile", "debug", "--gpu", "tpu"], "gpu='tpu'"),
-        (["compile", "debug", "--gpus", "2000000"], "gpus=2000000: must be from 1 to 1048576"),
-        (["compile", "debug", "--fake-devices", "2"], "Unrecognized options: --fake-devices"),
-        (["memory", "debug", "--data.seq-len", "1000000007"], "train.global_batch=16"),
-        (["memory", "debug", "--global-batch-tokens", "99G"], "train.global_batch="),
-        (
-            ["memory", "mixtral_8x7b", "--moe.a2a_groups", "3"],
-            "moe.a2a_groups=3: must divide mesh.ep=8",
-        ),
-    ],
-)
-def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(arguments)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.startswith(f"error: {message}") and error.count("\n") == 1

@@ -86,22 +86,3 @@ def test_a_model_that_fits_nowhere_says_so(capsys):
     text = capsys.readouterr().out
     assert "nothing fits: the closest" in text
     assert "ruled out" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tokens", "many"], "tokens='many': write a number of tokens, as 300B, 4M (4,000,000)"),
-        (["--price", "0"], "price=0.0: must be positive"),
-        (["--watts", "-1"], "watts=-1.0: must be positive"),
-        (["--storage-gbs", "0"], "storage_gbs=0.0: must be positive"),
-        (["--save-s", "3"], "save_s=3.0: counts only with --failure-hours"),
-        (["--restart-s", "-3"], "restart_s=-3.0: must not be negative"),
-        (["--failure-hours", "9"], "failure_hours=9.0: give --restart-s too"),
-        (["--gpus", "7", "--train.global-batch", "8"], "gpus=7: nothing is legal on 7 GPUs"),
-    ],
-)
-def test_bad_input(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        plan.main(["guide", "debug", *arguments])
-    assert message in capsys.readouterr().err

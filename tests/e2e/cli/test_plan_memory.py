@@ -279,28 +279,3 @@ def test_the_figure_is_a_picture_and_nothing_else_can_be_asked_for(capsys, tmp_p
     with pytest.raises(SystemExit):
         plan.main(["memory", "--figure", "memory.svg"])
     assert "figure='memory.svg': must end in .png" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu", "tpu"], "gpu='tpu': choose one of"),
-        (
-            ["--global-batch-tokens", "4Mi", "--train.batch-ramp", "10", "4"],
-            "train.batch_ramp=((10, 4),): --global-batch-tokens gives the batch too",
-        ),
-        (
-            ["--global-batch-tokens", "4Mi", "--train.global-batch", "8"],
-            "train.global_batch=8: --global-batch-tokens gives the batch too",
-        ),
-        (["llama3_8b", "--pp.schedule", "zigzag"], "pp.schedule='zigzag': must be one of"),
-        (["llama3_8b", "--data.seq-len", "many"], "Error parsing --data.seq-len"),
-    ],
-)
-def test_nonsense_is_one_line_that_names_the_field(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["memory", *arguments])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.startswith(f"error: {message}"), error
-    assert error.count("\n") == 1

@@ -130,16 +130,3 @@ def test_the_table_and_the_picture(capsys, tmp_path):
     assert shown.endswith(f"wrote {path}\n") and path.read_bytes()[:4] == b"\x89PNG"
     plan.main(["memory", "debug", "--gpus", "1", "--mesh", "fsdp=1", "--explain", "mesh"])
     assert capsys.readouterr().out.endswith("mesh dp=1 on 1 node of 8\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["debug", "--gpus", "1", "--figure", "a.png"], "gpus=1: the picture shows from 2 to"),
-        (["debug", "--gpus", "8", "--figure", "a.svg"], "figure='a.svg': must end in .png"),
-    ],
-)
-def test_a_picture_that_cannot_be_drawn_says_why(capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        plan.main(["memory", *arguments, "--explain", "mesh"])
-    assert message in capsys.readouterr().err

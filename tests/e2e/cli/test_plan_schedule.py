@@ -83,31 +83,6 @@ def test_a_figure_is_drawn_of_one_schedule_and_of_all(tmp_path, capsys):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gpipe"], "schedule='gpipe': choose one of afab"),
-        (["1f1b", "--ranks", "0"], "ranks=0: must be at least 1"),
-        (["1f1b", "--costs", "1,1"], "costs='1,1': write the times"),
-        (["1f1b", "--virtual", "2"], "pp.virtual=2: "),
-        (["1f1b", "--memory-cap", "2"], "memory_cap=2: means nothing"),
-        (["--csv", "own.csv"], "csv='own.csv': name one schedule"),
-        (["--figure", "own.gif"], "figure='own.gif': must end in .png"),
-        (["1f1b", "--figure", "/proc/own.png"], "figure='/proc/own.png': cannot be written"),
-        (["missing.csv"], "pp.schedule='missing.csv': there is no such file"),
-        (["own.csv", "--ranks", "2"], "ranks=2: the table has its own"),
-        (["auto", "--memory-cap", "1", "--virtual", "2"], "memory_cap=1: "),
-        (["interleaved", "--microbatches", "3"], "train.microbatches=3: "),
-    ],
-)
-def test_nonsense_is_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["schedule", *arguments])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.startswith(f"error: {message}") and error.count("\n") == 1
-
-
 def test_an_illegal_entry_is_named(tmp_path, capsys):
     path = tmp_path / "own.csv"
     write_csv(schedules.build("1f1b", 2, 2), path)

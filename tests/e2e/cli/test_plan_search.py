@@ -99,27 +99,6 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
     assert "nothing fits: the closest" in text and " GiB of the " in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--fixed", "tensor=2"], "fixed='tensor=2'"),
-        (["--fixed", "tp=3"], "fixed='tp=3': nothing is legal on 8 GPUs"),
-        (["--mesh", "tp=8", "--fixed", "tp=4"], "fixed='tp=4': another option says tp=8"),
-        (
-            ["--train.remat", "full", "--fixed", "remat=none"],
-            "fixed='remat=none': another option says remat=full; leave out one of them",
-        ),
-        (["--top", "0"], "top=0"),
-    ],
-)
-def test_nonsense_is_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["search", "llama3_8b", *arguments])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.count("\n") == 1 and error.startswith(f"error: {message}")
-
-
 def test_a_narrow_terminal_gets_whole_words(capsys):
     cfg, options, cluster = search.common.parse(ARGUMENTS[1:], "search", search.Options, "")
     found = Search(cfg, cluster, parse_choices("fixed", "fsdp=8"))

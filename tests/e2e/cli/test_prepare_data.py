@@ -111,53 +111,6 @@ def test_compressed_files_and_array_records_hold_the_same_documents(tmp_path):
     assert documents == [[*text.encode(), 0] for text in TEXTS]
 
 
-LINES = json_lines(TEXTS * 20)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "is damaged or cut short"),
-        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[2:], "is damaged or cut short"),
-        ("a.jsonl.zst", zstd(LINES)[:-9], "is damaged or cut short"),
-        ("a.txt.zst", zstd(LINES)[2:], "is damaged or cut short"),
-        ("a.array_record", LINES[:99], "is no ArrayRecord, or damaged"),
-        ("a.array_record", [b'{"body": "a"}'], r"record 1 has no text in 'text' but in \['body'\]"),
-        ("a.array_record", [example(body=b"a")], r"record 1 has no text in 'text' but in"),
-        ("a.array_record", [b"\xff\xff"], "is neither JSON nor a tf.train.Example"),
-        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no text in 'text' but in"),
-        ("a.jsonl", b'{"text": 3}\n', "line 1 has no text in 'text', which is a number"),
-        ("a.jsonl", b"\xff\n", "line 1 is not JSON"),
-        ("a.txt", b"", "holds no text"),
-        ("b", b"", "no file matches; give another pattern"),
-    ],
-)
-def test_an_input_without_text_is_refused_by_file_and_line(tmp_path, name, content, said):
-    if isinstance(content, list):
-        write_array_record(tmp_path / name, content)
-    else:
-        (tmp_path / name).write_bytes(content)
-    args = Options(input=f"{tmp_path}/a.*", out=tmp_path / "out", workers=1)
-    with pytest.raises(UserError, match=said):
-        prepare(args)
-    assert not args.out.exists()
-
-
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(
-        UserError, match=r"Parquet needs pyarrow; pip install 'ultrascale_jax\[data"
-    ):
-        prepare(Options(input=f"{tmp_path}/*", out=tmp_path / "out", workers=1))
-
-
-def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
-    prepare(Options(input=f"{tmp_path}/a.jsonl", out=tmp_path / "out", workers=1))
-    assert read_documents(tmp_path / "out", ByteTokenizer()) == [[*b"a?b", 0]]
-
-
 def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     pattern = write_inputs(tmp_path / "in")
     monkeypatch.setattr("ultrascale_jax.data.tokenizing.GROUP_BYTES", 100)
@@ -299,22 +252,6 @@ def test_a_restart_with_other_input_or_settings_is_refused_and_changes_nothing(
     assert contents(args.out) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"workers": 0}, "workers=0: must be at least 1"),
-        ({"shard_tokens": 0}, "shard_tokens=0: must be at least 1"),
-        ({"train_bpe": 300, "tokenizer": "t.json"}, "train_bpe=300: needs --tokenizer bytes"),
-        ({"train_bpe": 20}, "train_bpe=20: must be at least 257"),
-        ({"tokenizer": "nowhere.json"}, "'nowhere.json': must be 'bytes' or the path"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused_by_name(tmp_path, change, said):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=said):
-        prepare(Options(**{"input": f"{tmp_path}/a.txt", "out": tmp_path / "out", **change}))
-
-
 def test_the_command_ends_with_one_line_on_an_error(tmp_path, capsys):
     out = tmp_path / "out"
     words = ("prepare-data", "--out", out, "--input")
@@ -324,54 +261,6 @@ def test_the_command_ends_with_one_line_on_an_error(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     said = refused(capsys, *words, tmp_path / "a.txt")
     assert said.startswith(f"out='{out}': index.json is damaged")
-
-
-@pytest.mark.parametrize(
-    ("out", "said"),
-    [
-        ("file", "Not a directory"),
-        ("file/below", "Not a directory"),
-        ("link", "No such file or directory"),
-        ("n" * 300, "File name too long"),
-        ("/proc/none", "No such file or directory"),
-        ("", "must be a folder"),
-        ("a\udcff", "must be a folder with a name in UTF-8"),
-        ("a, tokens:b", "is a name that data.source would read as several sources"),
-        ("a; 5: tokens:b", "is a name that data.source would read as several sources"),
-    ],
-)
-def test_an_out_that_cannot_be_written_is_refused_before_work(tmp_path, monkeypatch, out, said):
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("kept")
-    Path("link").symlink_to("nowhere")
-    monkeypatch.setattr("ultrascale_jax.cli.prepare_data.inputs", lambda args: pytest.fail())
-    with pytest.raises(UserError, match=rf"^out='.*': .*{said}"):
-        prepare(Options(input="file", out=out, workers=1))
-    assert Path("file").read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "train_bpe"), [("shard_00000.tokens", 0), ("tokenizer.json", 300)]
-)
-def test_a_file_of_the_shards_that_cannot_be_written_is_one_error(tmp_path, name, train_bpe):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "out" / name).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"out='.*/out': cannot be written \(Is a directory\)"):
-        args = Options(input=f"{tmp_path}/a.txt", out=tmp_path / "out", workers=1)
-        prepare(replace(args, train_bpe=train_bpe))
-
-
-def test_a_folder_inside_the_input_is_no_input(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    args = Options(input=f"{tmp_path}/**", out=tmp_path / "out", workers=1)
-    assert [prepare(args).shards["documents"].tolist() for _ in range(2)] == [[1], [1]]
-
-
-def test_a_tilde_is_the_home_folder_of_input_and_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    args = Options(input="~/rows", out=Path("~/out"), tokenizer="~/t.json")
-    places = (args.input, str(args.out), args.tokenizer)
-    assert places == (f"{tmp_path}/rows", f"{tmp_path}/out", f"{tmp_path}/t.json")
 
 
 def test_a_document_longer_than_a_shard_gets_its_own(tmp_path):

@@ -7,18 +7,12 @@ import pytest
 from ultrascale_jax.checkpoint.step_dirs import (
     METADATA,
     Damaged,
-    check_path,
     metadata,
     quarantine,
     quarantined,
-    split_step,
     steps,
     with_digest,
 )
-from ultrascale_jax.config import UserError
-
-UNREADABLE_PATHS = ("a[1]", "proj [v2]/run", "a*", "a?/run", "a\\b", "a\udcff")
-"""Run directories that Orbax writes to and cannot read."""
 
 META = {"config": {}, "data": {"step": 5, "fingerprint": "x"}, "versions": {}, "arrays": {}}
 
@@ -35,22 +29,6 @@ def test_steps_are_folders_with_plain_numbers(tmp_path):
     assert steps(tmp_path) == [9, 10]
     assert steps(tmp_path / "absent") == []
     assert quarantined(tmp_path) == ["7.corrupt"]
-
-
-def test_a_folder_whose_name_ends_like_a_step_is_that_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run@7").mkdir()
-
-    def split(place):
-        return split_step("train.init_from", place, place)
-
-    assert split("run@7") == ("run@7", None)
-    assert split("run@7@3") == ("run@7", 3)
-    assert split("run@8") == ("run", 8) and split("run") == ("run", None)
-    (tmp_path / "run").mkdir()
-    with pytest.raises(UserError, match=r"run@7 and run are both folders; write run@7/ or run/@7$"):
-        split("run@7")
-    assert split("run@7/") == ("run@7/", None) and split("run/@7") == ("run/", 7)
 
 
 def test_one_that_is_put_aside_replaces_none(tmp_path):
@@ -96,26 +74,3 @@ def test_a_flipped_bit_of_metadata_is_damage(tmp_path):
         (tmp_path / "5" / METADATA).write_bytes(flipped)
         with pytest.raises(Damaged):
             metadata(tmp_path / "5")
-
-
-@pytest.mark.parametrize("name", UNREADABLE_PATHS)
-def test_a_path_that_orbax_takes_for_another_is_refused_wherever_it_begins(
-    tmp_path, monkeypatch, name
-):
-    with pytest.raises(UserError, match=r"^log\.run_dir='.*cannot read checkpoints in '.*rename"):
-        check_path("log.run_dir", tmp_path / name)
-    (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / name)
-    monkeypatch.chdir(tmp_path / name)
-    for path in ("out/run", tmp_path / "link"):
-        with pytest.raises(UserError, match=r"^log\.run_dir="):
-            check_path("log.run_dir", path)
-
-
-def test_a_path_with_other_signs_is_taken_and_one_with_a_pattern_is_read(tmp_path):
-    for name in ("a b", "\u00fc", "a]", "{x}", "%5B", "a:b", "#", "~"):
-        check_path("log.run_dir", tmp_path / name)
-    check_path("checkpoint", tmp_path / "a[1]", writes=False)
-    for name in ("a\\b", "a\udcff"):
-        with pytest.raises(UserError, match=r"^checkpoint="):
-            check_path("checkpoint", tmp_path / name, writes=False)

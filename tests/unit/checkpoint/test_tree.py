@@ -169,18 +169,6 @@ def test_a_tree_of_another_form_or_step_is_refused(tmp_path, like, step, message
         load_tree(tmp_path, like, step=step)
 
 
-def test_other_arguments_that_cannot_be_are_named(tmp_path):
-    tree = {"w": jnp.zeros(4)}
-    with pytest.raises(UserError, match=r"^folder='.*/nowhere': there is no such folder$"):
-        load_tree(tmp_path / "nowhere", tree)
-    with pytest.raises(UserError, match=r"^folder='.*': holds no complete step$"):
-        tree_meta(tmp_path)
-    with pytest.raises(UserError, match=r"meta=.*must be values of JSON"):
-        save_tree(tmp_path, tree, step=1, meta={"f": jnp.sum})
-    with pytest.raises(UserError, match=r"^step='last': must be a whole number"):
-        save_tree(tmp_path, tree, step="last")
-
-
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [("float32", "bool"), ("int32", "float32"), ("int32", "int8"), ("int8", "float8_e4m3fn")],

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ import jax
 import pytest
 
 from tests.runs import change
-from ultrascale_jax.cli import command_line, devices, generate, prepare_data, train
+from ultrascale_jax.cli import command_line, devices, train
 from ultrascale_jax.config import (
     AUTO,
     Experts,
@@ -30,7 +29,6 @@ from ultrascale_jax.configs.demo import config as demo
 from ultrascale_jax.launch import host_memory
 from ultrascale_jax.plan.auto import Host, cluster_of
 from ultrascale_jax.plan.formulas.costs import HOST_SHARE
-from ultrascale_jax.web import watch
 
 
 def parse(line: str):
@@ -88,17 +86,6 @@ def test_any_dotted_field_is_replaced_and_the_others_stay(line, expected):
 @pytest.mark.parametrize("text", ["dots", str(SPLIT.others), str(SPLIT), f"{SPLIT.others}:3+full"])
 def test_a_policy_of_recomputation_is_printed_as_it_is_read(text):
     assert str(command_line.parse_remat(text)) == text
-
-
-@pytest.mark.parametrize("text", ["full:+dots", "full:x+dots", "full:3+", ":3+full", "full:3"])
-def test_a_policy_that_is_none_is_refused_as_it_was_written(text):
-    with pytest.raises(UserError, match=rf"^train\.remat='{re.escape(text)}': must be none, "):
-        command_line.parse_remat(text)
-
-
-def test_fields_of_a_part_that_the_recipe_has_are_there():
-    scaling = parse("llama32_1b --model.rope-scaling.factor 8")[0].model.rope_scaling
-    assert (scaling.factor, scaling.thresholds) == (8.0, (1.0, 4.0))
 
 
 def test_changes_of_a_section_are_written_as_words_that_make_them():
@@ -264,22 +251,6 @@ def test_an_error_is_in_the_words_of_options_and_never_means_the_opposite(capsys
     assert said in refused(capsys, line)
 
 
-def test_an_error_with_half_a_character_is_printed(capsys):
-    with pytest.raises(SystemExit), command_line.user_errors():
-        raise UserError("config.\ud800=None: is unknown")
-    assert capsys.readouterr().err == "error: config.\\ud800=None: is unknown\n"
-
-
-def test_a_tilde_is_the_home_folder_in_every_option(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "my.py").write_text("from ultrascale_jax.configs.debug import config")
-    assert parse("'~/my.py' --log.run-dir=~/x")[0].log.run_dir == f"{tmp_path}/x"
-    seen = command_line.read(watch.Options, ["~/x", "y"], prog="watch")
-    assert seen.run_dirs == (tmp_path / "x", Path("y"))
-    said = command_line.read(generate.Options, ["~/x", "--prompt", "~/y"], prog="generate")
-    assert (said.model, said.prompt) == (f"{tmp_path}/x", "~/y")
-
-
 RECIPE_WITH_A_HELPER = """
 from __future__ import annotations
 import dataclasses
@@ -314,16 +285,6 @@ def test_a_recipe_file_is_a_module_while_it_runs_and_imports_files_beside_it(
     assert not [name for name in set(sys.modules) - before if "broken" in name]
 
 
-def test_a_file_beside_a_recipe_comes_before_another_of_its_name(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    Path("neighbour_of_both.py").write_text("config = 7")
-    recipe = "from ultrascale_jax.configs.debug import config"
-    (tmp_path / "neighbour_of_both.py").write_text(recipe)
-    (tmp_path / "my.py").write_text("from neighbour_of_both import config")
-    assert command_line.load_recipe("../my.py") == debug
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -348,16 +309,6 @@ def test_a_file_that_is_no_recipe_is_told_what_a_recipe_is(tmp_path, monkeypatch
     Path("broken.json").write_text("{")
     with pytest.raises(UserError, match=said):
         command_line.load_recipe(name)
-
-
-def test_files_that_the_shell_made_of_a_pattern_are_told_the_quotes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = [f"{number:03}.txt" for number in range(200)]
-    for name in names:
-        Path(name).touch()
-    said = "^--input got 200 files: the shell has expanded a pattern; put it in quotes$"
-    with pytest.raises(UserError, match=said):
-        command_line.read(prepare_data.Options, ["--input", *names, "--out", "o"], prog="x")
 
 
 def printed_config(capsys, line: str) -> tuple[str, str]:

@@ -112,25 +112,12 @@ REFUSED = [
     (HERMES, {"messages": call(OBJECT, tool_calls=["x"])}, "with the call 'x'; give a `name`"),
     # Tools.
     (HERMES, {"messages": TALK, "tools": "[{"}, "has `tools` as text, which is not JSON"),
-    (HERMES, {"messages": TALK, "tools": [3]}, r"has `tools` that are no list of objects: \[3\]"),
     # Rows of other forms.
     (HERMES, {"messages": "a"}, "has no `messages`, a list of"),
-    (HERMES, {"conversations": "a"}, "has no `messages`, a list of .*, nor `conversations` of"),
     (HERMES, {"chosen": turns("a"), "rejected": turns("b")}, "pairs need --preferences$"),
     (HERMES, {"conversations": [{"from": "narrator", "value": "a"}]}, "from='narrator', which is"),
-    (HERMES, {"conversations": [{"from": "human", "value": None}]}, "message 1 with content=None"),
-    (HERMES, {"conversations": [{"from": "function_call", "value": "f"}]}, "has `value` as text"),
-    (
-        HERMES,
-        {"messages": turns("a", "b", system="s"), "system": "t"},
-        "has `system` and a message of that role; leave one of them out",
-    ),
-    (HERMES, {"messages": turns("a"), "system": "s"}, "has no assistant turn"),
     # What the template itself does.
     ("{{ raise_exception('Only users') }}", {"messages": TALK}, "Only users; change the roles"),
-    ("{{ messages[0].name + ':' }}", {"messages": TALK}, "no attribute 'name'; add it to the row"),
-    ("{{ ''.__class__.__mro__ }}", {"messages": TALK}, "a template may only read the conv"),
-    ("{{ messages[0].content + 1 }}", {"messages": TALK}, "concatenate .*; give what it takes"),
     ("{{ strftime_now('%d') }}" + PLAIN, {"messages": TALK}, "give --date YYYY-MM-DD"),
     (
         "{% if messages[0].role == 'system' %}s{% endif %}" + PLAIN,
@@ -312,21 +299,6 @@ def test_a_template_that_cannot_be_read_is_refused_with_its_place(bpe, tmp_path,
             ChatTemplate(path, JsonTokenizer(path))
 
 
-def test_an_answer_may_come_first_and_a_call_have_broken_arguments_if_the_template_takes_them(chat):
-    assert "user\nc" in chat(PLAIN).render({"messages": turns("a", "b", "c", "d")[1:]})
-    text = marked(chat(DEEPSEEK).render({"messages": call("{oops")}))
-    assert "[<call>find {oops</call><|im_end|>]" in text
-
-
-def test_answers_in_a_prompt_have_no_marks_though_a_template_marks_each_twice(chat):
-    source = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}-"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
-    )
-    text = marked(chat(source).render({"messages": turns("q", "x", "r", "y")}, first=3))
-    assert text == "q;a-x;r;[a]-[y];"
-
-
 def tool(**properties):
     return {"name": "find", "parameters": {"type": "object", "properties": properties}}
 
@@ -369,31 +341,3 @@ def test_rows_of_parquet_make_the_shards_of_the_same_json_lines(tmp_path, shards
         index = shards(rows, suffix)
         assert index.shards["documents"].sum() == len(rows) * (1 + (rows is PAIRS))
     assert contents(tmp_path / "jsonl") == contents(tmp_path / "parquet")
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "said"),
-    [
-        ([ROWS[0], {"messages": turns("a", None)}], {"suffix": "parquet"}, "row 2 has message 2"),
-        ([{"text": "a"}, ROWS[0]], {"tokenizer": "bytes"}, "line 2 has a conversation, no text in"),
-        (
-            [{"text": "a"}, PAIRS[0]],
-            {"tokenizer": "bytes"},
-            "line 2 has a preference pair, no text",
-        ),
-    ],
-)
-def test_a_row_of_another_kind_is_refused_by_its_number(shards, rows, options, said):
-    with pytest.raises(UserError, match=said):
-        shards(rows, **options)
-
-
-def test_the_first_row_tells_conversations_though_a_file_before_is_empty(bpe, tmp_path, capsys):
-    path = write_template(bpe, tmp_path / "hf", HERMES)
-    write_lines(tmp_path / "a.jsonl", [])
-    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    write_lines(tmp_path / "b.json", [{"id": "x", "conversations": talk}])
-    prepare(
-        Options(input=f"{tmp_path}/*.json*", out=tmp_path / "out", tokenizer=str(path), workers=1)
-    )
-    assert "b.json has conversations: --chat" in capsys.readouterr().out

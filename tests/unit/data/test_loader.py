@@ -1,7 +1,6 @@
 import dataclasses
 import os
 import re
-import threading
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -285,47 +284,6 @@ def test_cp_orders_the_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts
             np.testing.assert_array_equal(np.asarray(placed[name]), value[:, order])
             np.testing.assert_array_equal(host[name], value[:, order])
             np.testing.assert_array_equal(rows[name], value[2:5, order])
-
-
-@pytest.mark.parametrize(("sizes", "cp"), [({"cp": 4}, 2), ({"fsdp": 8}, 4)])
-def test_a_mesh_whose_attention_wants_another_order_is_refused(sizes, cp):
-    ranks, devices = sizes.get("cp", 1), jax.devices()[: max(sizes.values())]
-    said = rf"^cp={cp}: attention over {ranks} ranks .*use make_loader\(cfg\), or .*cp={ranks}, context="
-    for loader in (make_loader(cp=cp), *make_loader(cp=cp).evaluation().values()):
-        with pytest.raises(UserError, match=said):
-            loader.device_batches(make_mesh(MeshConfig.of(**sizes), devices), 0)
-
-
-def test_rows_that_the_devices_do_not_divide_are_refused():
-    loader = Loader(DataConfig(source="synthetic"), vocab_size=64, global_batch=12, seed=0)
-    mesh = make_mesh(MeshConfig(fsdp=8))
-    with pytest.raises(UserError, match=r"^global_batch=12: .* over 8 devices; use"):
-        loader.device_batches(mesh, 0)
-
-
-@pytest.mark.parametrize(
-    ("order", "said"),
-    [
-        ({"cp": 4}, r"^context=None: .*give ContextConfig"),
-        ({"cp": -1, "context": ContextConfig()}, r"^cp=-1: .*cfg\.check"),
-        ({"cp": 4, "context": "zigzag"}, r"^context: .*ContextConfig, not str"),
-    ],
-)
-def test_an_order_without_strategy_or_size_is_refused(order, said):
-    with pytest.raises(UserError, match=said):
-        Loader(DataConfig(source="synthetic"), vocab_size=64, global_batch=8, seed=0, **order)
-
-
-def test_closing_the_batches_stops_their_threads(texts):
-    mesh = make_mesh(MeshConfig(fsdp=8))
-    before = set(threading.enumerate())
-    batches = make_loader(texts).device_batches(mesh, 0)
-    next(batches)
-    assert set(threading.enumerate()) - before
-    batches.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=60)
-    assert not set(threading.enumerate()) - before
 
 
 def shards_of(folder, dtype="uint16"):

@@ -13,8 +13,6 @@ from ultrascale_jax.data.corpus import open_shards
 from ultrascale_jax.data.shards import (
     CHUNK_BYTES,
     SHARD,
-    Index,
-    IndexWriter,
     load_index,
     write_index,
     write_shard,
@@ -161,29 +159,6 @@ def test_shards_of_another_tokenizer_are_refused_with_the_fix(tmp_path):
         open_shards(tmp_path, 14, "bytes")
 
 
-def test_shards_are_added_to_an_index_of_any_size_in_the_same_time(tmp_path):
-    """220,000 shards are 15T tokens; a table that is written anew for each would be 7 TB."""
-    index = Index(dtype="uint16", tokenizer="t", vocab_size=14)
-    writer, shard = IndexWriter(tmp_path, index), np.zeros((), SHARD)
-    shard["tokens"] = shard["documents"] = 1
-    for number in range(3):
-        before = (tmp_path / "index.shards").stat().st_size if number else 0
-        writer.add(shard)
-        assert (tmp_path / "index.shards").stat().st_size == before + SHARD.itemsize
-        found = load_index(tmp_path)
-        assert (found.shards.size, found.complete) == (number + 1, False)
-    # Killed between the table and the index: the row that nobody counts is written again.
-    with open(tmp_path / "index.shards", "ab") as table:
-        table.write(b"half a row")
-    found = load_index(tmp_path)
-    assert found.shards.size == 3
-    writer = IndexWriter(tmp_path, found)
-    writer.add(shard)
-    writer.save(complete=True)
-    assert (tmp_path / "index.shards").stat().st_size == 4 * SHARD.itemsize
-    assert load_index(tmp_path).shards.size == 4 and load_index(tmp_path).complete
-
-
 @pytest.fixture
 def small_blocks(monkeypatch):
     """One shard is a block, so two are a large corpus."""
@@ -226,14 +201,3 @@ def test_chunks_that_no_row_needs_are_not_read(tmp_path, small_blocks):
         corpus.read(CHUNK_BYTES - 1, CHUNK_BYTES + 1)
     with pytest.raises(UserError, match=rf"altered at byte {2 * CHUNK_BYTES}"):
         corpus.read(0, last)
-
-
-def test_documents_that_do_not_divide_the_shard_are_refused(tmp_path):
-    index = write_folder(tmp_path)
-    tokens = [np.array(DOCUMENTS[0] + DOCUMENTS[1], "uint16")]
-    hashes = np.zeros(2, np.uint64)
-    shard = write_shard(tmp_path, 0, tokens, np.array([4, 1]), hashes)
-    shard["tokens"] = 6
-    save_index(tmp_path, [shard, index.shards[1]], dtype="uint16", tokenizer="t", vocab_size=14)
-    with pytest.raises(UserError, match=r"shard_00000\.documents does not divide the 6 tokens"):
-        open_shards(tmp_path, 14, "t")

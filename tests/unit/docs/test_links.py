@@ -61,9 +61,3 @@ def test_every_link_of_the_pages_leads_somewhere():
     assert len(found) > 150
     broken = [(page, target) for page, target in found if leads_nowhere(page, target)]
     assert [f"{page.relative_to(ROOT)}: {target}" for page, target in broken] == []
-
-
-def test_a_missing_file_and_a_missing_heading_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A `b` (c)\n[x](#a-b-c) [y](#d) ![z](z.png) [w](https://x.y) `[v](v.md)`\n")
-    assert [target for target in links(page) if leads_nowhere(page, target)] == ["#d", "z.png"]

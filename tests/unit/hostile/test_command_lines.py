@@ -60,44 +60,6 @@ def test_any_value_of_any_field_is_taken_or_refused_in_one_line(option, value):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--log.run-dir", "a\0b"],
-        ["--checkpoint.dir", "../../x"],
-        ["--no.such-key", "1"],
-        ["--model", "!!python/object/apply:os.system [true]"],
-        ["--train.steps", "__import__('os').system('true')"],
-        ["--train.steps", "1" * 5000],
-        ["--mesh", "fsdp=" + "9" * 5000],
-        ["--train.remat", "save:" + "q," * 100_000],
-    ],
-)
-def test_what_no_field_can_mean_is_refused(tmp_path, monkeypatch, words):
-    monkeypatch.chdir(tmp_path)
-    with harmless(tmp_path):
-        code, said = outcome(["demo", *words])
-    assert is_one_error(code, said)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../demo",
-        "..demo",
-        "demo;import os",
-        "a.b\0c",
-        "json",
-        "x" * 10_000,
-        ".".join("x" * 2000),
-    ],
-)
-def test_a_recipe_that_is_none_is_refused_by_its_name(name):
-    code, said = outcome([name])
-    assert is_one_error(code, said) and said.startswith("error: recipe=")
-
-
-@pytest.mark.parametrize(
     ("source", "said"),
     [
         ("config = 7", "must expose `config`"),

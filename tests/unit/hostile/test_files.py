@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import shutil
 import struct
@@ -272,123 +271,6 @@ def test_any_value_in_a_saved_section_is_refused_or_fits_its_field(tmp_path, sec
     with harmless(tmp_path):
         cfg = config_from_dict(values)
         assert type(getattr(getattr(cfg, section), name)) is not list
-
-
-def tensors(*shape: int, begin: int = 0, end: int = 48) -> bytes:
-    """Return a file of one tensor."""
-    where = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    return with_header(json.dumps({"a": where}).encode())
-
-
-# The library refuses each by an error of its own.
-HEADERS = {
-    "a length of 2^63": with_header(b"{}", length=2**63),
-    "offsets past the end": tensors(30, 40, end=4800),
-    "negative offsets": tensors(3, 4, begin=-48, end=0),
-    "a shape that wraps around": tensors(2**62, 4, 12),
-    "a header that is a list": with_header(b"[]"),
-    "a deep header": with_header(b"[" * 100_000),
-    "nothing": b"",
-    "a pickle": PICKLE,
-}
-
-
-@pytest.mark.parametrize("header", HEADERS)
-def test_a_file_with_a_false_header_is_refused_by_its_path(tmp_path, header):
-    """Row 23."""
-    (tmp_path / "model.safetensors").write_bytes(HEADERS[header])
-    said = r"path='.*model\.safetensors': is not a whole"
-    with harmless(tmp_path), pytest.raises(UserError, match=said):
-        read_tensors(tmp_path)
-
-
-@pytest.mark.parametrize("shape", [(0, 2**62), (2**62, 0), (0,)])
-def test_a_tensor_without_elements_is_refused_by_its_shape(tmp_path, shape):
-    """Their product is that of the bytes, so the file is whole."""
-    content = tensors(*shape, end=0).removesuffix(TENSOR.tobytes())
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with harmless(tmp_path), pytest.raises(UserError, match=rf"^a\.shape=\[{shape[0]}"):
-        read_tensors(tmp_path)
-
-
-ROPE = {"rope_type": "linear", "factor": 5e-324}
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        # Divides to infinity; has a negative logarithm, or none.
-        ({"rope_scaling": ROPE}, "^factor="),
-        (
-            {"rope_scaling": {**ROPE, "rope_type": "yarn", "factor": math.exp(-10)}},
-            r"^rope_scaling\.factor=",
-        ),
-        (
-            {"rope_theta": 1, "rope_scaling": {**ROPE, "rope_type": "yarn", "factor": 4}},
-            r"^model\.rope_theta=",
-        ),
-        # No device holds them.
-        ({"rope_theta": 10**4000}, "^rope_theta=1000"),
-        ({"rope_theta": 1e300}, "^rope_theta="),
-        ({"rms_norm_eps": 1e-50}, "^rms_norm_eps="),
-        ({"hidden_size": 10**4000}, "^hidden_size=1000"),
-        (
-            {"max_position_embeddings": 10**20, "rope_scaling": {**ROPE, "factor": 2}},
-            "^max_position_embeddings=",
-        ),
-        # Code of the folder.
-        ({"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}, "^auto_map="),
-    ],
-)
-def test_a_config_that_no_model_has_is_refused_by_its_key(tmp_path, keys, said):
-    """Row 23."""
-    config = json.loads((HF / "llama3" / "config.json").read_text())
-    del config["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    with harmless(tmp_path), pytest.raises(UserError, match=said) as refused:
-        read_config(tmp_path)
-    assert len(str(refused.value)) < 1200
-
-
-@pytest.mark.parametrize(
-    ("name", "read", "said"),
-    [
-        ("config.json", read_config, r"is not JSON .*digits\)$"),
-        (INDEX, weight_files, r"is not JSON .*digits\)$"),
-        ("index.json", read_shards, "is damaged"),
-    ],
-)
-def test_json_too_large_or_with_an_integer_too_long_is_refused_by_its_path(
-    tmp_path, name, read, said
-):
-    """Python reads no integer of more than 4,300 digits."""
-    path = tmp_path / name
-    path.write_text('{"hidden_size": 1%s}' % ("0" * 5000))
-    with harmless(tmp_path), pytest.raises(UserError, match=rf"{name}.* {said}"):
-        read(tmp_path)
-    os.truncate(path, 20_000_000_000)
-    with harmless(tmp_path), pytest.raises(UserError, match=rf"{name}.* has more than [\d,]+ byt"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"999999F0",
-        b"0F999999",
-        b"0F" + b"9" * 100_000,
-        # 10^9 cells, though few of them hold anything.
-        b"0F0\n" * 1000 + b"0F0" + b"," * 1_000_000 + b"0B0",
-        b"0F0" + b"," * 20_000_000,
-        b"\n" * 100_000 + b"0F0",
-        b'"' + b"x" * 200_000,
-    ],
-)
-def test_a_schedule_that_asks_for_too_much_is_refused_at_once(tmp_path, content):
-    (tmp_path / "schedule.csv").write_bytes(content)
-    with harmless(tmp_path), pytest.raises(UserError, match=r"pp\.schedule="):
-        read_csv(tmp_path / "schedule.csv")
 
 
 def test_a_schedule_that_is_no_file_is_refused_at_once_and_a_link_to_one_is_read(tmp_path):

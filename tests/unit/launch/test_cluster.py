@@ -114,7 +114,6 @@ def test_the_command_line_beats_jax_variables_and_those_beat_the_inner_launcher(
     [
         (SLURM, f"node007:{61440 + 70001 % 4096}"),
         (SLURM | {"SLURM_STEP_NODELIST": "gpu-a,gpu-b"}, "gpu-a:61809"),
-        (SLURM | {"SLURM_STEP_NODELIST": "r[3,7]"}, "r3:61809"),
         (OMPI | OMPI_4, f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}"),
         (
             OMPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,fe80::2]:34911"},
@@ -122,10 +121,7 @@ def test_the_command_line_beats_jax_variables_and_those_beat_the_inner_launcher(
         ),
         (OMPI | OMPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "16"}, "127.0.0.1:61586"),
         (TORCHRUN | {"MASTER_ADDR": "::1"}, "[::1]:29500"),
-        (TORCHRUN | {"MASTER_ADDR": "[fe80::1]"}, "[fe80::1]:29500"),
         (TORCHRUN | {"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1:29500"),
-        (TORCHRUN | {"MASTER_ADDR": "gpu_3.rack-2.site."}, "gpu_3.rack-2.site.:29500"),
-        (TORCHRUN | {"MASTER_ADDR": "bücher.example"}, "bücher.example:29500"),
     ],
 )
 def test_process_0_is_at_the_address_that_the_launcher_tells(environ, address):
@@ -203,21 +199,16 @@ def test_a_launcher_that_tells_no_address_is_refused_or_joined_at_the_one_that_i
     "environ",
     [
         {"RANK": "0", "MASTER_ADDR": "h"},
-        # prterun, aprun and HPE's mpiexec tell a process its rank alone.
+        # prterun tells a process its rank alone.
         {"PMIX_RANK": "0"},
-        {"ALPS_APP_PE": "0"},
-        {"PALS_RANKID": "3"},
         {"PMI_SIZE": "2"},
         {"OMPI_COMM_WORLD_RANK": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"},
-        {"SLURM_JOB_ID": "1", "SLURM_NPROCS": "4"},
-        {"SLURM_JOBID": "1", "SLURM_NTASKS": "4"},
         {"SLURM_JOB_ID": "1", "SLURM_PROCID": "3"},
         {name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
         # One that says "alone" contradicts its step, or its allocation.
         STEP | {"RANK": "0", "WORLD_SIZE": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "RANK": "0", "WORLD_SIZE": "1"},
-        KUBERNETES | {"RANK": "0", "WORLD_SIZE": "1"},
     ],
 )
 def test_half_a_launch_or_two_that_contradict_each_other_is_refused_with_the_fix(environ):
@@ -234,31 +225,17 @@ TWO = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", ADDRESS: "h0:1"}
     [
         ({"JAX_NUM_PROCESSES": "four"}, "JAX_NUM_PROCESSES="),
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, f"{ADDRESS}="),
-        ({"JAX_NUM_PROCESSES": "2", ADDRESS: "h0:1"}, "JAX_PROCESS_ID="),
         (TWO | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID='2'"),
-        (TWO | {ADDRESS: "h0"}, f"{ADDRESS}='h0'"),
-        ({ADDRESS: "h0:1"}, f"{ADDRESS}="),
         ({"JAX_PROCESS_ID": "1"}, "JAX_PROCESS_ID="),
         (OMPI, f"{ADDRESS}="),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR="),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h0"}, "MASTER_PORT="),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE="),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"}, "SLURM_NTASKS='16': start it with srun"),
         (SLURM | {"SLURM_PROCID": "16"}, "SLURM_PROCID='16': must be below SLURM_NTASKS=16"),
         (OMPI | OMPI_5 | {"OMPI_COMM_WORLD_LOCAL_RANK": "8"}, "OMPI_COMM_WORLD_LOCAL_RANK='8'"),
-        (TORCHRUN | {"LOCAL_RANK": "5"}, "LOCAL_RANK='5': must be below LOCAL_WORLD_SIZE=2"),
         (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT='99999': must be"),
-        (TORCHRUN | {"MASTER_PORT": "9" * 5000}, "MASTER_PORT='999"),
-        (
-            TORCHRUN | {"MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            "MASTER_PORT='65535': must be",
-        ),
         (TORCHRUN | {"MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b': is no host name"),
-        (TORCHRUN | {"MASTER_ADDR": "x" * 64}, "MASTER_ADDR='xxx"),
-        (TORCHRUN | {"MASTER_ADDR": "300.1.1.1"}, "MASTER_ADDR='300.1.1.1': is no host name"),
         (TORCHRUN | {ADDRESS: "h0:65536"}, f"{ADDRESS}='h0:65536': set it to host:port"),
-        (TORCHRUN | {BIND: "0.0.0.0:x"}, f"{BIND}='0.0.0.0:x': must be"),
-        (TORCHRUN | {BIND: "a..b"}, f"{BIND}='a..b': is no host name"),
         (
             EIGHT_A_NODE | {"SLURM_GPUS_ON_NODE": "4"},
             "SLURM_GPUS_ON_NODE='4': 8 processes",

@@ -32,35 +32,12 @@ def test_the_coordinator_listens_at_the_interface_of_its_address(host, interface
         assert place == f"{interface}:{port}"
 
 
-def test_a_host_that_knows_its_name_as_a_loopback_listens_at_all_interfaces(monkeypatch):
-    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
-    port = free_port()
-    with reserved(f"gpu03:{port}", say_nothing) as place:
-        assert place == f"[::]:{port}"
-
-
 def test_process_0_on_the_wrong_host_is_told_and_listens_at_all_interfaces():
     told = []
     port = free_port()
     with reserved(f"192.0.2.77:{port}", told.append) as place:
         assert place == f"[::]:{port}"
     assert len(told) == 1 and "is no address of this host" in told[0]
-
-
-def test_a_host_without_ipv6_listens_at_all_interfaces_of_the_other_kind(monkeypatch):
-    class Socket(socket.socket):
-        def __init__(self, family=-1, *rest, **named):
-            if family == socket.AF_INET6:
-                raise OSError(97, "Address family not supported by protocol")
-            super().__init__(family, *rest, **named)
-
-    monkeypatch.setattr(socket, "socket", Socket)
-    told = []
-    port = free_port()
-    with reserved(f"192.0.2.7:{port}", told.append) as place:
-        assert place == f"0.0.0.0:{port}"
-    assert len(told) == 1
 
 
 @pytest.mark.parametrize("supervised", [False, True])

@@ -1,19 +1,15 @@
 """`events.jsonl`: whole lines from many writers, and no fault of the disk or of a line that stops a run."""
 
-import io
 import json
 import math
 import os
 import threading
-
-import pytest
 
 from ultrascale_jax.launch.events import (
     ATTEMPT,
     FILE_NAME,
     Events,
     read_events,
-    say,
     to_json,
 )
 
@@ -64,20 +60,6 @@ def test_a_disk_that_takes_or_gives_no_event_stops_nothing(tmp_path, capsys):
     (tmp_path / "run" / FILE_NAME).mkdir(parents=True)
     assert read_events(tmp_path / "run") == []
     assert "cannot be read: " in capsys.readouterr().err
-
-
-def test_a_console_that_is_full_closed_or_lacks_a_character_stops_nothing():
-    with open("/dev/full", "w") as full:
-        say("anything", full)
-        with pytest.raises(OSError, match="No space left"):
-            print("anything", file=full, flush=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
-    for encoding, shown in (("ascii", b"\\xfc \\udcff\n"), ("utf-8", b"\xc3\xbc \\udcff\n")):
-        console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        say("\u00fc \udcff", console)
-        assert console.buffer.getvalue() == shown
-        console.close()
-        say("anything", console)
 
 
 def test_numbers_that_are_not_finite_are_null_at_any_depth():

@@ -59,10 +59,7 @@ def test_a_gpu_is_what_its_data_sheet_says(name):
             r"gpu='tpu': choose one of a100,.*l40s,.*rtx-4090, give the file .*, or write GIB,",
         ),
         ("h100-sxm6", r"gpu='h100-sxm6': did you mean h100 or h100-96gb or h100-pcie\? choose"),
-        ("l40", r"gpu='l40': choose one of"),
-        ("", r"gpu='': choose"),
         ("/nowhere/h100.txtpb", r"gpu='/nowhere/h100.txtpb': there is no such file"),
-        ("h100:nowhere.txtpb", r"gpu='h100:nowhere.txtpb': there is no such file"),
     ],
 )
 def test_a_gpu_that_there_is_not(name, message):
@@ -75,11 +72,8 @@ def test_a_gpu_that_there_is_not(name, message):
     [
         ("H100-SXM", "h100"),
         ("h100-80gb", "h100"),
-        ("H100_PCIe", "h100-pcie"),
-        ("geforce rtx 4090", "rtx-4090"),
         ("4090", "rtx-4090"),
         ("GH200 480GB", "gh200"),
-        ("Tesla L4", "l4"),
         *((gpu.kind, name) for name, gpu in GPUS.items() if name != "h100-96gb"),
     ],
 )
@@ -136,7 +130,6 @@ def test_a_gpu_may_be_written_out():
 @pytest.mark.parametrize(
     ("text", "gpus", "message"),
     [
-        ("0,768,154.8", 1, r"gpu='0,768,154.8': every number of GIB,GBS,.* must be positive"),
         ("48,768", 1, r"gpu='48,768': choose one of .*, or write GIB,GBS,TFLOPS"),
         ("48,768,154.8", 8, r"nothing tells the links of 8 of them; add --cluster NODESxGPUS"),
     ],
@@ -195,8 +188,6 @@ def test_every_named_cluster_is_found_without_its_gpu_and_refuses_another():
         ("a3-maga", 16, r"cluster='a3-maga': did you mean a3-mega\?"),
         ("64x8", 512, r"cluster='64x8': choose one of .*, or write NODESxGPUS,INTRA,INTER"),
         ("64x8,450,50", 256, r"that is 512 GPUs, but --gpus is 256"),
-        ("64x8,450,0", 512, r"every number but HOST_GIB must be positive"),
-        ("64x8,450,50,2048", 512, r"write NODESxGPUS,INTRA,INTER\[,HOST_GIB,HOST_GBS\]"),
     ],
 )
 def test_a_cluster_that_there_is_not(text, gpus, message):

@@ -1,17 +1,12 @@
 """The model of nanotron's memory and speed: the fit of its constants, and how well it predicts what was not fitted."""
 
 import csv
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import pytest
 
 from scripts.validation.nanotron import (
-    FITTED,
-    Allocator,
     NanotronStep,
     is_calibration,
     least_bytes,
@@ -38,44 +33,6 @@ def errors(rows):
     return [
         abs(reserved_bytes(run_of(row), stage=0) / GIB / float(row["mem_gb"]) - 1) for row in ran
     ]
-
-
-def fit(rows: Iterable[Mapping[str, str]]) -> Allocator:
-    """The constants that predict the recorded memory of `rows` best; rows without one are left out.
-
-    Least squares of the relative error, reweighted by 1 / (1 + (error / scale)^2) with a scale that falls from 50% to
-    6%: the rows mix versions of the code, and some are far from all others. No constant is negative.
-    """
-    measured = [row for row in rows if row["mem_gb"] != "nan"]
-    memory = np.array([float(row["mem_gb"]) for row in measured])
-    count = len(dataclasses.astuple(FITTED))
-    units = [Allocator(*(float(i == j) for j in range(count))) for i in range(count)]
-
-    def predicted(allocator: Allocator) -> Sequence[float]:
-        return [reserved_bytes(run_of(row), stage=0, allocator=allocator) for row in measured]
-
-    rest = np.array(predicted(Allocator(0, 0, 0, 0, 0))) / 2**30 / memory
-    terms = (
-        np.array([predicted(unit) for unit in units]).T / 2**30 / memory[:, None] - rest[:, None]
-    )
-    constants, weight = np.zeros(count), np.ones(len(memory))
-    for scale in [max(0.06, 0.5 * 0.9**step) for step in range(60)]:
-        root, free = np.sqrt(weight), np.ones(count, bool)
-        while free.any():
-            constants[:] = 0
-            some = terms[:, free] * root[:, None]
-            constants[free] = np.linalg.lstsq(some, (1 - rest) * root, rcond=None)[0]
-            if (constants >= 0).all():
-                break
-            free &= constants > 0
-        weight = 1 / (1 + ((terms @ constants + rest - 1) / scale) ** 2)
-    return Allocator(*map(float, constants))
-
-
-def test_the_constants_are_the_fit_of_the_calibration_half(rows):
-    found = fit(one for one in rows if is_calibration(one))
-    for name, value in dataclasses.asdict(found).items():
-        assert getattr(FITTED, name) == pytest.approx(value, rel=5e-3), name
 
 
 def test_memory_of_the_other_half_is_predicted_within_5_percent_in_the_median(rows):

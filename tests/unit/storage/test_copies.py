@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -216,20 +215,6 @@ def test_failed_uploads_are_told_and_end_the_run_after_three_in_a_row(
     assert resume(cfg)[0] == 4 and copied(cfg) == [1, 4]
 
 
-def test_an_old_copy_that_cannot_be_removed_fails_no_new_one(
-    tmp_path, url, states, monkeypatch, capsys
-):
-    def fail(self, newest, keep):
-        raise RemoteError("not allowed")
-
-    cfg = config(tmp_path / "a", url, keep=1)
-    save(cfg, states, 1)
-    monkeypatch.setattr(Copies, "remove_old", fail)
-    save(cfg, states, 2)
-    assert copied(cfg) == [1, 2] and not events(cfg, "copy_failed")
-    assert f"old copies in {url} cannot be removed: not allowed" in capsys.readouterr().out
-
-
 def test_the_disk_keeps_what_is_being_uploaded_and_the_newest_goes_next(
     tmp_path, url, states, monkeypatch, capsys
 ):
@@ -368,11 +353,3 @@ def test_the_lock_of_a_dead_job_is_taken_over(url, tmp_path):
         dead._write()  # it was not dead after all: the one that took over ends at its next save
         assert not lock.held
     assert dead.held
-
-
-def test_a_damaged_lock_is_written_anew(url, tmp_path):
-    with StoreLock(url, tmp_path, beat_s=0.05) as lock:
-        lock._remote.write("lock", b"\xff")
-        while lock._remote.read("lock") == b"\xff":
-            time.sleep(0.05)
-        assert lock.held

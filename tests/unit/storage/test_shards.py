@@ -15,8 +15,7 @@ from ultrascale_jax.data import remote_shards, tokenizing
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.remote_shards import open_remote
 from ultrascale_jax.data.sources import open_sources
-from ultrascale_jax.data.tokenizer import train_bpe
-from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused, matching
+from ultrascale_jax.storage.remote import Remote, RemoteError, matching
 
 TEXTS = [f"document {number} of a few words" for number in range(30)]
 
@@ -67,19 +66,6 @@ def test_shards_go_to_a_bucket_and_come_back(shards, tmp_path, capsys):
     assert len(remote.tokens) > 3
     # From a folder they are the same data: a run may go on with either.
     assert corpus(f"tokens:{folder}").fingerprint == remote.fingerprint
-
-
-def test_the_tokenizer_beside_the_shards_is_named_by_url(url, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(prepare_data, "tokenize", in_this_process)
-    train_bpe(TEXTS, 270, tmp_path / "tokenizer.json")
-    Remote(url).upload(tmp_path / "tokenizer.json", "own/tokenizer.json")
-    prepared(url, tokenizer=f"{url}/own/tokenizer.json")
-    words = capsys.readouterr().out.split()
-    assert words[words.index("--data.tokenizer") + 1] == f"{url}/tokens/tokenizer.json"
-    remote = corpus(f"tokens:{url}/tokens", f"{url}/tokens/tokenizer.json")
-    assert remote.hashes.size == len(TEXTS)
-    with pytest.raises(UserError, match=r"data.tokenizer=.*there is no such object"):
-        corpus(f"tokens:{url}/tokens", f"{url}/none/tokenizer.json")
 
 
 def test_the_same_command_again_writes_nothing_and_other_shards_are_not_overwritten(
@@ -193,22 +179,3 @@ def test_a_place_without_shards_and_a_disk_without_room_are_refused(shards, monk
     monkeypatch.setattr(remote_shards, "SPARE_BYTES", 1 << 60)
     with pytest.raises(RemoteError, match="no room"):
         read(corpus(f"tokens:{shards}"))
-
-
-def test_a_bucket_that_cannot_be_written_is_refused_before_work(url, monkeypatch):
-    upload_texts(url)
-    monkeypatch.setattr(prepare_data, "tokenize", lambda *_: pytest.fail("work was done"))
-
-    def refuse(self, name, content):
-        raise RemoteRefused(f"{self.url}: access denied")
-
-    monkeypatch.setattr(Remote, "write", refuse)
-    with pytest.raises(RemoteRefused, match="access denied"):
-        prepare_data.prepare(prepare_data.Options(input=f"{url}/in/*", out=f"{url}/tokens"))
-
-
-def test_an_array_record_is_read_from_a_disk_only(url, tmp_path):
-    Remote(url).write("a.array_record", b"x")
-    arguments = [f"--input={url}/*.array_record", f"--out={tmp_path}/out", "--workers=1"]
-    with pytest.raises(SystemExit):
-        prepare_data.main(arguments)

@@ -77,24 +77,8 @@ def on(name: str, cfg: Config = BASE) -> Config:
     return dataclasses.replace(cfg, mesh=mesh, pp=pp, train=train)
 
 
-def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros():
-    cfg, order = on("pp2_interleaved"), ORDERS["pp2_interleaved"]
-    alone = init_state(BASE, mesh_of(BASE)).params
-    state = init_state(cfg, mesh_of(cfg))
-    assert state.params.orders == (order,)
-    for here, expected in zip(
-        jax.tree.leaves(state.params.stacks), jax.tree.leaves(alone.stacks), strict=True
-    ):
-        assert here.sharding.spec[0] == "pp"
-        rows = np.asarray(here)
-        for row, layer in zip(rows, order, strict=True):
-            np.testing.assert_array_equal(row, 0 if layer is None else np.asarray(expected)[layer])
-    np.testing.assert_array_equal(state.params.embed[...], alone.embed[...])
-    np.testing.assert_array_equal(state.params.head[...], alone.head[...])
-
-
-@pytest.mark.parametrize("experts", [None, Experts(num=4, top_k=2, d_ff=32, dense_layers=1)])
-def test_gathered_stages_are_the_model_as_a_whole(experts):
+def test_gathered_stages_are_the_model_as_a_whole():
+    experts = Experts(num=4, top_k=2, d_ff=32, dense_layers=1)
     base = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, experts=experts))
     tokens = np.random.default_rng(0).integers(0, 64, (8, 16)).astype(np.int32)
     positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
@@ -133,12 +117,16 @@ MIXED = dataclasses.replace(
 """Two layers with one feed-forward layer, three with experts."""
 
 
-def test_dense_layers_have_as_few_rows_as_the_fullest_rank_and_experts_one_at_each_position():
+def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros():
+    """Dense layers have as few rows as the fullest rank, and experts one at each position."""
     dense, experts = (0, 1), (None, None, 4, None, None, 2, 3, None)
     cfg = on("pp2_zb_v", MIXED)
     alone = init_state(MIXED, mesh_of(MIXED)).params
     params = init_state(cfg, mesh_of(cfg)).params
     assert params.orders == (dense, experts)
+    assert all(leaf.sharding.spec[0] == "pp" for leaf in jax.tree.leaves(params.stacks))
+    np.testing.assert_array_equal(params.embed[...], alone.embed[...])
+    np.testing.assert_array_equal(params.head[...], alone.head[...])
     for order, stack, first, expected_stack in zip(
         params.orders, params.stacks, (0, 2), alone.stacks, strict=True
     ):

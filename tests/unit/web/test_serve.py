@@ -79,12 +79,8 @@ MISTAKES = [
     ({"mesh.tp": "3"}, "mesh", "3 does not divide 64 devices"),
     ({"mesh.fsdp": "-1", "mesh.dp": "-1"}, "mesh.fsdp", "only one axis may be -1"),
     ({"gpus": "many"}, "gpus", "must be a whole number"),
-    ({"gpus": "1" * 13}, "gpus", "must be a whole number"),
-    ({"gpus": "\u0661"}, "gpus", "must be a whole number"),
-    ({"data.seq_len": "999999999999"}, "data.seq_len", "must be at most"),
     ({"train.microbatches": "7"}, "train.global_batch", "must be divisible by"),
     ({"train.remat": "save:secrets"}, "train.remat", "'secrets' is none of"),
-    ({"data.document_mask": "True"}, "data.document_mask", "must be one of off, on"),
     ({"gpu": "a100", "train.precision": "fp8"}, "precision", "fp8"),
     ({"cluster": "p5", "gpu": "b200"}, "cluster", "its GPUs are h100, not b200"),
     # What reads a file, or runs it, where a command line names it.
@@ -93,7 +89,6 @@ MISTAKES = [
     ({"cluster": "/etc/passwd"}, "cluster", "choose one of"),
     ({"pp.schedule": "/etc/passwd.csv", "mesh.pp": "2"}, "pp.schedule", "must be one of"),
     ({"data.source": "tokens:/etc"}, "data.source", "is no field of the page"),
-    ({"__class__": "1"}, "__class__", "is no field of the page"),
     ({"train.remat": "</script><script>"}, "train.remat", "must be none, selective"),
 ]
 
@@ -145,10 +140,3 @@ def test_the_server_answers_the_page():
         assert server.url.endswith("/?token=a-fixed-token")
         assert json.loads(get(server, "/plan?mesh.tp=2")[2])["state"]["mesh.tp"] == "2"
         assert "/static/planner.js" in get(server, "/")[2]
-
-
-def test_a_mistake_of_the_command_line_is_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main("serve debug --port 70000".split())
-    assert stop.value.code == 2
-    assert "port=70000: must be 0 to 65535" in capsys.readouterr().err
