@@ -172,18 +172,40 @@ class AdapterSide(NamedTuple):
     """Whether it is that of all routed experts, which `ep` splits."""
 
 
-def adapter_sides(model: ModelConfig, lora: Lora) -> list[AdapterSide]:
-    """Return the sides of the adapters that `train.lora` gives a model; none without."""
+class AdaptedWeight(NamedTuple):
+    """A weight of a layer that has an adapter, or that of all routed experts."""
+
+    target: Target
+    of: FeedForward | None
+    """Kind of the layers that have it; none: all."""
+    copies: int
+    """Experts that have one each; 1: it is none of theirs."""
+    rows: tuple[int, str]
+    """Their number, and who splits them: the `tensor` group, ZeRO as the `model`'s width, or nobody (`whole`)."""
+    columns: tuple[int, str]
+
+
+def adapted_weights(model: ModelConfig, lora: Lora) -> list[AdaptedWeight]:
+    """Return the weights of a layer to which `train.lora` gives adapters; none without."""
     if not lora.enabled:
         return []
     shape = ModelShape.of(model)
+    targets = lora.targets_of(model)
+    return [AdaptedWeight(name, *base) for name in targets for base in _bases(shape, name)]
+
+
+def adapter_sides(model: ModelConfig, lora: Lora) -> list[AdapterSide]:
+    """Return the sides of the adapters that `train.lora` gives a model; none without."""
     return [
         AdapterSide(
-            kind, copies * lora.rank * size, split == "tensor", split == "model", copies > 1
+            weight.of,
+            weight.copies * lora.rank * size,
+            split == "tensor",
+            split == "model",
+            weight.copies > 1,
         )
-        for target in lora.targets_of(model)
-        for kind, copies, *dims in _bases(shape, target)
-        for size, split in dims
+        for weight in adapted_weights(model, lora)
+        for size, split in (weight.rows, weight.columns)
     ]
 
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from ultrascale_jax import units
 from ultrascale_jax.plan.formulas import costs
-from ultrascale_jax.plan.formulas.parameters import sharded_params, trained_params, weights_of
+from ultrascale_jax.plan.formulas.parameters import (
+    resting_bytes,
+    sharded_params,
+    trained_params,
+    weights_of,
+)
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run
 
@@ -40,14 +45,13 @@ class Checkpoint:
 
 def checkpoint(run: Run, gpu: Gpu, storage_gbs: float | None = None) -> Checkpoint:
     """Predict a save of `run`; `storage_gbs` is what all hosts write together, in 1e9 bytes a second."""
-    width, weights = 4 + run.moment_bytes, weights_of(run)
-    total = width * (run.adapter_params or run.shape.num_params)
+    weights, shape = weights_of(run), run.shape
     norms = 0 if run.adapter_params else weights.vectors
-    copied = width * (trained_params(run, weights) + norms)
-    saved = 4 - run.weight_bytes
-    tables = run.shape.vocab_size * run.shape.d_model * (1 if run.shape.tied_embeddings else 2)
-    total -= saved * (run.shape.num_params - tables)
-    copied -= saved * sharded_params(run, weights, tables=False)
+    every, part = run.adapter_params or shape.num_params, trained_params(run, weights) + norms
+    total, copied = run.moment_bytes * every, run.moment_bytes * part
+    matrices = shape.num_params - shape.embedding_params - shape.vector_params
+    total += resting_bytes(run, every, matrices)
+    copied += resting_bytes(run, part, sharded_params(run, weights, tables=False))
     return Checkpoint(
         total_bytes=int(total),
         gpu_bytes=int(copied),

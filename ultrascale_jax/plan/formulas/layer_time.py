@@ -2,17 +2,27 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
+from ultrascale_jax.config.lora import ROUTED
 from ultrascale_jax.kernels.document_classes import class_segments
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas import experts as experts_of
 from ultrascale_jax.plan.formulas.activations import layer_of
 from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.hardware import Cluster
+from ultrascale_jax.plan.model_shape import adapted_weights
 from ultrascale_jax.plan.workload import Run, group
 
 type Product = tuple[float, float, float, float]
 """Rows, columns and contracted dim of a matrix product, and how many of it."""
+
+
+type Gives = Literal["result", "input", "weight"]
+"""A product of the forward pass, or the gradient of its input or of its weight."""
+
+PARTS = {"o_proj": "out", "gate_proj": "up", "up_proj": "up", "down_proj": "down"}
+"""A target of `train.lora` to the part of `LayerTime.products` that it adds to; the others make queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +31,19 @@ class Passes:
 
     products: dict[str, float]
     """Matrix products of the forward pass, by part."""
-    backward_products: float
-    """Half of them for the input gradient, half for the weight gradient."""
+    input_gradients: float
+    """Products of the backward pass that give the gradients of inputs."""
+    weight_gradients: float
+    """Those that give the gradients of weights; with adapters of theirs alone."""
     attention: float
     attention_backward: float
     traffic: float
     """Memory traffic of both passes, a third of it of the forward pass."""
+
+    @property
+    def backward_products(self) -> float:
+        """Time of the matrix products of the backward pass."""
+        return self.input_gradients + self.weight_gradients
 
     @property
     def forward(self) -> float:
@@ -52,13 +69,17 @@ class LayerTime:
     @functools.cached_property
     def passes(self) -> Passes:
         """Passes of one micro-batch through a mean layer."""
-        products = self.products()
-        return Passes(
-            {name: self.gemms(shapes, backward=False) for name, shapes in products.items()},
-            sum(self.gemms(shapes, backward=True) for shapes in products.values()),
-            *self.attention(),
-            self.traffic(),
-        )
+        base, adapters = self.products(), self.adapters()
+        every = {name: self.gemms(shapes, "result") for name, shapes in base.items()}
+        inputs = sum(self.gemms(shapes, "input") for shapes in base.values())
+        weights = sum(self.gemms(shapes, "weight") for shapes in base.values())
+        if adapters:
+            weights = 0.0
+        for name, shapes in adapters.items():
+            every[name] += self.gemms(shapes, "result", fp8=False)
+            inputs += self.gemms(shapes, "input", fp8=False)
+            weights += self.gemms(shapes, "weight", fp8=False)
+        return Passes(every, inputs, weights, *self.attention(), self.traffic())
 
     def products(self) -> dict[str, list[Product]]:
         """Return the matrix products of a mean layer's forward pass, by part."""
@@ -75,6 +96,25 @@ class LayerTime:
             found[part + "down"] = [
                 (rows, shape.d_model, width, count) for rows, width, count in layers
             ]
+        return found
+
+    def adapters(self) -> dict[str, list[Product]]:
+        """Return the products of a mean layer's adapters, by the part to whose results theirs are added."""
+        run, share, found = self.run, self.shape.expert_share, dict[str, list[Product]]()
+        shares = {"mlp": 1 - share, "moe": share, None: 1.0}
+        for weight in adapted_weights(self.shape, run.lora):
+            name = weight.target.removeprefix(ROUTED)
+            part = "routed " * (name != weight.target) + PARTS.get(name, "qkv")
+            rows, count = float(run.tokens), shares[weight.of]
+            if weight.copies > 1:
+                rows = experts_of.gemm_rows(run)
+                count *= experts_of.num_chunks(run) * weight.copies / self.mesh.ep
+            into, out = (
+                size / (self.tensor.ranks if split == "tensor" else 1)
+                for size, split in (weight.rows, weight.columns)
+            )
+            rank = run.lora.rank
+            found.setdefault(part, []).extend([(rows, rank, into, count), (rows, out, rank, count)])
         return found
 
     def queries(self) -> list[Product]:
@@ -111,13 +151,14 @@ class LayerTime:
         count = experts_of.num_chunks(self.run) * experts.num / self.mesh.ep
         return [(experts_of.gemm_rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
 
-    def gemms(self, shapes: list[Product], *, backward: bool, fp8: bool = True) -> float:
-        """Return the products of a forward pass, or the two for each of the backward pass."""
-        seconds, dtype = 0.0, self.run.precision
+    def gemms(self, shapes: list[Product], gives: Gives, *, fp8: bool = True) -> float:
+        """Time the products of a forward pass, or as many of the backward pass."""
+        dtype = self.run.precision
         dtype = "bf16" if dtype == "fp8" and not fp8 else dtype
+        seconds = 0.0
         for m, n, k, count in shapes:
-            orders = ((m, k, n), (k, n, m)) if backward else ((m, n, k),)
-            seconds += count * sum(costs.gemm_seconds(self.gpu, *order, dtype) for order in orders)
+            sizes = {"result": (m, n, k), "input": (m, k, n), "weight": (k, n, m)}[gives]
+            seconds += count * costs.gemm_seconds(self.gpu, *sizes, dtype)
         return seconds
 
     def attention(self) -> tuple[float, float]:
@@ -160,7 +201,8 @@ class LayerTime:
         """Time norms, residual sums, rotary embeddings, activation functions, sorting rows; forward and backward.
 
         In fp8 twice: what XLA compiles to cast inputs and gradients of the products in both orientations moves 8 bytes
-        a value, 26 passes of d_model and 12 of d_ff. In float32 twice as many bytes.
+        a value, 26 passes of d_model and 12 of d_ff. In float32 twice as many bytes. The results of adapters are added
+        to the base's, and so are the gradients of their inputs, in three passes each.
         """
         shape, moe = self.shape, self.shape.expert_share
         d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
@@ -170,6 +212,8 @@ class LayerTime:
         if shape.qk_norm != "none":
             heads = shape.num_heads + shape.num_kv_heads
             width += self.overheads.norm_passes * heads * shape.head_dim
-        passes = width / self.tensor.ranks * (1 if self.run.precision == "bf16" else 2)
-        size = 2 * passes * self.run.tokens + moe * experts_of.traffic_bytes(self.run)
-        return costs.memory_seconds(self.gpu, size)
+        values = width / self.tensor.ranks * self.run.tokens
+        for shapes in self.adapters().values():
+            values += 3 * sum(m * n * k * count for m, n, k, count in shapes) / self.run.lora.rank
+        size = values * (2 if self.run.precision == "bf16" else 4)
+        return costs.memory_seconds(self.gpu, size + moe * experts_of.traffic_bytes(self.run))

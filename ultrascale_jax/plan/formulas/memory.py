@@ -26,6 +26,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     Weights,
     expert_matrices,
     layer_params,
+    resting_bytes,
     sharded_params,
     trained_params,
     weights_of,
@@ -121,8 +122,8 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
     """
     trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
-    saved = (4 - run.weight_bytes) * sharded_params(run, weights, tables=False)
-    parameters = {"master parameters": 4 * (trained + weights.vectors) - saved}
+    matrices = sharded_params(run, weights, tables=False)
+    parameters = {"master parameters": resting_bytes(run, trained + weights.vectors, matrices)}
     if run.adapter_params or run.reference:
         width = 4 if run.precision == "fp32" else 2
         frozen = width * sharded_params(run, weights)

@@ -107,6 +107,12 @@ def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
     return dense / run.shards + weights.experts / (run.mesh.fsdp * run.mesh.cp)
 
 
+def resting_bytes(run: Run, trained: float, matrices: float) -> float:
+    """Count the bytes of so many trained parameters between steps, which are float32 but for `matrices` of the layers,
+    of which `optim.weight_dtype` says it."""
+    return 4 * trained - (4 - run.weight_bytes) * matrices
+
+
 def trained_params(run: Run, weights: Weights) -> float:
     """Count the matrix parameters with gradients that one GPU keeps: all, or those of adapters.
 

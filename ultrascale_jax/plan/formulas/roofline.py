@@ -92,7 +92,7 @@ def _product(time: LayerTime, name: str, shapes: list[Product]) -> Operation:
         flops=sum(2 * m * n * k * count for m, n, k, count in shapes),
         moved=sum(count * (width * (m * k + k * n) + result * m * n) for m, n, k, count in shapes),
         precision=precision,
-        seconds=time.gemms(shapes, backward=False),
+        seconds=time.gemms(shapes, "result"),
     )
 
 

@@ -7,6 +7,7 @@ hide, and the optimizer. The machine is in `hardware.py` and `costs.py`, what th
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale_jax.config import Split, require_type
@@ -26,6 +27,7 @@ from ultrascale_jax.plan.formulas.framework import (
 )
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, host_moments
+from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Group, Run, group, of_sizes
@@ -42,6 +44,8 @@ class Params(NamedTuple):
     """GPUs that share them."""
     width: int
     """Bytes of one as ZeRO-3 gathers it: 1 of a dense layer's in fp8, which are cast before."""
+    trained: float
+    """Number of parameters that have gradients: as many, or those of the adapters to them."""
 
 
 def estimate(run: Run, cluster: Cluster, *, peak_bytes: int | None = None) -> StepPrediction:
@@ -55,6 +59,16 @@ def estimate(run: Run, cluster: Cluster, *, peak_bytes: int | None = None) -> St
         cluster.check_size(run.num_gpus, f"the run's mesh {run.mesh.text}")
     peak = breakdown(run).peak_bytes if peak_bytes is None else peak_bytes
     return Step(run, cluster).predict(peak)
+
+
+def update_bytes(run: Run, matrices: float, tables: float) -> float:
+    """Count the bytes that the optimizer reads and writes for so many parameters in layers, and in tables.
+
+    Parameter, float32 gradient and both moments are read; parameter and moments are written, and a bfloat16 copy of a
+    parameter that rests in float32.
+    """
+    width = 8 if run.weight_bytes == 2 else 14
+    return width * matrices + 14 * tables + 2 * run.moment_bytes * (matrices + tables)
 
 
 class Step:
@@ -187,7 +201,7 @@ class Step:
         """
         run, counts = self.run, pipeline.counts(self.run)
         m, rank_s = run.microbatches, run.rank_layers * layer_s
-        passes, weight = self.passes, self.passes.backward_products / 2
+        passes, weight = self.passes, self.passes.weight_gradients
         times = passes.forward, passes.backward - weight + self.mean(Step.recomputed), weight
         f, b, w = (rank_s * part / sum(times) for part in times)
         chunks = {"F": f, "B": b if self.splits_backward else b + w, "W": w}
@@ -239,10 +253,11 @@ class Step:
         stays &= self.mesh.cp == 1 or self.mesh.sp == 1
         head = shape.vocab_size * shape.d_model / n
         width = layer_of(self.run).width
-        tables = [Params(head if shape.tied_embeddings else 2 * head, self.shards, width)]
+        tables = [self.params(head if shape.tied_embeddings else 2 * head, width)]
         size = 2 * self.run.tokens * shape.d_model / self.mesh.sp
-        looked_up = 2 * self.collective("all-to-all", size, self.shards) if stays else 0.0
-        gathered = [Params(head, self.shards, width)] if stays else tables
+        passes = 1 if self.run.lora.enabled else 2  # a frozen embedding has no gradient
+        looked_up = passes * self.collective("all-to-all", size, self.shards) if stays else 0.0
+        gathered = [self.params(head, width)] if stays else tables
         return {
             "matrix products": forward + backward,
             "memory traffic": self.accumulation(tables),
@@ -255,7 +270,12 @@ class Step:
         shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, D, 1 + shape.mtp_layers)]
         if shape.mtp_layers:
             shapes.append((self.run.tokens / self.mesh.sp, D, 2 * D, shape.mtp_layers))
-        return self.layer_time.gemms(shapes, backward=backward, fp8=False)
+        if not backward:
+            return self.layer_time.gemms(shapes, "result", fp8=False)
+        inputs = self.layer_time.gemms(shapes, "input", fp8=False)
+        if self.run.lora.enabled:
+            return inputs
+        return inputs + self.layer_time.gemms(shapes, "weight", fp8=False)
 
     @of_sizes
     def loss(self) -> float:
@@ -267,14 +287,15 @@ class Step:
         chunks, _ = loss_chunks(self.run)
         logits = self.run.tokens * self.shape.vocab_size / self.tensor.ranks
         table = self.shape.d_model * self.shape.vocab_size / self.tensor.ranks
-        size = logits * self.overheads.logit_bytes + 8 * table * (chunks if chunks > 1 else 0)
+        sums = 8 * table * chunks * (chunks > 1 and not self.run.lora.enabled)
+        size = logits * self.overheads.logit_bytes + sums
         return costs.memory_seconds(self.gpu, losses * size)
 
     def accumulation(self, params: list[Params]) -> float:
         """Time adding one micro-batch's bfloat16 gradients to those in float32, of a shard in ZeRO-2 and 3."""
         if self.run.microbatches == 1:
             return 0.0
-        counts = (p.count / (p.ranks.ranks if self.run.zero > 1 else 1) for p in params)
+        counts = (p.trained / (p.ranks.ranks if self.run.zero > 1 else 1) for p in params)
         return costs.memory_seconds(self.gpu, 10 * sum(counts))
 
     def recomputed(self) -> float:
@@ -423,11 +444,20 @@ class Step:
         whole = shape.attention_matrices[2] + router + shape.join_params / shape.layers
         dense = whole + (shape.dense_params / shape.layers - whole) / n
         layer = layer_of(self.run)
-        found = [Params(dense, self.shards, layer.input_width)]
+        found = [self.params(dense, layer.input_width)]
         if shape.routed_params:
             routed = shape.routed_params / shape.layers / n / self.mesh.ep
-            found.append(Params(routed, self.group(*SHARDED[1]), layer.width))
+            found.append(self.params(routed, layer.width, self.group(*SHARDED[1])))
+        if self.run.lora.enabled:
+            whole = replace(self.run, zero=0)
+            adapters = trained_params(whole, weights_of(whole)) / self.run.rank_layers
+            found[0] = found[0]._replace(trained=adapters)
         return found
+
+    def params(self, count: float, width: int, ranks: Group | None = None) -> Params:
+        """Return parameters that ZeRO shards over `ranks`, trained if there are no adapters."""
+        trained = 0.0 if self.run.lora.enabled else count
+        return Params(count, ranks or self.shards, width, trained)
 
     def parameters(self, params: list[Params], forward: float, backward: float) -> float:
         """Time gathering parameters twice (ZeRO-3) and scattering gradients (ZeRO-2 and 3), beyond that much work."""
@@ -463,8 +493,9 @@ class Step:
         zero, width, gather, scatter = self.run.zero, layer_of(self.run).width, 0.0, 0.0
         together = GATHER_TOGETHER in self.run.lowering.xla_options
         pieces = 1 if together else self.overheads.gathers
-        for count, ranks, own in params if zero >= 2 else ():
-            scatter += self.collective("reduce-scatter", width * count, ranks)
+        for count, ranks, own, trained in params if zero >= 2 else ():
+            if trained:
+                scatter += self.collective("reduce-scatter", width * trained, ranks)
             if zero == 3:
                 gather += pieces * self.collective("all-gather", own * count / pieces, ranks)
         return gather, scatter
@@ -501,19 +532,19 @@ class Step:
         run, shape, mesh = self.run, self.shape, self.mesh
         tables = 1 if shape.tied_embeddings else 2
         table = tables * shape.vocab_size * shape.d_model / self.tensor.ranks / mesh.pp
-        reduce = scatter = gather = kept = 0.0
-        for (count, shards, _), axes in zip(self.layer_params, SHARDED, strict=False):
-            count = count * layers + (table if axes == SHARDED[0] else 0.0)
-            owned = count / (shards.ranks if run.zero else 1)
+        reduce = scatter = gather = traffic = 0.0
+        for (count, shards, _, trained), axes in zip(self.layer_params, SHARDED, strict=False):
+            parts = shards.ranks if run.zero else 1
+            head = table if axes == SHARDED[0] else 0.0
+            trained_head = 0.0 if run.lora.enabled else head
+            summed = trained * layers + trained_head
             whole = self.group("dp", *(() if run.zero else axes))
-            reduce += self.summed("all-reduce", 4 * owned, whole)
-            kept += owned
+            reduce += self.summed("all-reduce", 4 * summed / parts, whole)
+            traffic += update_bytes(run, trained * layers, trained_head) / parts
             if run.zero == 1:
-                scatter += self.summed("reduce-scatter", 4 * count, shards)
+                scatter += self.summed("reduce-scatter", 4 * summed, shards)
             if run.zero in (1, 2):
-                gather += self.gathered(2 * count, shards)
-        # Parameter, float32 gradient and both moments: read; all but the gradient and a bfloat16 copy: written.
-        traffic = kept * (6 + 2 * run.weight_bytes + 2 * run.moment_bytes)
+                gather += self.gathered(2 * (count * layers + head), shards)
         return {
             "exposed dp": max(0.0, reduce - hidden),
             "exposed fsdp": max(0.0, scatter - hidden) + gather,
