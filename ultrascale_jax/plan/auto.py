@@ -189,9 +189,8 @@ def _nothing_fits(
     if not fits_host(run, cluster.gpu):
         return _host_is_short(run, cluster.gpu)
     name = "mesh" if choose_mesh else f"train.{cfg.train.auto[0]}"
-    fix = "take more GPUs, or a smaller data.seq_len"
-    if search.smaller_moments is not None:
-        fix = "take --optim.moment-dtype bfloat16 --optim.stochastic-rounding, more GPUs, or a smaller data.seq_len"
+    fix = ", ".join([*map("take {}".format, search.resorts), "take more GPUs"])
+    fix = f"{fix}, or a smaller data.seq_len" + f"; {search.not_enough}" * bool(search.not_enough)
     if values := _in_the_way(cfg, cluster, choices):
         fix = f"give {values}, which is chosen then"
     elif not choose_mesh:

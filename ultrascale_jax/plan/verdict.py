@@ -13,12 +13,12 @@ SURE, POSSIBLE = 0.91, 1.06
 second does not. Between them only its compiled program tells.
 
 XLA's plans of the programs of docs/planning/*.csv take from 0.95 to 1.095 times the formulas' bytes (without experts to
-1.064), but for experts over 32 and 64 GPUs, from 0.89 to 1.13. The workspaces of cuDNN and cuBLAS, which XLA does not
+1.059), but for experts over 32 and 64 GPUs, from 0.89 to 1.13. The workspaces of cuDNN and cuBLAS, which XLA does not
 count, add up to 2.4% of an H100's memory.
 """
 
 LIKELY = 0.98
-"""A run that needs no more than this share probably fits: with 1.2% for workspaces 53 of the 65 programs of
+"""A run that needs no more than this share probably fits: with 1.2% for workspaces 60 of the 73 programs of
 docs/planning/*.csv over 28 GiB would, at 100% five, at 101% none."""
 
 SETTLES = "`plan compile` settles it"

@@ -4,6 +4,7 @@
 done.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -139,9 +140,7 @@ class Run:
             "remat": train.remat,
             "precision": COUNTED_AS.get(train.precision, train.precision),
             "document_mask": cfg.data.document_mask,
-            "moment_bytes": moment_bytes(cfg.optim),
-            "weight_bytes": weight_bytes(cfg),
-            "host_moment_bytes": host_moment_bytes(cfg.optim),
+            **optimizer_bytes(cfg),
             "lora": train.lora,
             "reference": train.dpo.has_reference,
             "kernels": cfg.kernels,
@@ -264,6 +263,10 @@ class Run:
             vars(made).pop(name, None)
         return made
 
+    def with_optimizer(self, cfg: Config) -> "Run":
+        """Return the run with the optimizer of `cfg`."""
+        return dataclasses.replace(self, **optimizer_bytes(cfg))
+
     @property
     def rank_layers(self) -> int:
         """Layers of one rank of the pipeline, padding included."""
@@ -358,6 +361,15 @@ COUNTED_AS = {"fp16": "bf16", "fp8_rowwise": "fp8", "fp8_block": "fp8"}
 
 fp8 with scales for rows or blocks is a little worse: bfloat16 is gathered, and casts read more.
 """
+
+
+def optimizer_bytes(cfg: Config) -> dict[str, int]:
+    """Return the fields of a run that follow from the optimizer: bytes of a parameter."""
+    return {
+        "moment_bytes": moment_bytes(cfg.optim),
+        "weight_bytes": weight_bytes(cfg),
+        "host_moment_bytes": host_moment_bytes(cfg.optim),
+    }
 
 
 def moment_bytes(optim: OptimConfig) -> int:

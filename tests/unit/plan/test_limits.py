@@ -8,13 +8,8 @@ from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import AUTO, Config, MeshConfig, UserError, with_changes
 from ultrascale_jax.plan.auto import choices_of_mesh, choose_auto
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
-from ultrascale_jax.plan.search.limits import (
-    fewest_gpus,
-    leanest_verdict,
-    longest,
-    longest_on,
-    with_length,
-)
+from ultrascale_jax.plan.search.leanest import leanest_verdict
+from ultrascale_jax.plan.search.limits import fewest_gpus, longest, longest_on, with_length
 from ultrascale_jax.plan.search.ranking import Search
 from ultrascale_jax.plan.verdict import DOES_NOT_FIT, FITS, UNSURE
 

@@ -7,11 +7,13 @@ import pytest
 
 from tests.recipes import pinned
 from ultrascale_jax.cli.plan_commands.words import parse_choices
-from ultrascale_jax.config import SCHEDULES, Split, UserError, offloads
+from ultrascale_jax.config import SCHEDULES, Split, UserError, offloads, with_changes
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.llama3_70b import config as llama3_70b
+from ultrascale_jax.configs.llama32_1b import config as llama32_1b
 from ultrascale_jax.configs.shapes import MIXTRAL_8X7B
+from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.memory import breakdown
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
@@ -323,3 +325,32 @@ def test_the_public_search_gives_the_ranking_with_the_recommended_candidate_firs
 def test_the_public_search_refuses_unknown_fields_and_what_is_never_legal(fixed, message):
     with pytest.raises(UserError, match=message):
         search_meshes(llama3_8b, find_cluster(None, "h100", 8), fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("gib", "says"),
+    [
+        (6, ["not enough: {host} saves 3.6 GiB, {round} saves 2.3 GiB, {round} {weights} saves"]),
+        (8, ["fits with {host}: fsdp2", "may fit with {round}: ", "fits with {round} {weights}: "]),
+        (9, ["fits with {host}: fsdp2", "fits with {round}: sp2"]),
+        (10, ["unsure, 0.111 s a step", "fits with {host}: ", "fits with {round}: fsdp2"]),
+        (14, ["best: fsdp2"]),
+    ],
+)
+def test_a_smaller_state_on_the_gpu_is_named_where_nothing_else_fits_and_never_chosen(gib, says):
+    cfg = with_changes(llama32_1b, mesh=llama32_1b.mesh, global_batch=4)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=2048))
+    cluster = find_cluster(None, "h100", 2)
+    cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=gib))
+    search = Search(cfg, cluster)
+    search.predict()
+    names = {"host": "--optim.offload both", "weights": "--optim.weight-dtype bfloat16"}
+    names["round"] = "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
+    for text in says:
+        assert text.format(**names) in search.answer
+    assert (" with --optim" in search.answer) == any(" with {" in text for text in says)
+    chosen, _ = choose_auto(cfg, cluster, choose_mesh=True, must_fit=False)
+    assert chosen.optim == cfg.optim
+    if search.winner is None:
+        with pytest.raises(UserError, match=r"nothing fits .*--optim\.offload both"):
+            choose_auto(cfg, cluster, choose_mesh=True)

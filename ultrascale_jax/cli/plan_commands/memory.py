@@ -24,12 +24,13 @@ from ultrascale_jax.plan.report.limits import LimitsReport
 from ultrascale_jax.plan.report.memory import Hint, MemoryReport, Section
 from ultrascale_jax.plan.report.mesh import MeshReport
 from ultrascale_jax.plan.report.roofline import RooflineReport
-from ultrascale_jax.plan.search.limits import leanest_verdict
+from ultrascale_jax.plan.search.leanest import leanest_verdict
 from ultrascale_jax.plan.search.ranking import EQUAL
 from ultrascale_jax.plan.search.search_space import (
     pinned,
     with_moments_on_host,
     with_smaller_moments,
+    with_smaller_weights,
 )
 from ultrascale_jax.plan.verdict import DOES_NOT_FIT, FITS
 from ultrascale_jax.plan.workload import Run
@@ -84,7 +85,7 @@ def find_hints(
     """Find the options of a faster run that fits; where `cfg` may not fit, of runs that do, for certain if any does.
 
     The first hint computes the same, if nothing else fits for certain with moments in the host's memory. Another, where
-    it is faster or alone fits for certain, has smaller moments.
+    it is faster or alone fits for certain, has smaller moments, or weights too.
     Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, and then, with
     `meshes`, on any mesh as `plan search` does.
     """
@@ -93,9 +94,10 @@ def find_hints(
         room = _hints(cfg, cfg, cluster, meshes=False)
         return [hint for hint in room if EQUAL * hint.step_s < step.step_s][:1]
     hints: list[Hint] = []
-    for tried in (cfg, with_moments_on_host(cfg), with_smaller_moments(cfg)):
+    for way in (lambda cfg: cfg, with_moments_on_host, with_smaller_moments, with_smaller_weights):
+        tried = way(cfg)
         fitting = any(hint.verdict == FITS for hint in hints)
-        if fitting and tried is not None and tried.optim.offload != cfg.optim.offload:
+        if fitting and way in (with_moments_on_host, with_smaller_weights):
             continue
         candidates = _hints(cfg, tried, cluster, meshes=meshes and not fitting) if tried else ()
         best = _first_fitting(candidates)

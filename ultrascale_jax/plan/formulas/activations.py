@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale_jax.config import Keep, remat_names
+from ultrascale_jax.config.remat import keeps
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas import context, experts
 from ultrascale_jax.plan.workload import Run, of_sizes
@@ -207,14 +208,21 @@ def mtp_saved_bytes(run: Run, layer: Layer) -> float:
 def working_set(run: Run, layer: Layer) -> float:
     """Count the bytes of activations that the backward pass of one layer has in hand at its largest moment.
 
-    In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up; or in attention the
-    scores where they are in memory, value and gradient in float32 and in the type of compute; or a ring's blocks.
+    In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up, and of attention's
+    projection with the gradient that it adds to; or in attention the scores where they are in memory, value and
+    gradient in float32 and in the type of compute; or a ring's blocks. Ranks that exchange heads have queries and
+    result in both layouts, and keys and values.
     """
     a, shape = layer.width, run.shape
     wide = {"none": 2, "selective": 3, "dots": 3}.get(str(run.policy), 4)
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
     mlp = a * ffn * wide
+    places, together = run.ring
+    exchanged = 0.0
+    if places == 1:  # the terms of a ring have these
+        mlp += 2 * a * layer.residual * (not keeps(run.policy, "attn_out"))
+        exchanged = a * (2 * layer.query + 3 * layer.key) * (together > 1)
     mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
@@ -223,6 +231,7 @@ def working_set(run: Run, layer: Layer) -> float:
     return (
         max(mlp, attention)
         + normed
+        + exchanged
         + a * ((2 + gathered) * layer.whole + 2 * layer.residual + 2 * layer.query)
     )
 

@@ -31,7 +31,8 @@ SLOWEST = 3
 """Parts of a step's time that are named."""
 
 NOTHING = (
-    "no mesh, pipeline schedule, micro-batch, ZeRO stage, recomputation, offloading or type of the moments is enough; "
+    "no mesh, pipeline schedule, micro-batch, ZeRO stage, recomputation, offloading, type of moments or of weights is "
+    "enough; "
     "more GPUs, shorter sequences (--explain limits), fp8 and adapters (--train.lora.rank) were not tried"
 )
 """Said where no hint was found: what was tried, and what was not."""

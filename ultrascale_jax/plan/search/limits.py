@@ -1,50 +1,21 @@
 """Find how far a run reaches: the fewest GPUs on which it fits, and the longest sequence.
 
-Both ask many times whether anything fits, which needs no time of a step: on each mesh only the leanest candidates are
-counted, with full recomputation, its inputs on the device or on the host, and the first that fits ends the question.
+Both ask many times whether anything fits, which needs no time of a step (`leanest.py`).
 """
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ultrascale_jax.config import AXES, Config, MeshConfig, UserError
-from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.model_shape import ModelShape, adapter_params
 from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.search.leanest import leanest_verdict, least_gpus
 from ultrascale_jax.plan.search.ranking import Search
-from ultrascale_jax.plan.search.search_space import (
-    INPUTS,
-    Choices,
-    divisors,
-    enumerate_runs,
-    is_tried,
-    meshes,
-    mostly_padded,
-)
-from ultrascale_jax.plan.verdict import (
-    DOES_NOT_FIT,
-    FITS,
-    POSSIBLE,
-    UNSURE,
-    Verdict,
-    by_formula,
-)
-from ultrascale_jax.plan.workload import Run, host_moment_bytes, moment_bytes, weight_bytes
-
-LEANEST: Choices = {
-    "remat": ("full", INPUTS),
-    "stash": ("input",),
-    "schedule": ("1f1b", "interleaved", "afab"),
-    "zero": (0, 2, 3),
-}
-"""Values with which a mesh needs the least memory, where they are free; ZeRO-0 stands for meshes that shard nothing.
-
-With few micro-batches afab may need the least: no tick has forward and backward passes.
-"""
+from ultrascale_jax.plan.search.search_space import Choices
+from ultrascale_jax.plan.verdict import DOES_NOT_FIT, FITS, UNSURE
 
 FARTHEST = 16
 """Numbers of GPUs are tried up to so many times the number whose memory holds the state alone."""
@@ -74,74 +45,6 @@ class Reach:
     step: StepPrediction
 
 
-def leanest_verdict(cfg: Config, cluster: Cluster, choices: Choices) -> Verdict:
-    """Say whether anything within `choices` fits `cluster`."""
-    best: Verdict = DOES_NOT_FIT
-    for mesh in _lean_meshes(cfg, cluster, choices):
-        for run in _leanest(cfg, cluster, choices, mesh):
-            if not fits_host(run, cluster.gpu):
-                continue
-            verdict = by_formula(breakdown(run).peak_bytes, cluster.gpu.usable_bytes)
-            if verdict == FITS:
-                return FITS
-            best = UNSURE if verdict == UNSURE else best
-    return best
-
-
-def _lean_meshes(cfg: Config, cluster: Cluster, choices: Choices) -> list[MeshConfig]:
-    """List the meshes of which one fits if any does, from the simplest.
-
-    `sp` needs no more memory than `tp`, which is left out where the sequence divides; and replicas over `dp` need as
-    much as the others of them alone.
-    """
-    num_gpus, sizes = cluster.num_gpus, dict(choices)
-    experts = cfg.model.experts
-    sizes.setdefault("ep", (1,) if experts is None else divisors(math.gcd(experts.num, num_gpus)))
-    if cfg.data.seq_len % num_gpus == 0:
-        sizes.setdefault("tp", (1,))
-    enough = _least_gpus(cfg, cluster)
-    node = cluster.gpus_per_node
-
-    def is_searched(mesh: MeshConfig) -> bool:
-        far = mesh.ep > node and mesh.cp > 1 and not {"ep", "cp"} <= choices.keys()
-        wide = mesh.tensor > node and not {"sp", "tp"} & choices.keys()
-        return num_gpus // mesh.dp >= enough and not far and not wide
-
-    return sorted(filter(is_searched, meshes(num_gpus, sizes)), key=_simplicity)
-
-
-def _simplicity(mesh: MeshConfig) -> tuple[int, int]:
-    return mesh.dp, sum(size > 1 for size in mesh.sizes.values())
-
-
-def _leanest(cfg: Config, cluster: Cluster, choices: Choices, mesh: MeshConfig) -> Iterator[Run]:
-    """Yield the candidates on `mesh` of which one has the least memory.
-
-    More micro-batches make activations smaller; a single one, or as few as a pipeline takes, needs no sums of gradients
-    or keeps fewer of them in flight.
-    """
-    sizes = divisors(max(cfg.train.global_batch // mesh.batch, 1))
-    fewest = min((size for size in sizes if size >= mesh.pp), default=mesh.pp)
-    lean = {**LEANEST, "microbatches": tuple({fewest, sizes[-1]}), **choices}
-    lean |= {axis: (size,) for axis, size in mesh.sizes.items()}
-    limit = POSSIBLE * cluster.gpu.usable_bytes
-    for run in enumerate_runs(cfg, cluster, lean, AXES, limit_bytes=limit).runs:
-        is_searched = "remat" in choices or is_tried(run, run.remat, cluster)
-        if is_searched and ("pp" in choices or not mostly_padded(run)):
-            yield run
-
-
-def _least_gpus(cfg: Config, cluster: Cluster) -> int:
-    """Return a lower bound of the GPUs that `cfg` may fit: all memory that parameters, moments and gradients take."""
-    shape = ModelShape.of(cfg.model)
-    trained = adapter_params(cfg.model, cfg.train.lora) or shape.num_params
-    moments = moment_bytes(cfg.optim) - host_moment_bytes(cfg.optim)
-    state = (weight_bytes(cfg) + moments + 4) * trained
-    if cfg.train.lora.enabled:
-        state += 2 * shape.num_params
-    return math.ceil(state / (POSSIBLE * cluster.gpu.usable_bytes))
-
-
 def fewest_gpus(
     cfg: Config,
     cluster: Cluster,
@@ -158,7 +61,7 @@ def fewest_gpus(
     Returns:
       Both, none where there is none, each the fastest on its GPUs; and the largest number that was tried.
     """
-    least = _least_gpus(cfg, cluster)
+    least = least_gpus(cfg, cluster)
     unsure: Reach | None = None
     node = cluster.gpus_per_node
     most = node * math.ceil(FARTHEST * least / node)

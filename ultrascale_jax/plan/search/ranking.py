@@ -21,6 +21,7 @@ from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
 from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
+from ultrascale_jax.plan.search.leanest import leanest_verdict
 from ultrascale_jax.plan.search.search_space import (
     INPUTS_AND_ATTENTION,
     OFFLOADED,
@@ -34,7 +35,10 @@ from ultrascale_jax.plan.search.search_space import (
     divisors,
     drawback,
     enumerate_runs,
+    optimizer_options,
+    with_moments_on_host,
     with_smaller_moments,
+    with_smaller_weights,
 )
 from ultrascale_jax.plan.search.split import Judged, fewest_layers, neighbours
 from ultrascale_jax.plan.verdict import (
@@ -74,6 +78,11 @@ SPARED = ("recomputation", "exposed offload", "exposed ep", "bubble")
 
 NEEDLESS = "recomputes without need"
 """The reason of what is left out where less recomputation fits."""
+
+
+RESORTS = (with_moments_on_host,), (with_smaller_moments, with_smaller_weights)
+"""Ways to leave less of the optimizer's state on a GPU, where nothing else fits: those that compute the same, and those
+that round, from the one that rounds the least. They are named, and never chosen."""
 
 
 type Evaluate = Callable[[Config], StepPrediction]
@@ -380,15 +389,23 @@ class Search:
         return min(worth, key=self.token_s, default=None)
 
     @functools.cached_property
-    def smaller_moments(self) -> Candidate | None:
-        """The best with AdamW's moments in bfloat16, where only they make it fit for certain; none otherwise."""
-        cfg = with_smaller_moments(self.cfg)
-        if cfg is None or (self.winner is not None and self.winner.verdict == FITS):
-            return None
-        search = Search(cfg, self.cluster, self._choices)
-        search.predict()
-        best = search.winner
-        return best if best is not None and best.verdict == FITS else None
+    def resorts(self) -> dict[str, Candidate]:
+        """The best with less of the optimizer's state on a GPU, by options, where only so it fits for certain, or may:
+        with moments in the host's memory, which computes the same, and with moments, or weights too, in bfloat16."""
+        ours = DOES_NOT_FIT if self.winner is None else self.winner.verdict
+        enough = {FITS: (), UNSURE: (FITS,), DOES_NOT_FIT: (FITS, UNSURE)}[ours]
+        found: dict[str, Candidate] = {}
+        for ways in RESORTS if enough else ():
+            for cfg in filter(None, (way(self.cfg) for way in ways)):
+                if leanest_verdict(cfg, self.cluster, self._choices) not in enough:
+                    continue
+                search = Search(cfg, self.cluster, self._choices)
+                search.predict()
+                if (best := search.winner) is not None and best.verdict in enough:
+                    found[optimizer_options(self.cfg, cfg)] = best
+                    if best.verdict == FITS:
+                        break
+        return found
 
     @property
     def closest(self) -> tuple[int, Run] | None:
@@ -405,8 +422,7 @@ class Search:
             text += f", {self.step_s(winner):.3g} s a step"
             if winner.verdict == UNSURE:
                 text += f", {winner.best.peak_bytes / GIB:.1f} of {usable} by formula"
-            smaller = self._smaller_moments_help()
-            return text + self.doubt(winner) + (f"; {smaller}" if smaller else "")
+            return "; ".join([text + self.doubt(winner), *self._resorts_help()])
         if ranking := self.ranking:
             why = ranking[0].refusal or "none that was compiled fits"
             return f"none of those that fit by formula can be recommended: {why}"
@@ -416,15 +432,28 @@ class Search:
         lacks = (
             f"needs {need / GIB:.1f} GiB of the {usable} that one {self.cluster.gpu.name} can give"
         )
-        fix = self._smaller_moments_help() or "take more GPUs, or a shorter sequence"
-        return f"nothing fits: the closest, {run.label}, {lacks}; {fix}"
+        fixes = self._resorts_help() or ["take more GPUs, or a shorter sequence", self.not_enough]
+        return "; ".join([f"nothing fits: the closest, {run.label}, {lacks}", *filter(None, fixes)])
 
-    def _smaller_moments_help(self) -> str:
-        """Say what fits with smaller moments; empty where they are not needed, or do not help."""
-        if (best := self.smaller_moments) is None:
+    def _resorts_help(self) -> list[str]:
+        """Say what fits with less of the optimizer's state on a GPU; nothing where that is not needed, or no help."""
+        said = []
+        for options, best in self.resorts.items():
+            step, fits = best.formula, "fits" if best.verdict == FITS else "may fit"
+            size = f"{step.peak_bytes / GIB:.1f} GiB, {step.step_s:.3g} s a step"
+            said.append(f"{fits} with {options}: {best.run.label}, {size}")
+        return said
+
+    @property
+    def not_enough(self) -> str:
+        """The bytes that less of the optimizer's state on a GPU would save, where none of that is enough; or empty."""
+        if self.closest is None or self.resorts:
             return ""
-        step, words = best.formula, "--optim.moment-dtype bfloat16 --optim.stochastic-rounding"
-        return f"fits with {words}: {best.run.label}, {step.peak_bytes / GIB:.1f} GiB, {step.step_s:.3g} s a step"
+        (need, run), saved = self.closest, []
+        for cfg in filter(None, (way(self.cfg) for ways in RESORTS for way in ways)):
+            less = need - breakdown(run.with_optimizer(cfg)).peak_bytes
+            saved.append(f"{optimizer_options(self.cfg, cfg)} saves {less / GIB:.1f} GiB")
+        return f"not enough: {', '.join(saved)}" if saved else ""
 
     def doubt(self, best: Candidate) -> str:
         """Say what `plan compile` would settle: whether `best` fits, and one that is faster; empty for nothing."""

@@ -338,11 +338,31 @@ def with_smaller_moments(cfg: Config) -> Config | None:
     return dataclasses.replace(cfg, optim=optim)
 
 
+def with_smaller_weights(cfg: Config) -> Config | None:
+    """Return `cfg` with moments and the layers' matrices in bfloat16; none where they are, or are frozen."""
+    if cfg.optim.name != "adamw" or cfg.optim.weight_dtype != "float32" or cfg.train.lora.enabled:
+        return None
+    optim = dataclasses.replace(
+        cfg.optim, moment_dtype="bfloat16", stochastic_rounding=True, weight_dtype="bfloat16"
+    )
+    return dataclasses.replace(cfg, optim=optim)
+
+
 def with_moments_on_host(cfg: Config) -> Config | None:
     """Return `cfg` with the moments of the layers' matrices in the host's memory; none where some are there."""
     if cfg.optim.offload != "none":
         return None
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, offload="both"))
+
+
+def optimizer_options(before: Config, after: Config) -> str:
+    """Return the options of the optimizer's fields that differ."""
+    words = []
+    for name in ("offload", "moment_dtype", "stochastic_rounding", "weight_dtype"):
+        value = getattr(after.optim, name)
+        if value != getattr(before.optim, name):
+            words.append(f"--optim.{name.replace('_', '-')}" + f" {value}" * (value is not True))
+    return " ".join(words)
 
 
 def configured(cfg: Config, run: Run) -> Config:
