@@ -1,5 +1,6 @@
 """Recomputation of a layer in its backward pass."""
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -104,6 +105,7 @@ def kept_by_name(remat: LayerRemat) -> tuple[Tensor, ...]:
     return (*saved, *offloaded)
 
 
+@functools.cache
 def offloads(remat: Remat) -> bool:
     """Return whether some layer keeps tensors in the host's memory."""
     return any(remat_names(policy)[1] for policy in policies(remat))

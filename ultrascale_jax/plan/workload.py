@@ -54,9 +54,11 @@ def of_sizes[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
     @functools.wraps(function)
     def kept(run: R) -> T:
         known = vars(run)["_known"]
-        if function not in known:
-            known[function] = function(run)
-        return known[function]
+        try:
+            return known[function]
+        except KeyError:
+            value = known[function] = function(run)
+            return value
 
     return kept
 

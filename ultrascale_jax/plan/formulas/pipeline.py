@@ -18,7 +18,7 @@ from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.schedules.measures import in_flight, w_queue
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import Run, of_sizes
 
 if TYPE_CHECKING:
     from ultrascale_jax.hlo import Instruction, Module
@@ -131,6 +131,7 @@ class Key(NamedTuple):
         return None if own or steps <= 1 else (small, small + row, steps)
 
 
+@of_sizes
 def _key(run: Run) -> Key:
     return Key(run.schedule, run.mesh.pp, run.microbatches, run.virtual_stages)
 
