@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
 
-from tests.commands import refused
 from tests.paths import DATA
 from ultrascale_jax import LMEvalModel
 from ultrascale_jax.cli import evaluate
@@ -86,18 +85,6 @@ def test_the_command_prints_the_numbers_of_each_task(folder, capsys):
     assert "acc_norm,none" in table and "standard error" in table
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--tasks a --include-path none", "include_path='none': there is no such folder"),
-        ("--source text:a --limit 2", "limit=2: is for tasks; add --tasks TASK"),
-        ("--tasks ultrascale_text --mesh pp=2,fsdp=4", "mesh.pp=2: tasks are scored without"),
-    ],
-)
-def test_what_cannot_be_is_told_in_one_line(folder, capsys, words, said):
-    assert said in refused(capsys, "evaluate", folder / "model", *words.split())
-
-
 def test_settings_of_generation_are_obeyed_or_refused():
     assert Sampling.of({"until": "\n", "max_new_tokens": 3, "top_p": 0.9}) == (3, 0.0, 50, ("\n",))
     sampled = Sampling.of({"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 1.0})
@@ -108,12 +95,3 @@ def test_settings_of_generation_are_obeyed_or_refused():
             UserError, match=r"generation_kwargs=.*is not known; take the likeliest"
         ):
             Sampling.of(settings)
-
-
-def test_a_model_refuses_what_it_cannot_take(folder, model):
-    with pytest.raises(UserError, match=r"max_length=513: must be from 2 to 512"):
-        LMEvalModel(model._model, max_length=513)
-    with pytest.raises(UserError, match=r"tokenizer='bytes': has no chat template"):
-        LMEvalModel(str(folder / "model"), tokenizer="bytes").apply_chat_template([])
-    with pytest.raises(UserError, match=r"max_gen_toks=512: must be less than the 512 positions"):
-        model._answers(["a"], Sampling(512, 0.0, 50, ()), len)

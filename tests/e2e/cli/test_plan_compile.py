@@ -3,8 +3,6 @@
 import functools
 import json
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,23 +99,3 @@ def test_no_wait_for_copies_is_zero_and_not_less(capsys):
     Console().print(CompiledReport._time(report))
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "waiting for copies" in x]
     assert line.split()[-2] == "0.0"  # 0.3 - (0.1 + 0.2) is below 0
-
-
-def test_a_dump_that_cannot_be_written_is_refused_before_the_compilation(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for folder in (str(tmp_path / "file" / "folder"), "/proc", ""):
-        with pytest.raises(SystemExit) as stop:
-            plan.main([*RUN, "--dump", folder])
-        error = capsys.readouterr().err
-        assert stop.value.code == 2
-        assert error.startswith(f"error: dump={folder!r}: ") and error.count("\n") == 1
-
-
-def test_a_reader_that_has_enough_ends_it_quietly():
-    command = [sys.executable, "-m", "scripts.plan", "memory", "demo"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()  # before anything is written, as `| true` may
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait() != 0

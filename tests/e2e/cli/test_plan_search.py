@@ -5,13 +5,11 @@ import json
 import shlex
 
 import pytest
-from rich.console import Console
 
 from ultrascale_jax.cli import command_line, plan
 from ultrascale_jax.cli.plan_commands import search
 from ultrascale_jax.cli.plan_commands.words import parse_choices, words
 from ultrascale_jax.plan.hardware import find_cluster
-from ultrascale_jax.plan.report.search import SearchReport
 from ultrascale_jax.plan.search.ranking import Search
 
 ARGUMENTS = ["search", "llama3_8b", "--gpus", "8", "--compile", "0"]
@@ -97,21 +95,6 @@ def test_if_nothing_fits_one_line_says_what_lacks(capsys):
     assert stop.value.code == 1
     text = capsys.readouterr().out
     assert "nothing fits: the closest" in text and " GiB of the " in text
-
-
-def test_a_narrow_terminal_gets_whole_words(capsys):
-    cfg, options, cluster = search.common.parse(ARGUMENTS[1:], "search", search.Options, "")
-    found = Search(cfg, cluster, parse_choices("fixed", "fsdp=8"))
-    found.predict()
-    for width in (80, 200):
-        report = SearchReport.of(found, "llama3_8b", str, top=options.top)
-        Console(width=width).print(report, crop=False)
-        lines = capsys.readouterr().out.splitlines()
-        row = next(line for line in lines if " best " in line)
-        best = found.rows(1)["the best of each mesh"][0][0]
-        speed = best.formula.tokens_per_s_gpu
-        assert f"{speed:,.0f}" in row and f"{best.best.peak_bytes / 2**30:.1f}" in row
-        assert len(row) <= width and "…" not in "".join(lines)
 
 
 def test_an_interrupt_shows_the_ranking_so_far():

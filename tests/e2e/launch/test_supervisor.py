@@ -168,18 +168,6 @@ def test_a_disk_that_does_not_answer_keeps_no_signal_from_the_processes(tmp_path
         assert run.wait(timeout=120) == 5
 
 
-def test_a_console_that_is_full_stops_neither_the_supervisor_nor_its_processes(tmp_path):
-    body = """
-    train(0, attempt + 1)
-    for _ in range(10_000 if rank == 1 else 0):
-        print("so much that a pipe is full", flush=True)
-    os._exit(70 if attempt == 0 and rank == 1 else 0)
-    """
-    with open("/dev/full", "w") as full, apart(tmp_path, body, stdout=full, stderr=full) as run:
-        assert run.wait(timeout=120) == 0
-    assert spawns(tmp_path) == 2
-
-
 PATIENT = """
 def told(number, frame):
     print("told", flush=True)

@@ -91,6 +91,7 @@ DEEPSEEK = {
 }
 MODELS = {
     "llama": {"num_layers": 3},
+    "experts": {"experts": dataclasses.replace(EXPERTS, dense_layers=0)},
     "routed": DEEPSEEK,
     "ahead": DEEPSEEK
     | {"mtp_layers": 1, "experts": None, "latent": dataclasses.replace(LATENT, q_rank=0)},
@@ -99,7 +100,7 @@ MODELS = {
 
 def config(model, axes, schedule=None):
     cfg = change(CFG, model=MODELS[model])
-    if model == "routed":
+    if model in ("experts", "routed"):
         lora = dataclasses.replace(cfg.train.lora, targets=projections(cfg.model))
         cfg = change(cfg, train={"lora": lora})
     if schedule:
@@ -109,7 +110,7 @@ def config(model, axes, schedule=None):
 
 @pytest.mark.parametrize(
     ("model", "axes"),
-    [("llama", {"fsdp": 2, "tp": 2}), ("ahead", {"fsdp": 1}), ("routed", {"fsdp": 1})],
+    [("llama", {"fsdp": 2, "tp": 2}), ("ahead", {"fsdp": 1}), ("experts", {"fsdp": 1})],
 )
 def test_gradients_are_the_dense_model_s_projected_on_one_device(model, axes):
     """Rows of parity train adapters on every axis and schedule."""

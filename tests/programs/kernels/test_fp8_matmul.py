@@ -62,27 +62,6 @@ def test_the_reference_multiplies_what_values_and_scales_say(shape, groups, b_sc
     assert relative(rounded, want) < 4e-3
 
 
-def test_what_is_no_block_scaled_product_fails_loudly(h100s):
-    a, b = operands(128, 256, 384, "tile")
-    for wrong in [
-        (Quantized(a.values, a.scales[:, :1]), b),
-        (a, Quantized(b.values, b.scales[:1])),
-        (a, Quantized(b.values[:, :256], b.scales[:, :2])),
-        (Quantized(a.values[None], a.scales[None]), b),
-        (Quantized(a.values, np.float32(1)), b),
-    ]:
-        with pytest.raises(ValueError, match=r"must be .* in blocks of 1 x 128"):
-            fp8_matmul(*wrong)
-    with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got cpu"):
-        fp8_matmul(a, b, implementation="mosaic")
-    short = Quantized(a.values[:64], a.scales[:64])
-    other = Quantized(a.values.astype(jnp.bfloat16), a.scales)
-    with jax.sharding.use_abstract_mesh(h100s.abstract_mesh):
-        for wrong, dtype in (short, jnp.bfloat16), (other, jnp.bfloat16), (a, jnp.float16):
-            with pytest.raises(ValueError, match=r"kernels.fp8_matmul='mosaic'.*got NVIDIA H100"):
-                fp8_matmul(wrong, b, out_dtype=dtype, implementation="mosaic")
-
-
 @pytest.mark.parametrize(
     ("shape", "groups", "a_type", "b_scaling", "dtype", "cores"),
     [

@@ -275,30 +275,6 @@ def test_a_template_is_told_the_date_that_was_given_and_no_other(chat):
     assert chat(source).render({"messages": TALK}).startswith("no date<|im_start|>")
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (
-            b"{% for m in messages %}\n{{ m.content }}",
-            r"jinja2 can read \(.*endfor.* in line 2\); c",
-        ),
-        (b"{{ messages | from_json }}", r"read \(No filter named 'from_json'\. in line 1\); corr"),
-        ("{{ 'caf\u00e9' }}".encode("utf-16"), r"template\.jinja': is not UTF-8 text; convert it"),
-        (b"{% for m in messages %}{% endfor %}", "writes nothing of an answer that is text; give"),
-        (b"\xef\xbb\xbf" + PLAIN.encode(), None),
-    ],
-)
-def test_a_template_that_cannot_be_read_is_refused_with_its_place(bpe, tmp_path, content, said):
-    path = write_template(bpe, tmp_path / "a", "")
-    path.with_name("chat_template.jinja").write_bytes(content)
-    if said is None:  # a byte order mark is taken off
-        text = ChatTemplate(path, JsonTokenizer(path)).render({"messages": TALK})
-        assert text.startswith("<|im_start|>")
-    else:
-        with pytest.raises(UserError, match=said):
-            ChatTemplate(path, JsonTokenizer(path))
-
-
 def tool(**properties):
     return {"name": "find", "parameters": {"type": "object", "properties": properties}}
 

@@ -51,16 +51,3 @@ def test_a_dataset_that_is_not_there_or_not_open_to_all_is_one_error(folder, tmp
     assert matching(text) == []
     with pytest.raises(UserError, match=r"no file matches; .*private or gated.* HF_TOKEN"):
         shards_of(text, tmp_path / "out")
-
-
-def test_the_hub_is_not_written(folder):
-    with pytest.raises(
-        UserError, match=r"^hf://datasets/org/name: hf:// is read alone; write to a"
-    ):
-        shards_of(f"{folder}/data/*.jsonl", "hf://datasets/org/name")
-
-
-@pytest.mark.parametrize("text", ["hf:org/name", "hf:org/name:sample:train"])
-def test_the_form_of_other_tools_is_answered_with_the_url(tmp_path, text):
-    with pytest.raises(UserError, match=r"write the files of the dataset: hf://datasets/org/name/"):
-        shards_of(text, tmp_path / "out")

@@ -383,18 +383,6 @@ def test_the_fingerprint_follows_documents_tokenizer_and_packing_only(texts, tmp
     assert len({base, *others}) == 6
 
 
-def test_a_split_without_a_whole_row_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(UserError, match=r"a\.txt': has less than data\.seq_len \+ 1 = 33 tokens"):
-        make_loader(f"text:{tmp_path}/a.txt")
-    (tmp_path / "a.txt").write_text("long " * 100)
-    for fraction in (0.0, 0.1):  # a single document is never held out
-        loader = make_loader(f"text:{tmp_path}/a.txt", eval_fraction=fraction).held_out()
-        assert loader.num_sequences == 0
-        with pytest.raises(UserError, match=rf"^data\.eval_fraction={fraction}: .*do not fill one"):
-            loader.batch(0)
-
-
 def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents(
     texts, tmp_path, monkeypatch
 ):
@@ -419,21 +407,3 @@ def test_a_source_of_its_own_is_evaluated_whole_and_training_keeps_all_documents
     assert "was not looked up: they have 4" in line
     [(name, split)] = make_loader(texts).evaluation().items()
     assert (name, split.split) == ("", "eval")
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("text:no/*", r"'text:no/\*': no file with text matches; give another pattern"),
-        ("x=tokens:no", r"'tokens:no': .*; make it: ultrascale prepare-data --input"),
-        ("text:a.txt", r"'text:a.txt': has less than data\.seq_len \+ 1 = 33 tokens"),
-    ],
-)
-def test_a_source_to_evaluate_on_that_cannot_be_is_refused_by_its_field(
-    texts, tmp_path, monkeypatch, source, said
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("short")
-    loader = make_loader(texts, eval_source=source)
-    with pytest.raises(UserError, match=rf"^data\.eval_source={said}"):
-        loader.evaluation()

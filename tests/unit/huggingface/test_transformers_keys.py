@@ -149,27 +149,6 @@ def test_keys_without_meaning_or_that_stand_twice_are_told_and_two_values_refuse
         read_config(path)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "rope", "unread"),
-    [
-        ("qwen3", {"rope_type": "default", "mrope_section": [2, 3, 3]}, "mrope_section"),
-        (
-            "qwen3",
-            {"rope_type": "linear", "factor": 2, "attention_factor": 3.0},
-            "attention_factor",
-        ),
-        ("qwen3", {"type": "yarn", "factor": 2, "beta_fats": 3.0}, "beta_fats"),
-        ("gemma3_text", {"full_attention": {"rope_theta": 7, "beta_fast": 3}}, "beta_fast"),
-    ],
-)
-def test_keys_of_rope_that_its_type_does_not_read_are_told(tmp_path, model_type, rope, unread):
-    config = config_of(model_type) | {"rope_parameters": rope}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert parse_config(config)
-    told = f"config.json has ['{unread}'] in rope_parameters, which mean nothing to its rope_type"
-    assert remarks(tmp_path) == [told]
-
-
 def test_token_ids_that_no_token_has_are_told_and_a_generation_config_that_is_no_json_refused(
     tmp_path,
 ):
@@ -184,12 +163,3 @@ def test_token_ids_that_no_token_has_are_told_and_a_generation_config_that_is_no
     path.write_text("{")
     with pytest.raises(UserError, match=r"generation_config\.json': is not JSON"):
         remarks(tmp_path)
-
-
-def test_a_config_may_begin_with_a_byte_order_mark_and_is_utf_8(tmp_path):
-    path, text = tmp_path / "config.json", json.dumps(config_of("qwen3"))
-    path.write_text(text, encoding="utf-8-sig")
-    assert read_config(tmp_path) == parse_config(json.loads(text))
-    path.write_text(text, encoding="utf-16")
-    with pytest.raises(UserError, match=r"config\.json': is not JSON .*iconv -f UTF-16 -t UTF-8"):
-        read_config(tmp_path)

@@ -25,21 +25,6 @@ def test_a_second_job_is_refused_and_told_who_holds_it(tmp_path):
             run_lock(tmp_path).__enter__()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [(b"", "another job"), (b"\xff", "\ufffd"), (b"\x1b[2J\n", r"\\x1b\[2J\\n")],
-)
-def test_the_text_of_a_lock_neither_frees_nor_holds_it_and_is_not_printed_raw(
-    tmp_path, text, words
-):
-    """A killed holder leaves its text."""
-    (tmp_path / "lock").write_bytes(text)
-    with run_lock(tmp_path):
-        (tmp_path / "lock").write_bytes(text)
-        with pytest.raises(UserError, match=f"in use by {words};"):
-            run_lock(tmp_path).__enter__()
-
-
 def test_one_of_many_that_start_together_gets_it_again_and_again(tmp_path):
     held, most, turns = 0, 0, 0
     counting = threading.Lock()

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 
 import pytest
 from rich.console import Console
@@ -11,7 +10,6 @@ from rich.console import Console
 from ultrascale_jax.training.metrics import (
     RunLog,
     read_rows,
-    truncate_rows,
 )
 from ultrascale_jax.training.throughput import peak_memory_gib
 
@@ -81,17 +79,6 @@ def test_a_resumed_run_says_which_steps_have_no_row_and_keeps_the_others(tmp_pat
     assert read_rows(path) == [line for line in rows if line["step"] <= 6]
 
 
-def test_many_gaps_are_told_in_one_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in (2, 4, 6, 8)))
-    log, text = run_log(tmp_path, first_step=9)
-    log.close()
-    assert "has no rows of steps 1, 3, 5 and 2 more gaps: " in text.getvalue()
-    # A file that is not there is not made.
-    assert truncate_rows(tmp_path / "none.jsonl", 3) == ["1 to 3"]
-    assert truncate_rows(tmp_path / "none.jsonl", 0) == []
-    assert not (tmp_path / "none.jsonl").exists()
-
-
 def test_a_line_in_the_middle_that_is_not_json_is_refused_by_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\ngarbage\n{"step": 2}\n')
@@ -116,16 +103,6 @@ def test_a_skipped_step_is_always_shown(tmp_path):
         log.step(row(2, skipped=True, loss=math.nan))
         log.step(row(3))
     assert "step 2/9  loss nan" in text.getvalue() and "SKIPPED" in text.getvalue()
-
-
-def test_a_console_that_is_full_stops_no_training(tmp_path):
-    with open("/dev/full", "w") as full:
-        log, _ = run_log(tmp_path, console=Console(file=full, force_terminal=False))
-        with log:
-            log.note("a note")
-            log.step(row(1))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
-    assert [line["step"] for line in read_rows(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_terminal_gets_a_progress_bar_with_the_loss_and_a_pipe_does_not(tmp_path):

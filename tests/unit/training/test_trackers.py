@@ -7,8 +7,7 @@ import pytest
 
 from tests.faults.tiny import config as tiny
 from tests.runs import change
-from ultrascale_jax.config import LogConfig, UserError
-from ultrascale_jax.training.trackers import TensorBoard, Trackers, chosen
+from ultrascale_jax.training.trackers import Trackers
 
 mlflow = pytest.importorskip("mlflow")
 
@@ -96,23 +95,3 @@ def test_a_tracker_that_fails_ends_with_one_warning_and_the_others_go_on(
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("log.to=")]
     assert len(told) == 1 and told[0].startswith("log.to=mlflow: no more rows until the next start")
     assert next((tmp_path / "run" / "tensorboard").iterdir()).stat().st_size > 1000
-
-
-def test_trackers_that_cannot_be_are_refused_with_the_fix(monkeypatch):
-    with pytest.raises(
-        UserError, match=r"log.to=\('tensorbord',\): must be .*one of auto, none, tens"
-    ):
-        LogConfig(to=("tensorbord",))
-    for wrong in (("wandb", "wandb"), ("none", "wandb")):
-        with pytest.raises(UserError, match=r"log.to=.*: must be auto, none, or other trackers"):
-            LogConfig(to=wrong)
-    for address in ("", " ", None):
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", address or "")
-        if address is None:
-            monkeypatch.delenv("MLFLOW_TRACKING_URI")
-        with pytest.raises(UserError, match=r"log.to='mlflow': set MLFLOW_TRACKING_URI to the ad"):
-            chosen(("wandb", "mlflow"))
-    monkeypatch.setattr(TensorBoard, "module", "no_such_package")
-    with pytest.raises(UserError, match=r"needs a package: pip install 'ultrascale_jax\[tb\]'"):
-        chosen(("tensorboard",))
-    assert chosen(("auto",)) == chosen(("none",)) == ()

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.pages import get, request, running
-from ultrascale_jax.config import UserError
 from ultrascale_jax.web.server import Server
 
 
@@ -107,23 +106,3 @@ def test_an_open_server_knows_its_own_name_and_says_that_nothing_is_encrypted(ca
     with running(server):
         assert get(server, "/echo", Host="node-7")[0] == 200
         assert get(server, "/echo", Host="node-8")[0] == 421
-
-
-def test_two_servers_of_one_host_have_cookies_of_their_own(server):
-    with running(Server("live.html", {"/echo": lambda query: {}}, "127.0.0.1", 0)) as other:
-        cookies = "; ".join(f"ultrascale_{one.port}={one.token}" for one in (server, other))
-        assert request(server, "/echo?say=x", Cookie=cookies)[0] == 200
-        assert request(other, "/echo", Cookie=cookies)[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"port": 70000}, "port=70000: must be 0 to 65535"),
-        ({"token": "short"}, "token='short': must be 8 or more letters"),
-        ({"host": "203.0.113.1"}, "choose another --host or --port"),
-    ],
-)
-def test_what_cannot_be_served_is_one_error(options, error):
-    with pytest.raises(UserError, match=error.replace(".", r"\.")):
-        Server("live.html", {}, **{"host": "127.0.0.1", "port": 0} | options)
