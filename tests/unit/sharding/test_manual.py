@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.sharding.rules import vary
+from ultrascale_jax.sharding.primitives import mean
+from ultrascale_jax.sharding.rules import act, vary
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,13 @@ def test_inside_a_region_over_one_axis_it_takes_the_others():
     x = jax.device_put(np.arange(48.0, dtype=np.float32).reshape(8, 6), P("fsdp", "tp"))
     nested = smap(double, in_specs=P("fsdp"), out_specs=P("fsdp"), axes=("fsdp",))
     np.testing.assert_array_equal(jax.jit(nested)(x), 2 * np.asarray(x))
+
+
+def test_a_mean_over_a_split_dim_is_that_of_all_devices():
+    x = np.arange(32.0, dtype=np.float32).reshape(4, 1, 8)
+    average = smap(lambda x: mean(x, "F", "BTF"), in_specs=act("BTF"), out_specs=act("BTD"))
+    found = average(jax.device_put(x, act("BTF")))
+    np.testing.assert_allclose(found, x.mean(-1, keepdims=True))
 
 
 def test_a_differentiated_sum_over_devices_has_the_right_gradient():
