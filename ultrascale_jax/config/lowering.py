@@ -96,7 +96,8 @@ class Traits:
     ring: int
     """Ranks of a ring over cp; 1 without one."""
     zero: int
-    microbatches: int
+    accumulates: bool
+    """A step has several micro-batches."""
     remat: Remat
     lora: bool
     experts: bool
@@ -113,7 +114,7 @@ class Traits:
             mesh=cfg.mesh,
             ring=cfg.cp.ranks(cfg.mesh.cp)[0],
             zero=cfg.train.zero,
-            microbatches=cfg.train.microbatches,
+            accumulates=cfg.train.microbatches != 1,
             remat=cfg.train.remat,
             lora=cfg.train.lora.enabled,
             experts=cfg.model.experts is not None,
@@ -257,7 +258,7 @@ RULES: tuple[Rule, ...] = (
         name="sum_by_layer",
         # With micro-batches each would repeat the sum; with sp the layer's own reductions would wait behind it.
         applies=lambda run, lowering: (
-            lowering.gathers_ahead and run.mesh.dp > 1 and run.mesh.sp == run.microbatches == 1
+            lowering.gathers_ahead and run.mesh.dp > 1 and run.mesh.sp == 1 and not run.accumulates
         ),
         fields=lambda run: {"sums_by_layer": True, "sums_late": run.ring == run.mesh.tp == 1},
         effect="a layer's sum over dp overlaps with the products of the next layer",

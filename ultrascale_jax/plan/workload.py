@@ -195,7 +195,7 @@ class Run:
             mesh=self.mesh,
             ring=self.ring[0],
             zero=self.zero,
-            microbatches=self.microbatches,
+            accumulates=self.microbatches != 1,
             remat=self.remat,
             lora=self.lora.enabled,
             experts=self.shape.experts is not None,
