@@ -23,6 +23,9 @@ CHUNK_BYTES = 2**28
 TILE = 128, 256, 64
 """Tokens, words and elements of d_model that a warpgroup pair of the kernels takes at once."""
 
+LOWEST = -1e30
+"""Logit of a column that is no word."""
+
 ALIGNED = 32
 """The kernels' vocabulary is a multiple of it: TMA swizzles parts of rows of 64 or 128 bytes that divide the row."""
 
@@ -35,6 +38,7 @@ def linear_cross_entropy(
     weight: jax.Array | float = 1.0,
     z_loss: float = 0.0,
     offset: jax.Array | int | None = None,
+    vocab_size: int | None = None,
     axes: Sequence[str] = (),
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
@@ -49,6 +53,7 @@ def linear_cross_entropy(
       weight: weight of each counted token, a scalar or `[...]`; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
       offset: number of the first word of `head`; by default that of equal shards over `axes`, in their order.
+      vocab_size: columns of the whole head that are words; the others pad it. None: all.
       axes: mesh axes over which the vocabulary is split, in a region that is manual over them.
       implementation: `xla`, `mosaic` (bfloat16, a multiple of 128 tokens, D of 64, V of 32, on a Hopper GPU; a forced
         one fails loudly), or `auto`, as `choices.py` has it.
@@ -76,14 +81,16 @@ def linear_cross_entropy(
     }
     got = f"{x.dtype} and {head.dtype}, M={len(x)}, D={D}, V={V}"
     fused = takes_mosaic("loss", implementation, needs, got)
+    vocab_size = V * lax.axis_size(axes) if vocab_size is None else vocab_size
     # A target that does not count, or is no word of this shard, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
-    lse, target_logit = statistics(fused, *match_vma(x, head, columns))
+    words = jnp.clip(jnp.int32(vocab_size - offset), 0, V)
+    lse, target_logit = statistics(fused, *match_vma(x, head, columns, words))
     if axes:
         highest = lax.pmax(lax.stop_gradient(lse), axes)
         total, target_logit = lax.psum((jnp.exp(lse - highest), target_logit), axes)
         lse = highest + jnp.log(total)
-    is_word = (targets >= -1) & (targets < V * lax.axis_size(axes))
+    is_word = (targets >= -1) & (targets < vocab_size)
     weights = jnp.where(is_word, jnp.where(targets >= 0, weight, 0.0), jnp.nan)
     loss = jnp.sum(weights * (lse - target_logit))
     return loss + z_loss * jnp.sum(weights * jnp.square(lse)), loss
@@ -133,32 +140,32 @@ def _check_axes(head: jax.Array, axes: Sequence[str]) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def statistics(
-    fused: bool, x: jax.Array, head: jax.Array, columns: jax.Array
+    fused: bool, x: jax.Array, head: jax.Array, columns: jax.Array, words: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return each token's log-sum-exp, and its target's logit (0 if that is no column), `[M]` float32 both.
 
-    `fused` takes the kernels, the others are XLA's.
+    `fused` takes the kernels, the others are XLA's. The first `words` columns count, an int32 scalar.
     """
-    return _forward(fused, x, head, columns)[0]
+    return _forward(fused, x, head, columns, words)[0]
 
 
-def _forward(fused, x, head, columns):
+def _forward(fused, x, head, columns, words):
     if fused:
         from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
 
-        results = mosaic.statistics(x, head, columns)
+        results = mosaic.statistics(x, head, columns, words)
     else:
-        results = reference_statistics(x, head, columns)
-    return results, (x, head, columns, results[0])
+        results = reference_statistics(x, head, columns, words)
+    return results, (x, head, columns, words, results[0])
 
 
 def reference_statistics(
-    x: jax.Array, head: jax.Array, columns: jax.Array
+    x: jax.Array, head: jax.Array, columns: jax.Array, words: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `statistics` by XLA, a chunk of tokens at a time."""
 
     def chunk(x, columns):
-        logits, hits = _logits(x, head, columns)
+        logits, hits = _logits(x, head, columns, words)
         return jax.nn.logsumexp(logits, axis=-1), jnp.sum(jnp.where(hits, logits, 0.0), axis=-1)
 
     tokens = max(1, CHUNK_BYTES // (4 * head.shape[1]))
@@ -167,25 +174,27 @@ def reference_statistics(
     return lax.map(lambda token: chunk(*token), (x, columns), batch_size=tokens)
 
 
-def _logits(x: jax.Array, head: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return logits in float32, `[..., V]`, and which of them are the targets'."""
+def _logits(
+    x: jax.Array, head: jax.Array, columns: jax.Array, words: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return logits in float32, `[..., V]`, `LOWEST` from column `words` on, and which of them are the targets'."""
     accumulated = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("...D,DV->...V", x, head, preferred_element_type=accumulated)
-    return logits, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == columns[
-        ..., None
-    ]
+    numbers = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(numbers < words, logits, LOWEST), numbers == columns[..., None]
 
 
-def reference_gradient(x, head, columns, lse, d_lse, d_target, start, width) -> jax.Array:
+def reference_gradient(x, head, columns, words, lse, d_lse, d_target, start, width) -> jax.Array:
     """Return the gradient of the logits of `width` words from `start`, `[M, width]` in x's type, by XLA."""
-    logits, hits = _logits(x, lax.dynamic_slice_in_dim(head, start, width, axis=1), columns - start)
+    head = lax.dynamic_slice_in_dim(head, start, width, axis=1)
+    logits, hits = _logits(x, head, columns - start, words - start)
     softmax = jnp.exp(logits - lse[:, None])
     return (d_lse[:, None] * softmax + jnp.where(hits, d_target[:, None], 0.0)).astype(x.dtype)
 
 
 def _backward(fused, residuals, cotangents):
     """Return the gradients of x and head, a chunk of the vocabulary at a time."""
-    x, head, columns, lse = residuals
+    x, head, columns, words, lse = residuals
     d_lse, d_target = cotangents
     (M, D), V = x.shape, head.shape[1]
     chunks = math.ceil(M * V * x.dtype.itemsize / CHUNK_BYTES)
@@ -199,7 +208,7 @@ def _backward(fused, residuals, cotangents):
 
     def visit(start, width, gradients):
         dx, dhead = gradients
-        dlogits = gradient(x, head, columns, lse, d_lse, d_target, start, width)
+        dlogits = gradient(x, head, columns, words, lse, d_lse, d_target, start, width)
         head_part = lax.dynamic_slice_in_dim(head, start, width, axis=1)
         dx += jnp.einsum("MV,DV->MD", dlogits, head_part, preferred_element_type=dx.dtype)
         dhead_part = jnp.einsum("MD,MV->DV", x, dlogits)
@@ -215,7 +224,7 @@ def _backward(fused, residuals, cotangents):
     if last_width:
         gradients = visit(jnp.int32(whole_chunks * width), last_width, gradients)
     dx, dhead = gradients
-    return dx.astype(x.dtype), dhead, None
+    return dx.astype(x.dtype), dhead, None, None
 
 
 statistics.defvjp(_forward, _backward)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.linear_cross_entropy import ALIGNED, TILE
+from ultrascale_jax.kernels.linear_cross_entropy import ALIGNED, LOWEST, TILE
 from ultrascale_jax.kernels.pipeline_mosaic import (
     STAGES,
     STRIP,
@@ -38,20 +38,22 @@ ROWS, WIDTH, DEPTH = TILE
 HALF = WIDTH // WARPGROUPS
 """Words of a warpgroup's part of a tile."""
 
-LOWEST = -1e30
-"""Logit of a column that is no word."""
-
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def statistics(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute `reference_statistics` of x `[M, D]`, head `[D, V]` and targets `[M]`, which are columns of head."""
+def statistics(
+    x: jax.Array, head: jax.Array, targets: jax.Array, words: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `reference_statistics` of x `[M, D]`, head `[D, V]` and targets `[M]`, which are columns of head.
+
+    The first `words` columns count, at most V, an int32 scalar.
+    """
     M, V = x.shape[0], head.shape[1]
 
     def finish(logits, rows, part, word, out, _):
-        targets_g, lse_g, target_logit_g = out
+        words_g, targets_g, lse_g, target_logit_g = out
         hit = _numbers(logits) == _broadcast(_load(targets_g, rows) - word, logits)
-        logits = jnp.where(_numbers(logits) < V - word, logits, LOWEST)
+        logits = jnp.where(_numbers(logits) < words_g[0] - word, logits, LOWEST)
         highest = jnp.max(logits, axis=1)
         total = jnp.sum(jnp.exp(logits - _broadcast(highest, logits)), axis=1)
         lse_g[part, rows] = highest + jnp.log(total)
@@ -61,7 +63,7 @@ def statistics(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.A
     targets = jnp.where(targets < V, targets, -1)
     parts = jax.ShapeDtypeStruct((-(-V // WIDTH) * WARPGROUPS, M), jnp.float32)
     lse, target_logit = _for_each_half_tile(
-        finish, "linear_cross_entropy", x, head, None, V, [targets], [parts] * 2
+        finish, "linear_cross_entropy", x, head, None, V, [words.reshape(1), targets], [parts] * 2
     )
     return jax.nn.logsumexp(lse, axis=0), jnp.sum(target_logit, axis=0)
 
@@ -70,6 +72,7 @@ def gradient(
     x: jax.Array,
     head: jax.Array,
     targets: jax.Array,
+    words: jax.Array,
     lse: jax.Array,
     d_lse: jax.Array,
     d_target: jax.Array,
@@ -81,19 +84,20 @@ def gradient(
     They are `d_lse * exp(logits - lse)`, and `d_target` more for the target.
 
     Args:
-      x, head, targets, lse: arguments and result of `statistics`; `[M]` float32 are lse, and the gradients
+      x, head, targets, words, lse: arguments and result of `statistics`; `[M]` float32 are lse, and the gradients
       d_lse, d_target: of the log-sum-exp and of the target's logit.
       start: int32 scalar, a multiple of 256.
       width: of the result `[M, width]` bfloat16, a multiple of 32; `start + width` is at most V.
     """
 
     def finish(logits, rows, part, word, out, out_s):
-        *rows_g, d_g = out
+        words_g, *rows_g, d_g = out
         target, lse, d_lse, d_target = [_load(g, rows) for g in rows_g]
 
         def gradient_at(column):
             some = logits[:, column : column + 64]
             d = jnp.exp(some - _broadcast(lse, some)) * _broadcast(d_lse, some)
+            d = jnp.where(_numbers(some) < words_g[0] - (word + column), d, 0.0)
             hit = _numbers(some) == _broadcast(target - (word + column), some)
             return d + jnp.where(hit, _broadcast(d_target, some), 0.0)
 
@@ -103,7 +107,7 @@ def gradient(
         store(HALF, gradient_at, out_s, copy)
 
     out = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
-    rows = targets, lse, d_lse, d_target
+    rows = words.reshape(1), targets, lse, d_lse, d_target
     name = "linear_cross_entropy_gradient"
     return _for_each_half_tile(finish, name, x, head, start, width, rows, [out])[0]
 

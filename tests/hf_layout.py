@@ -64,11 +64,11 @@ def separate_tensors(model, cfg):
     array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
     both = cfg.norm_placement == "both"  # Gemma: its norms multiply by 1 + weight
     tensors = {
-        "model.embed_tokens.weight": array(model.embed),
+        "model.embed_tokens.weight": array(model.embed)[: cfg.vocab_size],
         "model.norm.weight": array(model.final_norm) - both,
     }
     if not cfg.tied_embeddings:
-        tensors["lm_head.weight"] = array(model.head).T
+        tensors["lm_head.weight"] = array(model.head).T[: cfg.vocab_size]
     post = cfg.norm_placement == "post"
     first = "post_attention_layernorm" if post else "input_layernorm"
     second = "post_feedforward_layernorm" if post else "post_attention_layernorm"

@@ -1,6 +1,7 @@
 """Training states without a compilation, for tests to which the initializer's own numbers are nothing."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -41,7 +42,8 @@ def some_state(
             first = min(order[row] for row in here)
             value[here] = layers[[order[row] - first for row in here]]
         else:
-            value = numbers(name, like.shape)
+            draw = functools.partial(numbers, name)
+            value = draw_words(draw, name, like.shape, cfg.model.vocab_size)
         return jax.device_put(value.astype(like.dtype), like.sharding)
 
     paths, tree = jax.tree.flatten_with_path(abstract)
@@ -55,6 +57,15 @@ def some_state(
     state = jax.tree.unflatten(tree, [arrays[i] for i in range(len(paths))])
     parts = {"loss_scale": None, "spikes": None}
     return reset_optional_state(dataclasses.replace(state, **parts), abstract, cfg)
+
+
+def draw_words(draw: Callable, name: str, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """Return `draw(shape)`; in a table of the vocabulary its words', and zeros after them."""
+    dim = {"embed": 0, "head": 1}.get(name.removesuffix(".value").rpartition(".")[2])
+    sizes = [vocab_size if i == dim else size for i, size in enumerate(shape)]
+    value = np.zeros(shape)
+    value[tuple(map(slice, sizes))] = draw(sizes)
+    return value
 
 
 def some_module[M](make: Callable[[], M], *, std: float, norm: float = 1.0) -> M:
@@ -73,10 +84,14 @@ def random_state(cfg: Config, mesh: Mesh, seed: int = 1) -> TrainState:
     """A state whose numbers are all different, moments and counters included."""
     rng = np.random.default_rng(seed)
 
-    def leaf(like):
-        return jax.device_put(rng.normal(size=like.shape).astype(like.dtype), like.sharding)
+    def leaf(path, like):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        value = draw_words(
+            lambda size: rng.normal(size=size), name, like.shape, cfg.model.vocab_size
+        )
+        return jax.device_put(value.astype(like.dtype), like.sharding)
 
-    return jax.tree.map(leaf, abstract_state(cfg, mesh))
+    return jax.tree.map_with_path(leaf, abstract_state(cfg, mesh))
 
 
 def bytes_at_rest(state: TrainState) -> int:

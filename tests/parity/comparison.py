@@ -66,6 +66,9 @@ def by_name(grads: Transformer, sums: Sums) -> dict[str, np.ndarray]:
         if name.startswith("stacks."):
             order = grads.orders[int(name.split(".")[1])]
             value = value[[order.index(i) for i in sorted(set(order) - {None})]]
+        if name in ("embed.value", "head.value"):
+            value, padding = np.split(value, [grads.cfg.vocab_size], axis=name == "head.value")
+            assert not padding.any()
         canonical[name] = value
     return canonical
 

@@ -57,14 +57,15 @@ LATENT = {
     "head_dim": 12,
     "latent": LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8),
 }
+# A vocabulary of 65 is padded wherever an axis splits it.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "sinks": SINKS | {"tied_embeddings": True},
+    "sinks": SINKS | {"tied_embeddings": True, "vocab_size": 65},
     "experts": SINKS | {"experts": EXPERTS},
     "gpt_oss": SINKS
     | {"activation": "clamped_swiglu", "qkv_bias": True, "o_bias": True}
     | {"experts": dataclasses.replace(EXPERTS, biases=True, dense_layers=1)},
-    "latent": LATENT | {"sliding_window": 5, "experts": EXPERTS},
+    "latent": LATENT | {"sliding_window": 5, "experts": EXPERTS, "vocab_size": 65},
     "deepseek": LATENT
     | {
         "experts": dataclasses.replace(

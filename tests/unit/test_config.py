@@ -297,7 +297,6 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ),
         ({"train__microbatches": 4}, 8, "train.global_batch=16", "microbatches=32"),
         ({"mesh__tp": 2, "model__d_ff": 129}, 8, "model.d_ff=129", "mesh.sp*mesh.tp=2"),
-        ({"mesh__tp": 2, "model__vocab_size": 257}, 8, "model.vocab_size=257", "mesh.tp=2"),
         ({"model__d_model": 60}, 8, "model.d_model=60", "use 4 of them, and mesh.dp=2 too"),
         *(
             (
@@ -313,7 +312,6 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
         ),
         ({"mesh__pp": 2, "model__num_layers": 1}, 8, "model.num_layers=1", "2 ranks"),
         ({**PP4, "model__num_layers": 3}, 8, "model.num_layers=3", "4 ranks"),
-        ({"mesh__pp": 3, "mesh__fsdp": 1}, 3, "model.vocab_size=256", "mesh.pp*mesh.sp*mesh.tp=3"),
         ({**PP4, "train__microbatches": 2}, 8, "train.microbatches=2", "at least 4"),
         ({**PP4, "pp__schedule": "dualpipe_v"}, 8, "train.microbatches=4", "2*mesh.pp=8"),
         ({**PP4, **MIXED_WINDOWS}, 8, "model.first_window_layer=2", "mesh.pp=1"),

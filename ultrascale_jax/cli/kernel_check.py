@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.cli import command_line, devices
-from ultrascale_jax.config import Config, UserError, require
+from ultrascale_jax.config import Config, UserError, padded_vocab_size, require
 from ultrascale_jax.kernels.choices import auto_order
 from ultrascale_jax.launch import distributed
 from ultrascale_jax.launch.cluster import Launch, visible_gpus
@@ -85,7 +85,8 @@ def parts(cfg: Config, kind: str) -> list[Part]:
         add("attention", "plain", *sizes, window=window, documents=documents, sinks=sinks)
     width, d_ff = model.d_model, model.d_ff // tensor
     add("norm", "norm", TOKENS, width)
-    add("loss", "loss", TOKENS, width, model.vocab_size // (tensor * mesh.pp))
+    parts = tensor * mesh.pp
+    add("loss", "loss", TOKENS, width, padded_vocab_size(model.vocab_size, parts) // parts)
     if (experts := model.experts) is not None:
         rows, local_experts = 2 * TOKENS, experts.num // mesh.ep
         add("grouped_matmul", "experts", rows, local_experts, width, model.expert_d_ff // tensor)

@@ -24,7 +24,13 @@ from ultrascale_jax.config.hardware import GPU_MEMORY_SHARE, GPUS_PER_NODE, HOST
 from ultrascale_jax.config.kernels import KernelsConfig
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.mesh import AXES, MeshConfig
-from ultrascale_jax.config.model import Experts, LatentAttention, ModelConfig, RopeScaling
+from ultrascale_jax.config.model import (
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    RopeScaling,
+    padded_vocab_size,
+)
 from ultrascale_jax.config.pipeline import GROUPED, SCHEDULES, STAGES_PER_RANK, PipelineConfig
 from ultrascale_jax.config.remat import (
     REMAT_NAMES,

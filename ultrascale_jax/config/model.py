@@ -24,8 +24,17 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 """Numbers of `clamped_swiglu`: the largest gate and up, and the slope of the sigmoid, which makes it close to GELU."""
 
+WORDS = 128
+"""A device's part of a padded vocabulary is a multiple of it, as wide as a tile of a product is."""
+
 MOST_PARTS = 10_000
 """More layers, or experts, than any model has; they are counted through, so a file may not ask for 10^12."""
+
+
+def padded_vocab_size(vocab_size: int, parts: int) -> int:
+    """Return the rows of embedding and head that `parts` devices split; if they divide the vocabulary, its own."""
+    step = parts * WORDS if vocab_size % parts else 1
+    return -(-vocab_size // step) * step
 
 
 @dataclass(frozen=True, kw_only=True)

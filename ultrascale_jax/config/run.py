@@ -179,13 +179,9 @@ class Config(Section, name=""):
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         model, train = self.model, self.train
         self.pp.check(mesh.pp, train.microbatches)
-        parts = mesh.pp * mesh.tensor
         if model.num_layers < mesh.pp:
             fix = f"mesh.pp={mesh.pp} ranks want a layer each; use fewer"
             self.refuse("model.num_layers", fix)
-        if model.vocab_size % parts:
-            fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}; pad the vocabulary"
-            self.refuse("model.vocab_size", fix)
         if model.sliding_window is not None and model.first_window_layer:
             fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
             self.refuse("model.first_window_layer", fix)
@@ -219,7 +215,7 @@ def check_split(
 ) -> None:
     """Refuse a mesh whose axes do not divide what they split of a model and its sequences; no axis is -1."""
     tensor, group = mesh.tensor, f"mesh.sp*mesh.tp={mesh.tensor}"
-    sizes = {name: getattr(model, name) for name in ("num_heads", "d_ff", "vocab_size", "d_model")}
+    sizes = {name: getattr(model, name) for name in ("num_heads", "d_ff", "d_model")}
     if model.experts is not None:
         moe.check(model.experts, mesh.ep)
         sizes["experts.d_ff"] = model.expert_d_ff

@@ -101,6 +101,11 @@ def _read(
     bounds = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
     out = np.zeros([len(bound) for bound in bounds], dtype)
     rows: list[tuple[Any, int | None]] = [(out, None)]
+    if "V" in tensor.dims:  # zeros pad a vocabulary that the mesh does not divide
+        dim, size = tensor.dims.index("V"), tensor.sizes["V"]
+        bounds[dim] = range(min(bounds[dim].start, size), min(bounds[dim].stop, size))
+        words = tuple(slice(len(bound)) for bound in bounds)
+        rows = [(out[words], None)] if bounds[dim] else []
     if tensor.stack is not None:
         layers = order[bounds[0].start : bounds[0].stop]
         rows = [(out[i], layer) for i, layer in enumerate(layers) if layer is not None]
@@ -159,10 +164,11 @@ def _check_parameters(abstract: Transformer, table: Mapping[str, Tensor]) -> Non
     """Raise unless `abstract` has the parameters of `table` in their shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
     shapes = {_dotted(path): leaf.shape for path, leaf in leaves}
+    padding = shapes["embed"][0] - abstract.cfg.vocab_size
     require_none("parameters", table.keys() - shapes.keys(), "in the config, not in the model")
     require_none("parameters", shapes.keys() - table.keys(), "in the model, not in the config")
     for ours, tensor in table.items():
-        expected = tuple(tensor.sizes[letter] for letter in tensor.dims)
+        expected = tuple(tensor.sizes[x] + (padding if x == "V" else 0) for x in tensor.dims)
         if tensor.stack is not None:
             expected = (len(abstract.orders[tensor.stack]), *expected)
         fix = f"the config makes it {expected}"
@@ -393,6 +399,7 @@ def gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str)
             array,
             where,
             order=order,
+            sizes=tuple(tensor.sizes[letter] for letter in tensor.unstacked),
             shape=tensor.own_shape,
             dtype=_type(tensor, dtype),
             offset=tensor.offset,
@@ -400,12 +407,13 @@ def gather(array: jax.Array, where: tuple[int, ...], tensor: Tensor, dtype: str)
     return np.ascontiguousarray(values)
 
 
-@partial(jax.jit, static_argnames=("order", "shape", "dtype", "offset"))
+@partial(jax.jit, static_argnames=("order", "sizes", "shape", "dtype", "offset"))
 def _replicate(
     array: jax.Array,
     where: tuple[jax.Array, ...],
     *,
     order: tuple[int, ...],
+    sizes: tuple[int, ...],
     shape: tuple[int, ...],
     dtype: str,
     offset: float,
@@ -423,6 +431,7 @@ def _replicate(
                 array = jnp.sum(jnp.where(chosen, array, 0), axis=0)
             else:
                 array = lax.dynamic_index_in_dim(array, index, keepdims=False)
+        array = array[tuple(map(slice, sizes))]  # without the padding of a vocabulary
         array = array.astype(jnp.float32) - offset if offset else array
         # Cast before the gather, so that only the bytes to be written are communicated.
         return array.astype(dtype).transpose(order).reshape(shape)

@@ -12,7 +12,7 @@ from ultrascale_jax.models.inputs import NATURAL, LayerInputs, check_ids
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import check_mesh_is_set
-from ultrascale_jax.sharding.rules import VOCABULARY, act, mesh_size
+from ultrascale_jax.sharding.rules import act, mesh_size
 
 PROMPT_STEP = 64
 """Prompts are padded to multiples of so many tokens: as many lengths share a program, as in a chat."""
@@ -108,9 +108,6 @@ def _check_arguments(
     for axis in ("cp", "sp"):
         fix = "generation splits no sequence; use mesh.tp"
         require(mesh_size(axis) == 1, f"mesh.{axis}", mesh_size(axis), fix)
-    parts, size = mesh_size(*VOCABULARY), model.cfg.vocab_size
-    fix = f"must be divisible by mesh.pp*mesh.sp*mesh.tp={parts}"
-    require(size % parts == 0, "model.vocab_size", size, fix)
     batch = mesh_size("dp", "fsdp", "ep")
     fix = f"its rows must be divisible by mesh.dp*mesh.fsdp*mesh.ep={batch}"
     require(prompt.shape[0] % batch == 0, "prompt_BP", prompt.shape, fix)
@@ -141,7 +138,8 @@ def _generate(
         assert out.cache is not None  # the inputs have one
         x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(out.x_BRD, count - 1, 1, 1), "V")
         logits = model.unembed(x_BTD, head)
-        return jax.reshard(logits[:, 0], act("B_")), (*out.cache[:2], start + count)
+        logits = jax.reshard(logits[:, 0], act("B_"))[:, : cfg.vocab_size]
+        return logits, (*out.cache[:2], start + count)
 
     def choose(logits, key, given_B):
         sampled_B = _sample(logits, key, temperature, top_k)

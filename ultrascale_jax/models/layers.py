@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import ModelConfig, require, require_choice
+from ultrascale_jax.config import ModelConfig, padded_vocab_size, require, require_choice
 from ultrascale_jax.config.kernels import Implementation
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
@@ -27,6 +27,7 @@ from ultrascale_jax.sharding.rules import (
     check_letters,
     mesh_size,
     out_sharding,
+    place,
     present,
     specs,
     stored_spec,
@@ -53,7 +54,7 @@ def param(
       dims: a letter of the alphabet for each dim (`sharding/rules.py`), which says how it is split. A matrix that maps
         D to others is split by ZeRO too, and cast to the type of compute; all else stays float32.
       act_dims: letters of an activation, whose axes are those over which the gradient is a sum.
-      shape: sizes of the whole.
+      shape: sizes of the whole. Zeros follow its V where the mesh does not divide it.
       std: standard deviation.
 
     Raises `UserError` for unknown letters, and sizes that the mesh does not divide. K and V are not checked:
@@ -66,7 +67,7 @@ def param(
     fix = f"dims={dims!r} has {len(dims)} letters; give as many sizes"
     require(len(dims) == len(shape), "shape", shape, fix)
     for letter, size in zip(dims, shape, strict=True):
-        # Few kv heads are repeated, and a vocabulary may be stored unsharded.
+        # Few kv heads are repeated, and a vocabulary is padded.
         axes = () if letter in "KV" else act_axes(letter)
         fix = f"{letter} is {size}, and must be divisible by mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}"
         require(size % mesh_size(*axes) == 0, "shape", shape, fix)
@@ -75,7 +76,18 @@ def param(
         value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
     else:
         value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec)
-    return nnx.Param(value, dims=dims, act_dims=act_dims)
+    return nnx.Param(_padded(value, dims), dims=dims, act_dims=act_dims)
+
+
+def _padded(value: jax.Array, dims: str) -> jax.Array:
+    """Put zeros after the words of a vocabulary, whose numbers are those of any mesh, so that the mesh divides them."""
+    if "V" not in dims:
+        return value
+    dim, parts = dims.index("V"), mesh_size(*act_axes("V"))
+    padding = [(0, 0, 0)] * value.ndim
+    padding[dim] = (0, padded_vocab_size(value.shape[dim], parts) - value.shape[dim], 0)
+    padded = jax.lax.pad(value, jnp.float32(0), padding)
+    return place(padded, stored_spec(dims, padded.shape))
 
 
 def map_params[M](fn: Callable[..., Any], module: M, *modules: M) -> M:

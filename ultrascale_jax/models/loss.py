@@ -7,7 +7,7 @@ logits writes; a pass sums them, and the two other products read them. Each devi
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,23 @@ ROWS_OF_LOGITS = 256
 """Tokens whose float32 logits are in memory at once while the highest logits are looked for."""
 
 
+LOWEST = jnp.finfo(jnp.float32).min
+"""Logit of what is no word: below all others, and finite, so that two of them have a difference."""
+
+
 def exps_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Return the type of exponentials where a model computes in `dtype`: one with the range of float32."""
     return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
     targets_BT: jax.Array,
     weight: jax.Array,
     z_loss: float = 0.0,
+    vocab_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the weighted negative log-likelihoods of `targets_BT`; differentiable in `x_BTD` and `head_DV`.
 
@@ -51,50 +56,53 @@ def cross_entropy(
       targets_BT: token ids; -1 is not counted. One that is no word of the vocabulary makes the loss NaN.
       weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
+      vocab_size: columns of the whole head that are words; the others pad it. None: all.
 
     Returns:
       The objective (with z-loss) and the bare cross-entropy, float32 scalars; in a manual region the sums over this
       device's part of the batch and the sequence.
     """
-    _, (nll, z) = _scan(x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=False)
+    arguments = x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size
+    _, (nll, z) = _scan(*arguments, with_gradients=False)
     return weight * jnp.sum(nll + z), weight * jnp.sum(nll)
 
 
 def row_losses(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, vocab_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the negative log-likelihoods of each row's targets; arguments as of `cross_entropy`.
 
     Returns:
       The sums, float32 `[B]`, and whether no token is likelier than a target anywhere in the row, bool `[B]`.
     """
-    weight = jnp.float32(1.0)
-    best, (nll, _) = _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)
+    arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size
+    best, (nll, _) = _scan(*arguments, with_gradients=False)
     return jnp.sum(nll, axis=1), jnp.all(best, axis=1)
 
 
-@jax.custom_vjp
-def token_losses(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_losses(
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, vocab_size: int | None = None
+) -> jax.Array:
     """Return the negative log-likelihood of each target, float32 `[B, T]`, 0 where the target is -1.
 
     Differentiable as `cross_entropy` is, whose arguments these are, by any function of the losses; the backward pass
     computes the logits again.
     """
-    weight = jnp.float32(1.0)
-    return _scan(x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=False)[1][0]
+    arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size
+    return _scan(*arguments, with_gradients=False)[1][0]
 
 
-def _token_losses_forward(x_BTD, head_DV, targets_BT):
+def _token_losses_forward(x_BTD, head_DV, targets_BT, vocab_size):
     trained = _is_trained(head_DV)
-    x_BTD, head_DV, targets_BT = (argument.value for argument in (x_BTD, head_DV, targets_BT))
-    return token_losses(x_BTD, head_DV, targets_BT), (x_BTD, head_DV, targets_BT, trained)
+    arguments = tuple(argument.value for argument in (x_BTD, head_DV, targets_BT))
+    return token_losses(*arguments, vocab_size), (arguments, trained)
 
 
-def _token_losses_backward(kept, g_BT):
-    x_BTD, head_DV, targets_BT, trained = kept
-    (dx, dhead), _ = _scan(
-        x_BTD, head_DV, targets_BT, g_BT, 0.0, with_gradients=True, trained=trained is not None
-    )
+def _token_losses_backward(vocab_size, kept, g_BT):
+    arguments, trained = kept
+    arguments = *arguments, g_BT, 0.0, vocab_size
+    (dx, dhead), _ = _scan(*arguments, with_gradients=True, trained=trained is not None)
     return dx, dhead, None
 
 
@@ -106,17 +114,16 @@ def _is_trained(head: Any) -> tuple[()] | None:
 token_losses.defvjp(_token_losses_forward, _token_losses_backward, symbolic_zeros=True)
 
 
-def _forward(x_BTD, head_DV, targets_BT, weight, z_loss):
+def _forward(x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size):
     trained = head_DV.perturbed
     x_BTD, head_DV, targets_BT, weight = (v.value for v in (x_BTD, head_DV, targets_BT, weight))
-    gradients, (nll, z) = _scan(
-        x_BTD, head_DV, targets_BT, weight, z_loss, with_gradients=True, trained=trained
-    )
+    arguments = x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size
+    gradients, (nll, z) = _scan(*arguments, with_gradients=True, trained=trained)
     losses = weight * jnp.sum(nll + z), weight * jnp.sum(nll)
-    return losses, (gradients, (x_BTD, head_DV, targets_BT, weight))
+    return losses, (gradients, arguments[:4])
 
 
-def _backward(z_loss, kept, g):
+def _backward(z_loss, vocab_size, kept, g):
     """Scale the gradients that the forward pass computed, and compute the bare loss's if it has a cotangent."""
     gradients, (x_BTD, head_DV, targets_BT, weight) = kept
     scaled = []
@@ -125,9 +132,8 @@ def _backward(z_loss, kept, g):
     if not isinstance(g[1], SymbolicZero):
         if z_loss:
             trained = gradients[1] is not None
-            gradients, _ = _scan(
-                x_BTD, head_DV, targets_BT, weight, 0.0, with_gradients=True, trained=trained
-            )
+            arguments = x_BTD, head_DV, targets_BT, weight, 0.0, vocab_size
+            gradients, _ = _scan(*arguments, with_gradients=True, trained=trained)
         scaled.append(jax.tree.map(lambda x: _scale(x, g[1]), gradients))
     dx, dhead = functools.reduce(lambda *parts: jax.tree.map(jnp.add, *parts), scaled)
     return dx, dhead, None, None
@@ -142,7 +148,30 @@ def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained=True):
+class _Head(NamedTuple):
+    """A device's part of the output head."""
+
+    weight_DV: jax.Array
+    vocab_size: int
+    """Columns of the whole head that are words; the others pad it."""
+
+    def logits(self, x_MD: jax.Array) -> jax.Array:
+        """Return logits in float32, of columns that are no words too."""
+        return jnp.einsum("MD,DV->MV", x_MD, self.weight_DV, preferred_element_type=jnp.float32)
+
+    def fill(self, values_MV: jax.Array, value: float) -> jax.Array:
+        """Put `value` into columns that are no words, and write only the last columns, which may be some."""
+        columns = values_MV.shape[1]
+        padding = min(columns, columns * mesh_size(*axes_of("V")) - self.vocab_size)
+        if not padding:
+            return values_MV
+        first = columns - padding
+        numbers_1V = jax.lax.broadcasted_iota(jnp.int32, (1, padding), 1) + offset("V", columns)
+        last_MV = jnp.where(numbers_1V + first < self.vocab_size, values_MV[:, first:], value)
+        return jax.lax.dynamic_update_slice_in_dim(values_MV, last_MV, first, 1)
+
+
+def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, *, with_gradients, trained=True):
     """Visit the chunks: return (dx, dhead), and each token's (nll, z-loss term), `[B, T]`.
 
     `weight` is a scalar, or `[B, T]`. Without gradients each token's `best` of `_losses`, `[B, T]`, is in their place;
@@ -154,6 +183,8 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained
 
     def local(x_BTD, head_DV, targets_BT, weight):
         x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
+        words = vocab_size or head_DV.shape[1] * mesh_size(*axes_of("V"))
+        head = _Head(head_DV, words)
         (B, T), V = targets_BT.shape, head_DV.shape[1]
         weight = jnp.broadcast_to(weight, (B, T))
         n = num_chunks(B * T, V, exps_type(x_BTD.dtype).itemsize)
@@ -162,8 +193,8 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, *, with_gradients, trained
         def visit(dhead, chunk):
             x_MD, targets_M, weights_M = chunk
             if not with_gradients:
-                return None, _losses(x_MD, targets_M, head_DV, z_loss)
-            dhead_chunk, by_token = _gradients(x_MD, targets_M, weights_M, head_DV, z_loss)
+                return None, _losses(x_MD, targets_M, head, z_loss)
+            dhead_chunk, by_token = _gradients(x_MD, targets_M, weights_M, head, z_loss)
             if not trained:
                 return None, by_token
             return dhead_chunk if dhead is None else dhead + dhead_chunk, by_token
@@ -206,15 +237,15 @@ def _cut(value_BT: jax.Array, chunks: int, fill: float = 0) -> jax.Array:
     return value_N.reshape(chunks, rows, *value_N.shape[1:])
 
 
-def _gradients(x_MD, targets_M, weights_M, head_DV, z_loss):
+def _gradients(x_MD, targets_M, weights_M, head, z_loss):
     """Visit one chunk of a device's tokens: return dhead in float32, and (dx, nll, z-loss term).
 
     The softmax of a token is its exponentials over their sum. Both products take the exponentials, and the factor is
     put to their few other rows, so that no pass computes the gradient of the logits.
     """
     dtype, f32 = exps_type(x_MD.dtype), jnp.float32
-    picked_M, columns_M, counted_M = _target_logits(x_MD, targets_M, head_DV)
-    exps_MV, total_M, shift_M = _exponentials(x_MD, head_DV, picked_M, counted_M)
+    picked_M, columns_M, counted_M = _target_logits(x_MD, targets_M, head)
+    exps_MV, total_M, shift_M = _exponentials(x_MD, head, picked_M, counted_M)
     total_M = jnp.where(counted_M, total_M, 1.0)
     nll_M = jnp.where(counted_M, shift_M - picked_M + jnp.log(total_M), 0.0)
     lse_M = picked_M + nll_M
@@ -226,7 +257,7 @@ def _gradients(x_MD, targets_M, weights_M, head_DV, z_loss):
         target_exps_M.astype(dtype),
         **{"mode": "drop", "unique_indices": True, "wrap_negative_indices": False},
     )
-    dx = jnp.einsum("MV,DV->MD", exps_MV, head_DV, preferred_element_type=f32) * factor_M1
+    dx = jnp.einsum("MV,DV->MD", exps_MV, head.weight_DV, preferred_element_type=f32) * factor_M1
     dx, exps_MV = jax.lax.optimization_barrier((dx.astype(x_MD.dtype), exps_MV))
     scaled_MD = (x_MD * factor_M1).astype(dtype)
     dhead = jnp.einsum("MD,MV->DV", scaled_MD, exps_MV, preferred_element_type=f32)
@@ -234,23 +265,23 @@ def _gradients(x_MD, targets_M, weights_M, head_DV, z_loss):
     return dhead, (dx, nll_M, z_M)
 
 
-def _target_logits(x_MD, targets_M, head_DV):
+def _target_logits(x_MD, targets_M, head):
     """Return the logit of each target, 0 where none counts; the target's column here; whether the target counts."""
-    columns_M = targets_M - offset("V", head_DV.shape[1])
-    targets_MD = head_DV.T.at[columns_M].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    columns_M = targets_M - offset("V", head.weight_DV.shape[1])
+    words_VD = head.weight_DV.T.at[columns_M]
+    targets_MD = words_VD.get(mode="fill", fill_value=0, wrap_negative_indices=False)
     picked_M = jnp.sum(x_MD.astype(jnp.float32) * targets_MD.astype(jnp.float32), axis=1)
-    picked_M = _nan_unless_words(all_reduce(picked_M, "V"), targets_M, head_DV.shape[1])
+    picked_M = _nan_unless_words(all_reduce(picked_M, "V"), targets_M, head.vocab_size)
     return picked_M, columns_M, targets_M != -1
 
 
-def _nan_unless_words(logits_M, targets_M, local_vocab_size):
+def _nan_unless_words(logits_M, targets_M, vocab_size):
     """Return the targets' logits, NaN for a target that is neither -1 nor a word of the vocabulary."""
-    vocab_size = local_vocab_size * mesh_size(*axes_of("V"))
     is_word_M = (targets_M >= -1) & (targets_M < vocab_size)
     return jnp.where(is_word_M, logits_M, jnp.nan)
 
 
-def _exponentials(x_MD, head_DV, picked_M, counted_M):
+def _exponentials(x_MD, head, picked_M, counted_M):
     """Return `exp(logit - shift)` in `exps_type`, its sum over the full vocabulary, and the shift of each token.
 
     The shift is the target's logit, known before the product, whose epilogue then writes the exponentials. Should that
@@ -261,9 +292,10 @@ def _exponentials(x_MD, head_DV, picked_M, counted_M):
     def shifted(shift_M):
         # Made before the product: XLA keeps the exponentials out of a product whose epilogue would have to select.
         shift_M = jax.lax.optimization_barrier(jnp.where(counted_M, shift_M, jnp.inf))
-        exps_MV = jnp.exp(_logits(x_MD, head_DV) - shift_M[:, None])
+        exps_MV = jnp.exp(head.logits(x_MD) - shift_M[:, None])
         # In their own type before they are summed: the product writes them, and float32 logits never reach memory.
         exps_MV = jax.lax.optimization_barrier(exps_MV.astype(exps_type(x_MD.dtype)))
+        exps_MV = head.fill(exps_MV, 0.0)
         return exps_MV, all_reduce(jnp.sum(exps_MV, axis=1, dtype=jnp.float32), "V"), shift_M
 
     def too_low(state):
@@ -271,7 +303,9 @@ def _exponentials(x_MD, head_DV, picked_M, counted_M):
 
     def from_highest(_):
         highest_M = jax.lax.map(
-            lambda x_D: jnp.max(_logits(x_D[None], head_DV)), x_MD, batch_size=ROWS_OF_LOGITS
+            lambda x_D: jnp.max(head.fill(head.logits(x_D[None]), LOWEST)),
+            x_MD,
+            batch_size=ROWS_OF_LOGITS,
         )
         return shifted(all_reduce(highest_M, "V", "max"))
 
@@ -280,31 +314,26 @@ def _exponentials(x_MD, head_DV, picked_M, counted_M):
         return jax.lax.while_loop(too_low, from_highest, start)
 
 
-def _losses(x_MD, targets_M, head_DV, z_loss):
+def _losses(x_MD, targets_M, head, z_loss):
     """Visit one chunk of a device's tokens: return (best, nll, z-loss term).
 
     `best` says whether no token is likelier than the target.
     """
-    logits_MV = _logits(x_MD, head_DV)
+    logits_MV = head.fill(head.logits(x_MD), LOWEST)
     columns_M = targets_M - offset("V", logits_MV.shape[1])
     gold_MV = jax.lax.broadcasted_iota(jnp.int32, logits_MV.shape, 1) == columns_M[:, None]
     lse_M, picked_M, highest_M = _log_sum_exp(logits_MV, gold_MV)
-    picked_M = _nan_unless_words(picked_M, targets_M, logits_MV.shape[1])
+    picked_M = _nan_unless_words(picked_M, targets_M, head.vocab_size)
     counted_M = targets_M != -1
     nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)
     z_M = jnp.where(counted_M, z_loss * jnp.square(lse_M), 0.0)
     return ~counted_M | (picked_M >= highest_M), nll_M, z_M
 
 
-def _logits(x_MD, head_DV):
-    return jnp.einsum("MD,DV->MV", x_MD, head_DV, preferred_element_type=jnp.float32)
-
-
 def _log_sum_exp(logits_MV, gold_MV):
     """Return, over the full vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
-    lowest = jnp.finfo(jnp.float32).min
     highest_of_shard, total = jax.lax.reduce(
-        (logits_MV, jnp.ones_like(logits_MV)), (lowest, jnp.float32(0)), _join_sums, (1,)
+        (logits_MV, jnp.ones_like(logits_MV)), (LOWEST, jnp.float32(0)), _join_sums, (1,)
     )
     highest = all_reduce(highest_of_shard, "V", "max")
     total *= jnp.exp(highest_of_shard - highest)
@@ -328,6 +357,7 @@ def cross_entropy_of_pieces(
     targets_BT: jax.Array,
     weight: jax.Array,
     z_loss: float = 0.0,
+    vocab_size: int | None = None,
     implementation: str = "mosaic",
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `cross_entropy` by `kernels/linear_cross_entropy.py`, on each device's shards."""
@@ -341,6 +371,7 @@ def cross_entropy_of_pieces(
             weight=weight,
             z_loss=z_loss,
             offset=offset("V", head_DV.shape[1]),
+            vocab_size=vocab_size,
             axes=sorted(axes_of("V")),
             implementation=implementation,
         )

@@ -47,7 +47,7 @@ from ultrascale_jax.sharding.primitives import (
     gather_param,
     reshard,
 )
-from ultrascale_jax.sharding.rules import mesh_size, place, stored_spec
+from ultrascale_jax.sharding.rules import act, mesh_size, place, stored_spec
 
 
 def stacked(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder) -> Any:
@@ -274,9 +274,10 @@ class Transformer(nnx.Module):
         """
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
+            arguments = x_BTD, head, targets_BT, weight, z_loss, self.cfg.vocab_size
             if takes("loss", self.kernels.loss, "mosaic"):
-                return cross_entropy_of_pieces(x_BTD, head, targets_BT, weight, z_loss)
-            return cross_entropy(x_BTD, head, targets_BT, weight, z_loss)
+                return cross_entropy_of_pieces(*arguments)
+            return cross_entropy(*arguments)
 
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
@@ -287,7 +288,8 @@ class Transformer(nnx.Module):
             self.cfg, positions_BT, segment_ids_BT, context=NATURAL, dtype=dtype
         )
         x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
-        return self.unembed(x_BTD, self.head_weight(dtype))
+        logits_BTV = self.unembed(x_BTD, self.head_weight(dtype))
+        return place(logits_BTV, act("BT_"))[..., : self.cfg.vocab_size]
 
     def unembed(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
         """Return logits `[B, T, V]` float32 of hidden states after the final norm: of `logits` and `generate`."""

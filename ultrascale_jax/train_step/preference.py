@@ -40,7 +40,8 @@ def answer_logps(
     """
     with jax.named_scope("loss"):
         x_BTD, head = gather_sequence(x_BRD, "V"), model.head_weight(dtype)
-        return -_by_answer(token_losses(x_BTD, head, batch["targets"]), batch, pairs)
+        losses_BT = token_losses(x_BTD, head, batch["targets"], model.cfg.vocab_size)
+        return -_by_answer(losses_BT, batch, pairs)
 
 
 def _by_answer(values_BT: jax.Array, batch: dict[str, jax.Array], pairs: int) -> jax.Array:

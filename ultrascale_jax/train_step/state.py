@@ -1,8 +1,9 @@
 """Make the training state, shard it at rest, and convert it to and from the layout of checkpoints.
 
 In a pipeline the stacked layers rest in the order of its stages: rank after rank, and on each rank stage after stage.
-All stages have the length of the longest; layers of zeros pad the others. A checkpoint does not depend on the pipeline:
-it holds each stack `[L, ...]` in the order of the layers.
+All stages have the length of the longest; layers of zeros pad the others. Zeros pad a vocabulary, too, that the mesh
+does not divide. A checkpoint does not depend on the mesh: it holds each stack `[L, ...]` in the order of the layers,
+and of a vocabulary the words.
 """
 
 import copy
@@ -235,14 +236,14 @@ def abstract_state(
 
 
 def to_checkpoint_layout[Tree](tree: Tree) -> Tree:
-    """Convert the stacks in a state, or a model, to the layout of a checkpoint; copy only those whose layers move.
+    """Convert a state, or a model, to the layout of a checkpoint; copy only arrays that have another there.
 
     On the devices: between two steps the room of the step's gradients and activations is free.
     """
 
-    def move(order: LayerOrder, x: jax.Array) -> jax.Array:
-        rows = tuple(order.index(layer) for layer in _sorted(order))
-        return _take(x, rows, _travelling(x), _travelling(x))
+    def move(rest: _Rest, x: jax.Array) -> jax.Array:
+        sharding = _travelling(x, rest.dim)
+        return _take(x, rest.dim, rest.places, sharding, sharding)
 
     return _map_moving(move, tree)
 
@@ -250,9 +251,9 @@ def to_checkpoint_layout[Tree](tree: Tree) -> Tree:
 def checkpoint_layout_shapes[Tree](tree: Tree) -> Tree:
     """Return the shapes and shardings of `to_checkpoint_layout` for these arrays."""
 
-    def move(order: LayerOrder, s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (len(_sorted(order)), *s.shape[1:])
-        return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s))
+    def move(rest: _Rest, s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (*s.shape[: rest.dim], len(rest.places), *s.shape[rest.dim + 1 :])
+        return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s, rest.dim))
 
     return _map_moving(move, tree)
 
@@ -270,8 +271,7 @@ def gather_stages(model: Transformer) -> Transformer:
             return stack
         stored = typed(NamedSharding, stack.sharding)
         every_rank = NamedSharding(stored.mesh, P(None, *stored.spec[1:]))
-        rows = tuple(order.index(layer) for layer in _sorted(order))
-        return _take(stack, rows, every_rank, every_rank)
+        return _take(stack, 0, _Rest.of_layers(order).places, every_rank, every_rank)
 
     gathered = copy.copy(map_with_order(gather, model))
     gathered.staged, gathered.orders = False, tuple(map(tuple, model.cfg.stacks))
@@ -281,18 +281,55 @@ def gather_stages(model: Transformer) -> Transformer:
 def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
     """Invert `to_checkpoint_layout`, in the shardings of `like`; free the arrays of `tree` that it copies."""
 
-    def move(order: LayerOrder, s: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
-        layers = _sorted(order)
-        rows = tuple(None if layer is None else layers.index(layer) for layer in order)
-        moved = _take(x, rows, x.sharding, s.sharding)
+    def move(rest: _Rest, s: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+        moved = _take(x, rest.dim, rest.rows, x.sharding, s.sharding)
         x.delete()  # one by one, or the device would hold all of them twice
         return moved
 
     return _map_moving(move, like, tree)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """How a dim of an array rests, and how a checkpoint has it."""
+
+    dim: int
+    rows: tuple[int | None, ...] | range
+    """For each row at rest its number in a checkpoint; padding has None, or a number beyond it."""
+    places: tuple[int, ...] | range
+    """For each row in a checkpoint its number at rest."""
+
+    @classmethod
+    def of_layers(cls, order: LayerOrder) -> "_Rest":
+        """Return that of a stack; a checkpoint has its layers in their order."""
+        layers = sorted(layer for layer in order if layer is not None)
+        rows = (None if layer is None else layers.index(layer) for layer in order)
+        return cls(0, tuple(rows), tuple(map(order.index, layers)))
+
+    @property
+    def moves(self) -> bool:
+        """Whether the two differ."""
+        return tuple(self.rows) != tuple(range(len(self.places)))
+
+
+def _rests(model: Transformer) -> Transformer:
+    """Return the `_Rest` of each array of a model, or of moments in its form."""
+
+    def beside(value, dims: str, act_dims: str):
+        def rest(x: jax.Array) -> _Rest:
+            dim = dims.find("V") if x.ndim else -1
+            size = x.shape[dim] if dim >= 0 else 0
+            return _Rest(dim, range(size), range(min(size, model.cfg.vocab_size)))
+
+        return jax.tree.map(rest, value)  # an optimizer may have an empty tree in an array's place
+
+    orders = zip(model.orders, model.stacks, strict=True)
+    stacks = [jax.tree.map(lambda _, x=order: _Rest.of_layers(x), stack) for order, stack in orders]
+    return map_params(beside, model.with_stacks(())).with_stacks(stacks)
+
+
 def _map_moving[Tree](move: Callable, tree: Tree, *trees: Tree) -> Tree:
-    """Return `move(order, array, *arrays of trees)` for stacks that a checkpoint has in another order.
+    """Return `move(rest, array, *arrays of trees)` for arrays that a checkpoint has otherwise.
 
     Another array is that of the last tree. Moments are models, too, or a list (Muon's) in the order of the trained
     parameters.
@@ -301,55 +338,56 @@ def _map_moving[Tree](move: Callable, tree: Tree, *trees: Tree) -> Tree:
     def is_model(x: object) -> bool:
         return isinstance(x, Transformer)
 
-    def leaf(order: LayerOrder | None, *arrays):
-        stays = order is None or list(order) == _sorted(order)
-        return arrays[-1] if stays else move(order, *arrays)
+    def leaf(rest: _Rest, *arrays):
+        return move(rest, *arrays) if rest.moves else arrays[-1]
 
     params = next(x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x))
     trained, _ = partition(params, params.is_trained)
-    leaves = jax.tree.leaves(
-        map_with_order(lambda order, _: functools.partial(leaf, order), trained)
-    )
+    rests = jax.tree.leaves(_rests(trained))
 
     def node(path, x, *same):
         if is_model(x):
-            return map_with_order(leaf, x, *same)
+            return jax.tree.map(leaf, _rests(x), x, *same)
         in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
-        return leaves[path[-1].idx](x, *same) if in_list else (x, *same)[-1]
+        return leaf(rests[path[-1].idx], x, *same) if in_list else (x, *same)[-1]
 
     return jax.tree.map_with_path(node, tree, *trees, is_leaf=is_model)
 
 
-def _sorted(order: LayerOrder) -> list[int]:
-    """Return the layers of a stack as a checkpoint holds them."""
-    return sorted(layer for layer in order if layer is not None)
+def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct, dim: int) -> NamedSharding:
+    """Return a sharding with all of `dim` on each device, and its axes on another dim if they divide one.
 
-
-def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-    """Return a sharding with every layer on each rank, and the pipeline ranks on another dim if they divide one.
-
-    From the sharding at rest to this one is an all-to-all inside each pipeline.
+    From the sharding at rest to this one is an all-to-all over these axes.
     """
     stored = typed(NamedSharding, leaf.sharding)
-    spec = [None, *stored.spec[1:], *(None,) * (leaf.ndim - len(stored.spec))]
-    for dim in range(1, leaf.ndim):
-        axes = spec[dim] or ()
-        axes = (*((axes,) if isinstance(axes, str) else axes), "pp")
-        if leaf.shape[dim] % math.prod(stored.mesh.shape[axis] for axis in axes) == 0:
-            spec[dim] = axes
+    spec = [_axes(part) for part in stored.spec] + [()] * (leaf.ndim - len(stored.spec))
+    freed, spec[dim] = spec[dim], ()
+    for other in (*range(dim), *range(dim + 1, leaf.ndim)):
+        axes = (*spec[other], *freed)
+        if leaf.shape[other] % math.prod(stored.mesh.shape[axis] for axis in axes) == 0:
+            spec[other] = axes
             break
     return NamedSharding(stored.mesh, P(*spec), memory_kind=stored.memory_kind)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the axes that a part of a spec names."""
+    return (part,) if isinstance(part, str) else part or ()
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _take(
-    stack: jax.Array, rows: LayerOrder, between: NamedSharding, sharding: NamedSharding
+    array: jax.Array,
+    dim: int,
+    rows: tuple[int | None, ...] | range,
+    between: NamedSharding,
+    sharding: NamedSharding,
 ) -> jax.Array:
-    """Return layers `rows` of the stack, zeros for None, picked on devices that have all of them."""
-    index = np.array([len(stack) if row is None else row for row in rows])
+    """Return `rows` of a dim, zeros for None and beyond its end, picked on devices that have all of them."""
+    index = np.array([array.shape[dim] if row is None else row for row in rows])
     between = device_sharding(between)
-    whole = jax.reshard(on_device(stack), between)
-    taken = whole.at[index].get(mode="fill", fill_value=0, out_sharding=between)
+    whole = jax.reshard(on_device(array), between).at[(*[slice(None)] * dim, index)]
+    taken = whole.get(mode="fill", fill_value=0, out_sharding=between)
     return jax.device_put(jax.reshard(taken, device_sharding(sharding)), sharding)
 
 

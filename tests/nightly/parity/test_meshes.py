@@ -101,10 +101,14 @@ FAMILIES = {
     },
     # Two pairs a row; the fixture `pairs` has their source.
     "dpo": {"data": {"seq_len": 64}, "train": DPO},
-    "dpo_lora": {"data": {"seq_len": 64}, "train": DPO | {"lora": Lora(rank=4)}},
+    "dpo_lora": {
+        "data": {"seq_len": 64},
+        "model": {"vocab_size": 65},
+        "train": DPO | {"lora": Lora(rank=4)},
+    },
     "ipo_tied": {
         "data": {"seq_len": 64},
-        "model": {"tied_embeddings": True},
+        "model": {"tied_embeddings": True, "vocab_size": 65},
         "train": DPO | {"dpo": Dpo(beta=0.5, loss="ipo")},
     },
     # Adapters of routed experts, which pairs train, and of a module that predicts ahead.
@@ -120,6 +124,7 @@ FAMILIES = {
     # Two modules, with a window and without positions, as the last layer; z_loss is that of their logits too.
     "gemma3_mtp": {
         "model": {
+            "vocab_size": 65,
             "num_layers": 4,
             "sliding_window": 7,
             "full_attention_every": 3,

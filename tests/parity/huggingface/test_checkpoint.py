@@ -7,10 +7,10 @@ from safetensors import safe_open
 
 from tests.hf_layout import abstract, assert_same_tensors, in_hugging_face_layout, load, stored
 from tests.paths import HF
+from tests.runs import mesh_of
 from ultrascale_jax.config import Config, MeshConfig, PipelineConfig, TrainConfig
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.config import read_config, read_model_type
-from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_state
 
 FAMILIES = sorted(folder.name for folder in HF.iterdir())
@@ -39,6 +39,7 @@ def test_every_number_of_a_checkpoint_lands_where_it_belongs_and_comes_back(tmp_
     ("family", "axes", "orders"),
     [
         ("qwen2", {"fsdp": 2, "tp": 2}, ((0, 2, 1, None),)),
+        ("qwen2", {"pp": 3}, ((0, None, 1, None, 2, None),)),  # pads the vocabulary too
         ("deepseek_v3", {"ep": 2, "tp": 2}, ((0, None), (None, 2, 1, None))),
     ],
 )
@@ -49,9 +50,9 @@ def test_layers_go_where_a_pipeline_has_them_and_come_back(tmp_path, family, axe
         model=cfg,
         mesh=MeshConfig(**{"pp": 2, "fsdp": 1} | axes),
         pp=PipelineConfig(schedule="interleaved"),
-        train=TrainConfig(microbatches=2),
+        train=TrainConfig(microbatches=6),
     )
-    shapes = abstract_state(pipeline, make_mesh(pipeline.mesh)).params
+    shapes = abstract_state(pipeline, mesh_of(pipeline)).params
     assert shapes.orders == orders
     model = checkpoint.load(folder, shapes)
     jax.tree.map(lambda p, s: np.testing.assert_equal(p.sharding, s.sharding), model, shapes)

@@ -24,7 +24,7 @@ from ultrascale_jax.train_step.state import gather_stages
 
 LAYERS = 5
 LLAMA = ModelConfig(
-    vocab_size=32, d_model=16, d_ff=32, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=8
+    vocab_size=33, d_model=16, d_ff=32, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=8
 )
 MODELS = {
     "llama": LLAMA,

@@ -61,7 +61,7 @@ def textbook(x, head, targets, z_loss, cotangents=(1.0, 0.0)):
     highest_BT1 = np.max(logits_BTV, axis=2, keepdims=True)
     sums_BT1 = np.sum(np.exp(logits_BTV - highest_BT1), axis=2, keepdims=True)
     lse_BT1 = highest_BT1 + np.log(sums_BT1)
-    right_BTV = targets[:, :, None] == np.arange(V)
+    right_BTV = targets[:, :, None] == np.arange(head.shape[1])
     weight_BT1 = 0.01 * (targets >= 0)[:, :, None]
     nll = np.sum(weight_BT1 * lse_BT1) - np.sum(weight_BT1 * right_BTV * logits_BTV)
     p_BTV = np.exp(logits_BTV - lse_BT1)
@@ -106,13 +106,48 @@ def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
     assert_close(grads, expected_grads)
 
 
-def test_losses_of_tokens_in_chunks_have_the_gradients_of_any_function_of_them(monkeypatch):
+@pytest.mark.parametrize("chosen", LOSSES)
+def test_columns_after_the_words_count_for_nothing(chosen, monkeypatch, words=13):
+    chunk_bytes, loss = LOSSES[chosen]
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
+    x, head, targets = inputs()
+    # Four devices split the columns: one has words alone, one both, and two have padding alone.
+    head[:, words:] *= 30.0
+    targets = np.where(targets < words, targets, -1)
+    values, (dx, dhead) = textbook(x, head[:, :words], targets, 0.1)
+    expected = dx, np.pad(dhead, [(0, 0), (0, V - words)])
+    with on(**MESHES[1]):
+
+        @jax.jit
+        def run(x, head, targets):
+            def padded(*arguments):
+                return loss(*arguments, words)
+
+            def of(targets):
+                with_gradients = jax.value_and_grad(
+                    functools.partial(ours, loss=padded), (0, 1), True
+                )
+                return with_gradients(x, head, targets, 0.1)
+
+            return of(targets), of(jnp.where(targets < 0, words, targets))[0]
+
+        (found, grads), of_no_word = run(*put(x, head, targets))
+    np.testing.assert_allclose(found, values, rtol=1e-6)
+    assert_close(grads, expected)
+    assert not np.asarray(grads[1])[:, words:].any() and np.isnan(of_no_word).all()
+
+
+def test_losses_of_tokens_in_chunks_have_the_gradients_of_any_function_of_them(
+    monkeypatch, words=13
+):
     monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V)
     x, head, targets = inputs()
+    targets = np.where(targets < words, targets, -1)
     logits = np.float64(x) @ np.float64(head)
+    logits[..., words:] = -np.inf
     lse = np.log(np.sum(np.exp(logits), axis=2))
     gold = targets[:, :, None] == np.arange(V)
-    nll = np.where(targets >= 0, lse - np.sum(gold * logits, axis=2), 0)
+    nll = np.where(targets >= 0, lse - np.sum(gold[..., :words] * logits[..., :words], axis=2), 0)
     scale = (2 * nll * (targets >= 0))[:, :, None]  # of the sum of their squares
     dlogits = scale * (np.exp(logits - lse[:, :, None]) - gold)
     expected = dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits)
@@ -121,7 +156,7 @@ def test_losses_of_tokens_in_chunks_have_the_gradients_of_any_function_of_them(m
         def squares(x, head, targets):
             weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
             head = jax.reshard(head, weight_type)
-            losses = token_losses(gather_sequence(x), head, targets)
+            losses = token_losses(gather_sequence(x), head, targets, words)
             return jnp.sum(jnp.square(losses)), losses
 
         run = jax.jit(jax.value_and_grad(squares, (0, 1), has_aux=True))
@@ -249,13 +284,14 @@ def test_no_value_of_the_program_holds_all_logits(monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_bytes", [2**29, 4 * V], ids=["one_chunk", "several"])
-def test_rows_have_their_sums_and_whether_no_token_is_likelier(chunk_bytes, monkeypatch):
+def test_rows_have_their_sums_and_whether_no_token_is_likelier(chunk_bytes, monkeypatch, words=13):
     monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
     x, head, targets = inputs()
-    logits = np.float64(x) @ np.float64(head)
+    logits = (np.float64(x) @ np.float64(head))[..., :words]
+    targets = np.where(targets < words, targets, -1)
     best = logits.argmax(axis=2)
     targets[:2] = np.where(targets[:2] < 0, -1, best[:2])  # the likeliest where a token counts
-    targets[1, 3] = (best[1, 3] + 1) % V  # but for one
+    targets[1, 3] = (best[1, 3] + 1) % words  # but for one
     nll = np.log(np.exp(logits).sum(axis=2))
     nll -= np.take_along_axis(logits, np.maximum(targets, 0)[..., None], axis=2)[..., 0]
     with on(dp=2, cp=2, sp=2):
@@ -265,7 +301,7 @@ def test_rows_have_their_sums_and_whether_no_token_is_likelier(chunk_bytes, monk
         weight_type = P(None, ("sp", "tp"), reduced=gradient_axes("DV", "BTD"))
         found, likeliest = jax.jit(
             lambda x, head, targets: row_losses(
-                gather_sequence(x), jax.reshard(head, weight_type), targets
+                gather_sequence(x), jax.reshard(head, weight_type), targets, words
             )
         )(**given)
     np.testing.assert_allclose(found, np.where(targets >= 0, nll, 0).sum(axis=1), rtol=1e-5)

@@ -113,10 +113,12 @@ def test_the_layers_of_every_schedule_have_their_order():
 MIXED = dataclasses.replace(
     BASE,
     model=dataclasses.replace(
-        BASE.model, experts=Experts(num=4, top_k=2, d_ff=16, dense_layers=2, bias=True)
+        BASE.model,
+        vocab_size=65,
+        experts=Experts(num=4, top_k=2, d_ff=16, dense_layers=2, bias=True),
     ),
 )
-"""Two layers with one feed-forward layer, three with experts."""
+"""Two layers with one feed-forward layer, three with experts, and a vocabulary that two ranks pad."""
 
 
 def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros():
@@ -127,8 +129,10 @@ def test_a_pipeline_starts_from_the_numbers_of_one_device_and_pads_with_zeros():
     params = init_state(cfg, mesh_of(cfg)).params
     assert params.orders == (dense, experts)
     assert all(leaf.sharding.spec[0] == "pp" for leaf in jax.tree.leaves(params.stacks))
-    np.testing.assert_array_equal(params.embed[...], alone.embed[...])
-    np.testing.assert_array_equal(params.head[...], alone.head[...])
+    for axis, name in enumerate(("embed", "head")):
+        words, padding = np.split(np.asarray(getattr(params, name)[...]), [65], axis)
+        np.testing.assert_array_equal(words, getattr(alone, name)[...])
+        assert padding.shape[axis] == 2 * 128 - 65 and not padding.any()
     for order, stack, first, expected_stack in zip(
         params.orders, params.stacks, (0, 2), alone.stacks, strict=True
     ):

@@ -7,7 +7,7 @@ runs). In the comments, letters are those of `sharding.py`; `a` is the width of 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ultrascale_jax.config import Keep, remat_names
+from ultrascale_jax.config import Keep, padded_vocab_size, remat_names
 from ultrascale_jax.config.remat import keeps
 from ultrascale_jax.models.loss_chunks import num_chunks
 from ultrascale_jax.plan.formulas import context, experts
@@ -267,6 +267,7 @@ def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials."""
     tokens = run.sequences * run.seq_len // run.mesh.cp
     width = 4 if run.precision == "fp32" else 2
-    vocab_size = run.shape.vocab_size // (run.mesh.tensor * run.mesh.pp)
+    parts = run.mesh.tensor * run.mesh.pp
+    vocab_size = padded_vocab_size(run.shape.vocab_size, parts) // parts
     chunks = num_chunks(tokens, vocab_size, width)
     return chunks, width * tokens * vocab_size / chunks

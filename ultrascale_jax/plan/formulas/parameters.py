@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ultrascale_jax.config import padded_vocab_size
 from ultrascale_jax.plan.formulas import experts, pipeline
 from ultrascale_jax.plan.model_shape import MLP_MATRICES, adapter_sides
 from ultrascale_jax.plan.workload import Run, of_sizes
@@ -57,7 +58,7 @@ def weights_of(run: Run) -> Weights:
     mlp, moe = stack_rows(run)
     padding = mlp + moe - layers
     width = max(shape.d_ff if mlp else 0, shape.shared_width)
-    table = shape.vocab_size * D / (t * mesh.pp)
+    table = padded_vocab_size(shape.vocab_size, t * mesh.pp) * D / (t * mesh.pp)
     return Weights(
         dense=layers * attention + mlp * shape.mlp_params / t + moe * shared + shape.join_params,
         experts=moe * routed,
