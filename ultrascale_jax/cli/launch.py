@@ -19,6 +19,7 @@ from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.config.section import Count, Natural, NonNegative, Section
 from ultrascale_jax.launch.cluster import detect
+from ultrascale_jax.launch.coordinator import check_address
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.processes import follow_supervisor
 from ultrascale_jax.launch.sigterm import SigtermListener
@@ -128,6 +129,7 @@ def places(options: Options, environ: Mapping[str, str], chosen: train.Options) 
     names = "JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS"
     fix = f"{launch.method} does not say which host this is; set {names}, counted in hosts"
     require(is_complete, "processes", count, fix)
+    check_address(launch.address or "", several_hosts=True)
     first = count * (launch.process_id or 0)
     total = count * (launch.num_processes or 0)
     return Places(tuple(range(first, first + count)), total, launch.address)

@@ -43,6 +43,8 @@ class Launch:
     """Number of this process; None if JAX asks the cluster."""
     local_device_ids: tuple[int, ...] | None = None
     """GPUs of this host that the process takes; None for all that it sees."""
+    several_hosts: bool = False
+    """Whether the launcher says that the job has processes on other hosts too."""
     expected_gpus: int | None = None
     """GPUs that the cluster gave this process; None if it does not say."""
 
@@ -265,6 +267,7 @@ def _joined(environ: Mapping[str, str], launcher: Launcher, address: Setting) ->
         num_processes=num_processes,
         process_id=process_id,
         local_device_ids=None if local_id is None else own_gpus(environ, local_id, per_node, gpus),
+        several_hosts=per_node is not None and per_node < num_processes,
         expected_gpus=None if gpus is None or per_node is None else gpus // per_node,
     )
 

@@ -13,12 +13,31 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.launch.sigterm import SigtermListener
 
 STOP_S = 20.0
 """Seconds that a process with a request to stop waits for the others, so that all stop together."""
+
+
+def check_address(address: str, *, several_hosts: bool) -> None:
+    """Refuse an address of process 0, `host:port`, at which this process would find its own host for another.
+
+    Debian's `/etc/hosts` has a host's own name as 127.0.1.1. That is no fault: process 0 listens on all interfaces then
+    (`reserved`), and the others ask their own tables. Raises `UserError`.
+    """
+    host, name = address.rpartition(":")[0].strip("[]"), socket.gethostname()
+    ip = _resolved(host)
+    if ip is None or not _is_loopback(ip):
+        return
+    means_itself = host == ip or "localhost" in host
+    is_own_name = host.partition(".")[0] == name.partition(".")[0]
+    fix = (
+        f"means {ip} on {name}, where no process of another host is found; give an address at which all hosts reach "
+        "process 0 (one of `hostname -I` there), or take the name out of the line of /etc/hosts"
+    )
+    require(is_own_name or (means_itself and not several_hosts), "dist.address", address, fix)
 
 
 @contextlib.contextmanager
@@ -61,14 +80,22 @@ def reserved(address: str, tell: Callable[[str], None]) -> Iterator[str]:
 
 def _interface(host: str) -> str | None:
     """Return the address of this host that `host` means; None where the name is unknown or ambiguous."""
+    ip = _resolved(host)
+    # Some hosts know their own name as 127.0.1.1, where nobody else would reach them.
+    return ip if ip is None or host in (ip, "localhost") or not _is_loopback(ip) else None
+
+
+def _resolved(host: str) -> str | None:
+    """Return an address of `host`, of IPv4 if it has one; None where the name is unknown."""
     try:
         numbers = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
     except OSError:
         return None
-    ip = min(numbers, key=lambda number: ":" in number)
-    is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
-    # Some hosts know their own name as 127.0.1.1, where nobody else would reach them.
-    return None if is_loopback and host not in (ip, "localhost") else ip
+    return min(numbers, key=lambda number: ":" in number)
+
+
+def _is_loopback(ip: str) -> bool:
+    return ipaddress.ip_address(ip.partition("%")[0]).is_loopback
 
 
 def _bind(ip: str, port: int) -> socket.socket:

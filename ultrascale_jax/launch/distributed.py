@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, UserError, require
 from ultrascale_jax.launch.cluster import Launch, detect
-from ultrascale_jax.launch.coordinator import ended_by, reserved
+from ultrascale_jax.launch.coordinator import check_address, ended_by, reserved
 from ultrascale_jax.launch.events import printable, say
 from ultrascale_jax.launch.failures import Failures
 from ultrascale_jax.launch.run_lock import refusal
@@ -94,6 +94,7 @@ def initialize(dist: DistConfig | None = None) -> Launch | None:
         require(importlib.util.find_spec("kubernetes") is not None, "JAX_NUM_PROCESSES", None, fix)
         say(f"waiting for all processes, as {launch.method} tells")
     else:
+        check_address(address, several_hosts=launch.several_hosts)
         say(
             f"waiting for {count} processes at {address} ({launch.method}); {ADVICE % dist.timeout_s}"
         )

@@ -174,6 +174,7 @@ def test_other_launchers_tell_the_gpu_by_the_local_rank_and_cpus_are_not_shared(
     assert joined(JAX).local_device_ids is None
     assert joined(OMPI | OMPI_5).local_device_ids == (3,)
     assert joined(TORCHRUN).local_device_ids == (1,)
+    assert joined(TORCHRUN).several_hosts and not joined(JAX).several_hosts
     on_cpus = EIGHT_A_NODE | {"SLURM_GPUS_ON_NODE": "4", "JAX_PLATFORMS": "cpu"}
     assert joined(on_cpus).local_device_ids is None
     with pytest.raises(UserError, match=r"^CUDA_VISIBLE_DEVICES='0,1,2': 8 processes"):

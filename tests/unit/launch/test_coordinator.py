@@ -6,7 +6,7 @@ import pytest
 
 from ultrascale_jax.cli.launch import free_port
 from ultrascale_jax.config import UserError
-from ultrascale_jax.launch.coordinator import reserved
+from ultrascale_jax.launch.coordinator import check_address, reserved
 from ultrascale_jax.launch.events import ATTEMPT
 from ultrascale_jax.launch.run_lock import NotNow
 
@@ -30,6 +30,28 @@ def test_the_coordinator_listens_at_the_interface_of_its_address(host, interface
     port = free_port()
     with reserved(f"{host}:{port}", say_nothing) as place:
         assert place == f"{interface}:{port}"
+
+
+@pytest.mark.parametrize(
+    ("host", "several_hosts", "refused"),
+    [
+        ("gpu03", False, True),  # another host's name, which this one's table has wrong
+        ("gpu04.site", True, False),  # its own: process 0 listens at all interfaces
+        ("127.0.1.1", True, True),
+        ("localhost", True, True),
+        ("localhost", False, False),
+    ],
+)
+def test_another_host_that_this_one_takes_for_itself_is_refused(
+    monkeypatch, host, several_hosts, refused
+):
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu04")
+    if not refused:
+        return check_address(f"{host}:1234", several_hosts=several_hosts)
+    with pytest.raises(UserError, match=f"^dist.address='{host}:1234': means 127.0.1.1 on gpu04, "):
+        check_address(f"{host}:1234", several_hosts=several_hosts)
 
 
 def test_process_0_on_the_wrong_host_is_told_and_listens_at_all_interfaces():
