@@ -12,11 +12,12 @@ from tests.gpu_programs import FAST, NO_MACHINE_CODE
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.hlo import collectives
 from ultrascale_jax.kernels.residuals import ATTENTION_RESIDUAL
-from ultrascale_jax.parallel.gated_delta_rule import BLOCK, CHUNK, DIMS, gated_delta_rule
+from ultrascale_jax.parallel.gated_delta_rule import BLOCK, DIMS, gated_delta_rule
 from ultrascale_jax.plan.compiled.compile import CompiledProgram, compile_program, target_devices
 from ultrascale_jax.sharding.rules import act
 
 B, K, N, H, W = 2, 2, 4, 128, 128
+CHUNK = 32
 RANKS, TENSOR = 4, 2
 ZIGZAG = ContextConfig(strategy="zigzag")
 KEEP = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUAL)
@@ -33,7 +34,7 @@ def both_passes(tokens: int) -> CompiledProgram:
         @functools.partial(jax.checkpoint, policy=KEEP)
         def rule(q, k, *others):  # norms that the policy does not keep
             q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-            return gated_delta_rule(q, k, *others, ids, context=ZIGZAG)
+            return gated_delta_rule(q, k, *others, ids, context=ZIGZAG, chunk=CHUNK)
 
         out, pull_back = jax.vjp(rule, *arrays)
         return out, pull_back(d_out)

@@ -9,7 +9,12 @@ import pytest
 
 from tests.delta_oracle import oracle, random_arrays, relative_errors
 from ultrascale_jax.config import ContextConfig, UserError
-from ultrascale_jax.parallel.gated_delta_rule import Layout, gated_delta_rule, gated_delta_step
+from ultrascale_jax.parallel.gated_delta_rule import (
+    CHUNK,
+    Layout,
+    gated_delta_rule,
+    gated_delta_step,
+)
 
 TOKENS = 1100  # two blocks, and the last chunk is not full
 
@@ -20,7 +25,7 @@ def outputs_and_gradients(arrays, segment_ids, cotangent, chunk):
     return out, pull_back(cotangent)
 
 
-def check(arrays, segment_ids, chunk=64):
+def check(arrays, segment_ids, chunk=CHUNK):
     cotangent = np.random.default_rng(1).standard_normal(arrays[2].shape).astype(np.float32)
     got = outputs_and_gradients(arrays, segment_ids, cotangent, chunk)
     assert max(relative_errors(got, oracle(arrays, segment_ids, cotangent))) < 1e-5
@@ -63,7 +68,7 @@ PLACES = np.arange(TOKENS)
         (draw(g=np.zeros_like, beta=np.ones_like, k=three_keys), ONE_DOCUMENT),
         (draw(g=some_forget_all, decay=0.01), ONE_DOCUMENT),
         (draw(), documents(np.random.default_rng(3).uniform(size=(2, TOKENS)) < 0.1)),
-        (draw(decay=0.01), documents(PLACES % 64 == 0)),
+        (draw(decay=0.01), documents(PLACES % CHUNK == 0)),
         (draw(decay=0.01), documents(PLACES % 63 == 0)),
     ],
     ids=["random", "long_memory", "repeated_keys", "forgetting", "short", "chunks", "drifting"],
