@@ -20,7 +20,6 @@ from ultrascale_jax.models.fp8 import is_variable
 from ultrascale_jax.models.layers import MLP
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, SharedExperts
-from ultrascale_jax.models.partition import partition
 from ultrascale_jax.models.transformer import stacked
 from ultrascale_jax.sharding.rules import out_sharding, specs, stored_spec
 
@@ -140,19 +139,6 @@ def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
     for i, module in enumerate(getattr(typed, "mtp", ())):
         add(module.block, make(module.block, jax.random.fold_in(k_modules, i)))
     return model
-
-
-def is_adapter(path: str | tuple) -> bool:
-    """Return whether a parameter is an adapter's: its path is dotted, or a leaf's in a tree."""
-    dotted = (
-        path if isinstance(path, str) else jax.tree_util.keystr(path, simple=True, separator=".")
-    )
-    return ".lora." in dotted
-
-
-def split_adapters[M](model: M) -> tuple[M, M]:
-    """Return the model with its adapters alone, and without them, as `partition` does."""
-    return partition(model, is_adapter)
 
 
 @jax.jit

@@ -30,3 +30,16 @@ def combine[M](one: M, other: M) -> M:
         return b if a.get_value() is None else a
 
     return jax.tree.map(leaf, one, other, is_leaf=is_variable)
+
+
+def is_adapter(path: str | tuple) -> bool:
+    """Return whether a parameter is an adapter's: its path is dotted, or a leaf's in a tree."""
+    dotted = (
+        path if isinstance(path, str) else jax.tree_util.keystr(path, simple=True, separator=".")
+    )
+    return ".lora." in dotted
+
+
+def split_adapters[M](model: M) -> tuple[M, M]:
+    """Return the model with its adapters alone, and without them, as `partition` does."""
+    return partition(model, is_adapter)

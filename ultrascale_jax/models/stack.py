@@ -13,6 +13,7 @@ from ultrascale_jax.models.block import Block, Terms
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.moe import Routed
+from ultrascale_jax.models.partition import combine, split_adapters
 from ultrascale_jax.parallel.prefetch import prefetch_scan
 from ultrascale_jax.sharding.primitives import leave_sums
 
@@ -115,23 +116,31 @@ def _gathering_ahead(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOu
     """Run the layers, the parameters of the next one gathered while this one computes."""
     inputs, lowering = piece.inputs, piece.inputs.lowering
 
-    def compute(block, x_BRD, inputs, row):
+    def compute(block, x_BRD, inputs, constants):
+        row, _ = constants
         x_BRD, routed, _, terms = block(x_BRD, inputs.of_layer(row))
         if routed is None:
             return x_BRD, (jnp.float32(0.0), terms)
         return x_BRD, (routed.balance_BR, terms), routed.statistics_Z
 
-    def gather(block, row):
+    def gather(trained, constants):
+        row, frozen = constants
+        block = trained if frozen is None else combine(trained, frozen)
         return block.gather_params(inputs.of_layer(row))
+
+    # The base of adapters is frozen.
+    trained, frozen = split_adapters(piece.block)
+    if not jax.tree.leaves(trained):
+        trained, frozen = frozen, None
 
     # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
     context = dataclasses.replace(inputs, fp8=None)
     x_BRD, ((balance_LBR, terms), *statistics) = prefetch_scan(
         piece.recomputation.wrap(compute),
-        piece.block,
+        trained,
         x_BRD,
         gather=gather,
-        constants=piece.rows,
+        constants=(piece.rows, frozen),
         context=context,
         leave_sums=functools.partial(map_params, leave_sums) if lowering.sums_late else None,
         lowering=lowering,

@@ -1,5 +1,6 @@
-"""Part a tree into its leaves of floats, which are differentiated, and its other leaves, and put it together again."""
+"""Part a tree into the leaves that are differentiated and the others, and put it together again."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,16 +14,23 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
+def split_leaves(tree: Tree, chosen: Iterable[bool]) -> tuple[Tree, Tree]:
+    """Return a tree's `chosen` leaves, and its others: two trees with None for the leaves of the other."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = [(a, None) if c else (None, a) for a, c in zip(leaves, chosen, strict=True)]
+    first, second = ([pair[i] for pair in pairs] for i in range(2))
+    return structure.unflatten(first), structure.unflatten(second)
+
+
 def split_floats(tree: Tree) -> tuple[Tree, Tree]:
-    """Return a tree's leaves of floats, and the rest of them: two trees with None for the leaves of the other."""
-    floats = jax.tree.map(lambda a: a if is_float(a) else None, tree)
-    return floats, jax.tree.map(lambda a: None if is_float(a) else a, tree)
+    """Return a tree's leaves of floats, and the others, as `split_leaves` does."""
+    return split_leaves(tree, map(is_float, jax.tree.leaves(tree)))
 
 
-def join_floats(floats: Tree, non_floats: Tree) -> Tree:
-    """Invert `split_floats`."""
+def join_leaves(chosen: Tree, others: Tree) -> Tree:
+    """Invert `split_leaves`."""
 
     def either(a, b):
         return b if a is None else a
 
-    return jax.tree.map(either, floats, non_floats, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(either, chosen, others, is_leaf=lambda leaf: leaf is None)

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ultrascale_jax.config import UserError, require, require_type
 from ultrascale_jax.config.lowering import Lowering
-from ultrascale_jax.parallel.floats import is_float, join_floats, split_floats
+from ultrascale_jax.parallel.equations import Equations, is_var
+from ultrascale_jax.parallel.floats import is_float, join_leaves, split_leaves
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.row_loop import (
     RowLoop,
@@ -104,7 +104,8 @@ def prefetch_scan(
       x: the first layer's input, one array.
       gather: `(params[, constants]) -> gathered` of one layer: its all-gathers, whose transpose is the reduce-scatters.
         On an Explicit mesh `jax.reshard(p, P(None, None))`, or `P(None, None, reduced={axis})` if p is in products
-        only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`.
+        only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`. An
+        array that follows from the constants alone has no gradient: frozen parameters are constants.
       constants: a tree with a leading dim of layers, of any types, whose gradient must not be asked for.
       context: a tree that every layer gets, whose gradient must not be asked for.
       leave_sums: `params -> params` of one layer, typed so that the transpose of `gather` leaves sums over replicas to
@@ -126,7 +127,9 @@ def prefetch_scan(
     num = _num_layers(params, constants)
     constants = _without_gradient("constants", constants)
     context = _without_gradient("context", context)
-    scan = _Scan(_as_layer(layer, gather, leave_sums), num, lowering, offload, waits)
+    functions = _as_layer(layer, gather, leave_sums)
+    trained = _trained(functions.gather, read_row(params, 0), read_row(constants, 0))
+    scan = _Scan(functions, num, trained, lowering, offload, waits)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -198,18 +201,32 @@ def _num_layers(params: Any, constants: Any) -> int:
     return num[0]
 
 
+def _trained(gather: Callable[[Any, Any], Any], row: Any, constant: Any) -> list[bool]:
+    """Return for each array that `gather` returns whether it has a gradient: it is of floats, and depends on `row`."""
+    leaves, tree = jax.tree.flatten((row, constant))
+
+    def gathered(*leaves):
+        return jax.tree.leaves(gather(*jax.tree.unflatten(tree, leaves)))
+
+    traced = Equations(gathered, *leaves)
+    depending = traced.descendants(traced.inputs[: len(jax.tree.leaves(row))])
+    return [is_var(v) and v in depending and is_float(v.aval) for v in traced.outputs]
+
+
 class _Scan:
-    """Forward and backward pass of `num` layers."""
+    """Forward and backward pass of `num` layers; `trained` says which gathered arrays have gradients."""
 
     def __init__(
         self,
         layer: _Layer,
         num: int,
+        trained: list[bool],
         lowering: Lowering,
         offload: Collection[str],
         waits: bool,
     ):
-        self.layer, self.num, self.offload, self.waits = layer, num, offload, waits
+        self.layer, self.num, self.trained = layer, num, trained
+        self.offload, self.waits = offload, waits
         self.loop, self.delay = RowLoop(num, lowering), lowering.delay
 
     def forward(self, params, constants, x, context, *, keep: bool):
@@ -222,8 +239,8 @@ class _Scan:
             if vjp is None:
                 y, *out = self.layer.run(gathered, x, *static)
                 return y, (tuple(out), None), []
-            floats, non_floats = split_floats(gathered)
-            y, aux, statistics, kept = vjp.forward(floats, x, (non_floats, static))
+            trained, fixed = self.split(gathered)
+            y, aux, statistics, kept = vjp.forward(trained, x, (fixed, static))
             on_device, on_host = self.part(vjp, kept)
             return y, ((aux, *statistics), on_device), on_host
 
@@ -256,9 +273,9 @@ class _Scan:
         lag = 1 if self.layer.leave_sums is None else 2
 
         def compute(gathered, constants, kept, dy, daux):
-            floats, non_floats = split_floats(gathered)
-            static = non_floats, (context, constants)
-            return vjp.backward(floats, static, self.join(vjp, *kept), (dy, daux))
+            trained, fixed = self.split(gathered)
+            static = fixed, (context, constants)
+            return vjp.backward(trained, static, self.join(vjp, *kept), (dy, daux))
 
         def reduce(unscattered, unsummed):
             """Return shards that are summed in the next iteration, and a layer's finished gradients."""
@@ -294,8 +311,7 @@ class _Scan:
         gradients = write_row(end.gradients, finished, min(lag - 1, self.num - 1))
         if lag == 2:
             gradients = write_row(gradients, self.sum(params, unsummed), 0)
-        no_constants, no_context = jax.tree.map(_no_gradient, (constants, context))
-        return gradients, no_constants, end.dy, no_context
+        return gradients, None, end.dy, None
 
     def part(self, vjp: LayerVJP, kept: list) -> tuple[list, list]:
         """Part a layer's residuals: on the device, and on the host."""
@@ -317,10 +333,10 @@ class _Scan:
         if self.layer.leave_sums is not None:
             params = self.layer.leave_sums(params)
 
-        def gathered_floats(params):
-            return jax.tree.leaves(split_floats(self.layer.gather(params, constants))[0])
+        def gathered(params):
+            return jax.tree.leaves(self.split(self.layer.gather(params, constants))[0])
 
-        return jax.vjp(gathered_floats, params)[1](unscattered)[0]
+        return jax.vjp(gathered, params)[1](unscattered)[0]
 
     def sum(self, params: Any, shards: Any) -> Any:
         """Sum a layer's scattered gradients over replicas."""
@@ -336,7 +352,7 @@ class _Scan:
         """
         if self.delay is None:
             return row, unscattered
-        parts = [_part(path) for path, _ in jax.tree.leaves_with_path(split_floats(gathered)[0])]
+        parts = [_part(path) for path, _ in jax.tree.leaves_with_path(self.split(gathered)[0])]
         if self.delay.until not in parts:  # a norm without parameters
             return row, unscattered
         until = dgathered[parts.index(self.delay.until)]
@@ -358,18 +374,18 @@ class _Scan:
     def vjp(self, gathered, x, static) -> LayerVJP:
         """Build the layer's backward pass; parameters without a gradient, such as fp8 values, are context."""
 
-        def run(floats, x, context):
-            non_floats, static = context
-            return self.layer.run(join_floats(floats, non_floats), x, *static)
+        def run(trained, x, context):
+            fixed, static = context
+            return self.layer.run(join_leaves(trained, fixed), x, *static)
 
-        floats, non_floats = split_floats(gathered)
-        return LayerVJP(run, floats, x, (non_floats, static))
+        trained, fixed = self.split(gathered)
+        return LayerVJP(run, trained, x, (fixed, static))
+
+    def split(self, gathered: Any) -> tuple[Any, Any]:
+        """Return the gathered arrays with gradients, and the others."""
+        return split_leaves(gathered, self.trained)
 
 
 def _part(path: tuple) -> str:
     """Return the first name of a leaf's path."""
     return jax.tree_util.keystr(path[:1], simple=True)
-
-
-def _no_gradient(x: jax.Array) -> Any:
-    return jnp.zeros_like(x) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)

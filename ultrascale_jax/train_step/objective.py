@@ -15,7 +15,8 @@ from ultrascale_jax.config.dpo import most_pairs
 from ultrascale_jax.models.block import Terms
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
-from ultrascale_jax.models.lora import split_adapters, without_adapters
+from ultrascale_jax.models.lora import without_adapters
+from ultrascale_jax.models.partition import split_adapters
 from ultrascale_jax.models.transformer import ModelOutputs, Transformer
 from ultrascale_jax.train_step import balance, preference
 from ultrascale_jax.train_step.multi_token import predict_ahead

@@ -17,8 +17,8 @@ from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import each_param, map_params
-from ultrascale_jax.models.lora import is_adapter, split_adapters, without_adapters
-from ultrascale_jax.models.partition import combine
+from ultrascale_jax.models.lora import without_adapters
+from ultrascale_jax.models.partition import combine, is_adapter, split_adapters
 from ultrascale_jax.models.stack import Recomputation
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules

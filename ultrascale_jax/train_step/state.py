@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.models.lora import add_adapters, split_adapters
-from ultrascale_jax.models.partition import combine, partition
+from ultrascale_jax.models.lora import add_adapters
+from ultrascale_jax.models.partition import combine, partition, split_adapters
 from ultrascale_jax.models.transformer import Transformer, map_with_order
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from ultrascale_jax.config import Config
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.layers import map_params
-from ultrascale_jax.models.lora import split_adapters
-from ultrascale_jax.models.partition import combine, partition
+from ultrascale_jax.models.partition import combine, partition, split_adapters
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import check_mesh, check_mesh_is_set
 from ultrascale_jax.sharding.rules import act, mesh_size

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.config.lowering import Delay, Lowering
+from ultrascale_jax.parallel.equations import primitives
 from ultrascale_jax.parallel.prefetch import prefetch_scan
 from ultrascale_jax.sharding.mesh import make_mesh
 
@@ -175,6 +176,31 @@ def test_it_takes_float64_vmap_and_checkpoint():
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == jnp.float64
             np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def test_frozen_weights_are_gathered_and_no_product_makes_a_gradient_of_theirs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (4, D, D), (4, D, 2), (4, 2, D), (B, D)
+    base, a, b, x = (jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True))
+
+    def layer(gathered, x, constant):
+        w, a, b = gathered
+        return x + jnp.tanh(x @ w + (x @ a) @ b)
+
+    def of_scan(params):
+        y, _ = prefetch_scan(layer, params, x, gather=lambda ab, w: (w, *ab), constants=base)
+        return jnp.sum(jnp.square(y))
+
+    def of_loop(params):
+        y, _ = jax.lax.scan(lambda y, row: (layer(row, y, None), None), x, (base, *params))
+        return jnp.sum(jnp.square(y))
+
+    found, expected = (jax.grad(loss)((a, b)) for loss in (of_scan, of_loop))
+    for gradient, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(gradient, right, rtol=1e-5, atol=1e-5 * np.abs(right).max())
+    names = [*primitives(jax.make_jaxpr(jax.grad(of_scan))((a, b)).eqns)]
+    # Forward three, and backward two for each side of the adapter and one for the input through the base.
+    assert names.count("dot_general") == 3 + 5
 
 
 @pytest.mark.parametrize("name", ["context", "constants"])

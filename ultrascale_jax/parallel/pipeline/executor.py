@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from ultrascale_jax.config import require, require_type
-from ultrascale_jax.parallel.floats import is_float, join_floats, split_floats
+from ultrascale_jax.parallel.floats import is_float, join_leaves, split_floats
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
 from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, assemble
 from ultrascale_jax.parallel.pipeline.rows import (
@@ -398,7 +398,7 @@ class _Executor:
         non_floats = at(self.non_floats, number)
 
         def head(shared, floats, y):
-            batch = join_floats(floats, non_floats)
+            batch = join_leaves(floats, non_floats)
             return self.stages.head(shared, vary_all(y, {self.axis}), batch)
 
         arguments = self.shared, at(self.floats, number), y
@@ -417,7 +417,7 @@ class _Executor:
             non_floats = at(self.non_floats, row)
 
             def embed(shared, floats):
-                return self._vary(self.stages.embed(shared, join_floats(floats, non_floats)))
+                return self._vary(self.stages.embed(shared, join_leaves(floats, non_floats)))
 
             _, pull_back = jax.vjp(embed, self.shared, at(self.floats, row))
             grads, batch_grads = pull_back(d)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import UserError, require, require_choice, require_type
 from ultrascale_jax.config.pipeline import Stash
-from ultrascale_jax.parallel.floats import is_float, join_floats, split_floats
+from ultrascale_jax.parallel.floats import is_float, join_leaves, split_floats
 from ultrascale_jax.parallel.pipeline.executor import pipeline
 from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.rows import varying_axes
@@ -212,7 +212,7 @@ class _Program:
 
         def run_layer(params, x, integers):
             x, floats = x
-            merged = () if self.context is None else (join_floats(floats, integers),)
+            merged = () if self.context is None else (join_leaves(floats, integers),)
             y, aux, *_ = with_auxiliary(self.layer(params, x, *merged), x)
             return (y, floats), self._scalar("the auxiliary loss of layer", aux)
 

@@ -450,7 +450,8 @@ class Step:
             found.append(self.params(routed, layer.width, self.group(*SHARDED[1])))
         if self.run.lora.enabled:
             whole = replace(self.run, zero=0)
-            adapters = trained_params(whole, weights_of(whole)) / self.run.rank_layers
+            layers = self.run.rank_layers + self.run.head_modules
+            adapters = trained_params(whole, weights_of(whole)) / layers
             found[0] = found[0]._replace(trained=adapters)
         return found
 
