@@ -93,6 +93,11 @@ class Gpu:
         return int(GPU_MEMORY_SHARE * self.memory_gib * 2**30)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that a run leaves to CUDA's context, NCCL's buffers and fragmentation."""
+        return int(self.memory_gib * 2**30) - self.usable_bytes
+
+    @property
     def usable_host_bytes(self) -> int:
         """Bytes of the host's memory that a run may take for this GPU."""
         return int(HOST_MEMORY_SHARE * self.host_gib * 2**30)

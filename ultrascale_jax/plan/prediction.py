@@ -32,6 +32,8 @@ class StepPrediction:
     """Most memory in use at any time."""
     host_bytes: int = 0
     """Activations and moments of one GPU in the host's memory."""
+    gap_bytes: int = 0
+    """Bytes between the buffers of XLA's arena, which it allocates as a whole; 0 by formula."""
     workspace_bytes: int = 0
     """Workspaces of libraries beside it, as far as they are known; 0 by formula."""
     one_stream_s: float | None = None
@@ -65,8 +67,13 @@ class StepPrediction:
         if not self.fits_host:
             return DOES_NOT_FIT
         if self.source == "compiled":
-            return by_program(self.peak_bytes, self.workspace_bytes, self.gpu.usable_bytes)
+            return by_program(self.needed_bytes, self.gpu.usable_bytes)
         return by_formula(self.peak_bytes, self.gpu.usable_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the step takes of the GPU: arguments, XLA's whole arena, and workspaces."""
+        return self.peak_bytes + self.gap_bytes + self.workspace_bytes
 
     @property
     def may_fit(self) -> bool:
@@ -86,7 +93,8 @@ class StepPrediction:
     @classmethod
     def read(cls, values: Mapping[str, Any], run: Run, gpu: Gpu) -> "StepPrediction":
         """Return what `summary` returned of a compiled step of `run` on `gpu`."""
-        names = ("step_s", "peak_bytes", "host_bytes", "workspace_bytes", *BOUNDS)
+        sizes = ("peak_bytes", "host_bytes", "gap_bytes", "workspace_bytes")
+        names = ("step_s", *sizes, *BOUNDS)
         same = {name: values[name] for name in names}
         return cls(run=run, gpu=gpu, source="compiled", parts=values["time_s"], **same)
 
@@ -105,7 +113,9 @@ class StepPrediction:
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,
             "host_bytes": self.host_bytes,
+            "gap_bytes": self.gap_bytes,
             "workspace_bytes": self.workspace_bytes,
+            "needed_bytes": self.needed_bytes,
             "usable_bytes": self.gpu.usable_bytes,
             "usable_host_bytes": self.gpu.usable_host_bytes,
             "verdict": self.verdict,

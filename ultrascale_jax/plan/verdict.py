@@ -31,6 +31,6 @@ def by_formula(peak_bytes: float, usable_bytes: int) -> Verdict:
     return UNSURE if peak_bytes <= POSSIBLE * usable_bytes else DOES_NOT_FIT
 
 
-def by_program(peak_bytes: int, workspace_bytes: int, usable_bytes: int) -> Verdict:
-    """Judge the bytes that XLA's own plan takes, and the workspaces that it does not count."""
-    return FITS if peak_bytes + workspace_bytes <= usable_bytes else DOES_NOT_FIT
+def by_program(needed_bytes: int, usable_bytes: int) -> Verdict:
+    """Judge the bytes that XLA's own plan takes, with the workspaces that it does not count."""
+    return FITS if needed_bytes <= usable_bytes else DOES_NOT_FIT

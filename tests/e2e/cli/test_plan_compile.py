@@ -35,6 +35,8 @@ def test_compile_reports_memory_communication_and_time(tmp_path, capsys):
     plan.main([*RUN, "--json", "--dump", str(folder)])
     summary = json.loads(capsys.readouterr().out)
     assert 0 < summary["argument_bytes"] < summary["peak_bytes"]
+    sizes = ("argument_bytes", "temporary_bytes", "workspace_bytes")
+    assert summary["needed_bytes"] == sum(summary[name] for name in sizes)
     by_kind = {(row["kind"], row["axes"]): row for row in summary["collectives"]}
     assert by_kind["all-gather", "fsdp"]["sent_bytes"] > 0
     assert by_kind["reduce-scatter", "fsdp"]["sent_bytes"] > 0

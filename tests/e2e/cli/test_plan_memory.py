@@ -116,6 +116,7 @@ def test_a_checkpoint_its_host_and_the_bill_of_exactly_this_configuration(capsys
     found, shown = answer(capsys, *run), text(capsys, *run)
     assert found["checkpoint"]["total_bytes"] == 12 * 8_030_261_248
     assert found["checkpoint"]["write_s"] == pytest.approx(12 * 8.030261248 / 4)
+    assert found["checkpoint"]["restore_bytes"] == dict(found["timeline"])["model init"]
     assert found["host"]["total_bytes"] == found["checkpoint"]["total_bytes"]
     assert "a checkpoint has 89.7 GiB; training waits 0.225 s until a GPU has copied" in shown
     assert "a host of 8 GPUs holds 89.7 GiB of a checkpoint that is being written, of 2" in shown

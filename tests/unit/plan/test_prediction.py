@@ -35,7 +35,7 @@ def test_a_program_fits_or_not_and_a_formula_may_be_unsure():
         dataclasses.replace(STEP, peak_bytes=int(usable * x)) for x in (0.9, 0.92, 1.05, 1.07)
     ]
     assert [s.verdict for s in judged] == ["fits", "unsure", "unsure", "does not fit"]
-    program = dataclasses.replace(STEP, source="compiled", peak_bytes=usable - 10)
+    program = dataclasses.replace(STEP, source="compiled", peak_bytes=usable - 12, gap_bytes=2)
     found = [dataclasses.replace(program, workspace_bytes=n).verdict for n in (10, 11)]
     assert found == ["fits", "does not fit"]
     host = dataclasses.replace(STEP, host_bytes=STEP.gpu.usable_host_bytes + 1)

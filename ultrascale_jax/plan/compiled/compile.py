@@ -310,6 +310,7 @@ def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPredic
         parts=parts,
         peak_bytes=step.peak_bytes,
         host_bytes=step.host_bytes,
+        gap_bytes=step.argument_bytes + step.temporary_bytes - step.peak_bytes,
         workspace_bytes=step.workspace_bytes,
         **{name: getattr(timeline, name) for name in BOUNDS},
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax import units
 from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.formulas.memory import state
 from ultrascale_jax.plan.formulas.parameters import (
     resting_bytes,
     sharded_params,
@@ -26,6 +27,8 @@ class Checkpoint:
     """Bytes on the disk, without metadata and before compression."""
     gpu_bytes: int
     """Bytes that one GPU copies to its host at most, where they stay until they are written."""
+    restore_bytes: int
+    """Bytes that a restart takes on one GPU: it restores the state where it rests, and makes no fresh one first."""
     copy_s: float
     """Seconds for which training waits at least."""
     write_s: float | None
@@ -40,6 +43,7 @@ class Checkpoint:
         return (
             f"a checkpoint has {units.size(self.total_bytes)}; training waits {units.rounded(self.copy_s)} s until a "
             f"GPU has copied at most {units.size(self.gpu_bytes)} to its host, and goes on while it is written{written}"
+            f"; a restart takes {units.size(self.restore_bytes)} of a GPU"
         )
 
 
@@ -55,6 +59,7 @@ def checkpoint(run: Run, gpu: Gpu, storage_gbs: float | None = None) -> Checkpoi
     return Checkpoint(
         total_bytes=int(total),
         gpu_bytes=int(copied),
+        restore_bytes=int(sum(state(run, weights).values())),
         copy_s=costs.host_seconds(gpu, copied),
         write_s=None if storage_gbs is None else total / (1e9 * storage_gbs),
     )

@@ -100,6 +100,7 @@ class CompiledReport:
             "temporary": self.temporary_bytes,
             "host": self.prediction.host_bytes,
             "peak": self.prediction.peak_bytes,
+            "gaps in XLA's arena": self.prediction.gap_bytes,
             "cuDNN's workspaces, at least": self.prediction.workspace_bytes,
         }
 
@@ -145,12 +146,17 @@ class CompiledReport:
         return Group(head, self._memory(), *found)
 
     def _memory(self) -> Table:
-        unit, count = units.byte_unit(self.prediction.peak_bytes)
+        step, gpu = self.prediction, self.prediction.gpu
+        unit, count = units.byte_unit(step.peak_bytes)
         made = Table("memory of one GPU", unit)
-        for name, size in self.memory.items():
+        last = {
+            "a restart: the arguments, restored where they rest": self.argument_bytes,
+            f"peak, gaps and workspaces: it {step.verdict}": step.needed_bytes,
+            "usable": gpu.usable_bytes,
+            "left to CUDA's context and NCCL's buffers": gpu.kept_bytes,
+        }
+        for name, size in (self.memory | last).items():
             made.add_row(name, f"{size / count:.2f}")
-        usable = f"usable: the peak {self.prediction.verdict}"
-        made.add_row(usable, f"{self.prediction.gpu.usable_bytes / count:.2f}")
         return made
 
     def _time(self) -> Table:

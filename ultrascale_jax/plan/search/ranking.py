@@ -513,7 +513,7 @@ class Search:
         """Say what distinguishes `candidate`, or why it lost to `best`."""
         if not candidate.best.may_fit:
             source, step = "compiled, it" if candidate.compiled else "it", candidate.best
-            sizes, whose = (step.peak_bytes + step.workspace_bytes, self.usable_bytes), ""
+            sizes, whose = (step.needed_bytes, self.usable_bytes), ""
             if not step.fits_host:
                 sizes, whose = (step.host_bytes, step.gpu.usable_host_bytes), " of the host"
             need, usable = (size / GIB for size in sizes)
