@@ -122,6 +122,7 @@ def run(cfg: Config, options: Options) -> dict:
     from ultrascale_jax.cli import kernel_check
     from ultrascale_jax.launch import distributed
     from ultrascale_jax.sharding.mesh import make_mesh
+    from ultrascale_jax.training.compilation_cache import keep_programs
     from ultrascale_jax.training.loop import train
 
     with command_line.user_errors(patience_s=command_line.PATIENCE_S):
@@ -134,6 +135,7 @@ def run(cfg: Config, options: Options) -> dict:
         job = distributed.describe_job(launch)
         if jax.process_index() == 0:
             say(job)
+        keep_programs(say)
         distributed.check_devices(launch, options.dist)
         cfg = devices.on_devices(cfg, options, say)
         if not init_from.bring_back(cfg) and cfg.train.init_from:
