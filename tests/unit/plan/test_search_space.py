@@ -23,7 +23,8 @@ from ultrascale_jax.config import (
 from ultrascale_jax.configs.debug import config as debug
 from ultrascale_jax.configs.llama3_8b import config as llama3_8b
 from ultrascale_jax.configs.mixtral_8x7b import config as mixtral
-from ultrascale_jax.plan.formulas.memory import breakdown, least_bytes
+from ultrascale_jax.configs.moe_debug import config as moe_debug
+from ultrascale_jax.plan.formulas.memory import breakdown, least_bytes, least_with_any_policy
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.search.search_space import (
     INPUTS,
@@ -210,12 +211,16 @@ def test_choices_that_mean_nothing_are_refused(text, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("cfg", [debug, with_changes(debug, mesh=debug.mesh, global_batch=1)])
+@pytest.mark.parametrize(
+    "cfg", [debug, with_changes(debug, mesh=debug.mesh, global_batch=1), moe_debug]
+)
 def test_what_is_left_out_for_its_state_needs_more_than_the_limit(cfg):
-    """The lower bound is one, and each mesh, stage and schedule that is left out is shown by one run."""
+    """The lower bounds are some, and each mesh, stage and schedule that is left out is shown by one run."""
     every = enumerate_runs(cfg, cluster(), {}, SPLIT)
     peaks = {run: breakdown(run).peak_bytes for run in every.runs}
     assert all(least_bytes(run) <= peak for run, peak in peaks.items())
+    for variants in every.variants:
+        assert least_with_any_policy(variants.of) <= min(peaks[run] for run in variants)
     limit = statistics.median(peaks.values())
     some = enumerate_runs(cfg, cluster(), {}, SPLIT, limit_bytes=limit)
     assert {run for run, peak in peaks.items() if peak <= limit} <= set(some.runs)

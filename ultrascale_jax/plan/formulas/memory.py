@@ -94,6 +94,14 @@ def least_bytes(run: Run) -> float:
     return sum(_fixed(run)[0].values()) + sum(living.values())
 
 
+def least_with_any_policy(run: Run) -> float:
+    """Bound from below the peak of a `run` that recomputes nothing, and of all that `with_remat` makes of it.
+
+    The backward pass of a layer has the least in hand where nothing is repeated.
+    """
+    return least_bytes(run) + working_set(run, layer_of(run))
+
+
 def host_bytes(run: Run) -> int:
     """Count the bytes of one GPU in the host's memory: its moments there, and activations of all layers and of one
     micro-batch.

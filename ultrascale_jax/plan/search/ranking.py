@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.config import AXES, Config, MeshConfig, Split, require, require_type
-from ultrascale_jax.plan.formulas.memory import breakdown, fits_host
+from ultrascale_jax.plan.formulas.memory import breakdown, fits_host, least_with_any_policy
 from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
@@ -214,17 +214,20 @@ class Search:
         self.counts[DOES_NOT_FIT] += len(added.oversized)
         self.counts |= {f"illegal: {name}": n for name, n in space.illegal.items()}
         for variants in added.variants:
-            self._predict_variants(variants)
+            self._predict_variants(variants, limit * self.usable_bytes)
             done += len(variants)
             advance(done, total)
 
-    def _predict_variants(self, variants: Variants) -> None:
+    def _predict_variants(self, variants: Variants, limit: float) -> None:
         """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most.
 
         One that fits with room makes those that keep less needless, but `none` does so only in a pipeline: elsewhere
         `selective` may be faster (`Step.kept_beyond_names`). One that offloads does not, for copies may be waited for,
         nor `dots` with experts, whose gate and up it repeats.
         """
+        if least_with_any_policy(variants.of) > limit:
+            self.counts[DOES_NOT_FIT] += len(variants)  # far from a near miss
+            return
         least = breakdown(variants[-1]).peak_bytes
         if by_formula(least, self.usable_bytes) == DOES_NOT_FIT:
             self.counts[DOES_NOT_FIT] += len(variants)
