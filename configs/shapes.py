@@ -2,7 +2,13 @@
 
 import dataclasses
 
-from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling
+from ultrascale_jax.config import (
+    Experts,
+    LatentAttention,
+    LinearAttention,
+    ModelConfig,
+    RopeScaling,
+)
 
 LLAMA31_ROPE = RopeScaling(kind="llama3", factor=8.0, high_freq_factor=4.0, original_seq_len=8192)
 
@@ -172,6 +178,24 @@ QWEN3_30B_A3B = ModelConfig(
     qk_norm="head",
     rope_theta=1_000_000.0,
     experts=Experts(num=128, top_k=8, d_ff=768),
+)
+
+QWEN3_NEXT_80B_A3B = ModelConfig(
+    vocab_size=151936,
+    d_model=2048,
+    d_ff=5120,
+    num_layers=48,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    norm_eps=1e-6,
+    qk_norm="head",
+    output_gate=True,
+    rope_theta=10_000_000.0,
+    rope_dim=64,
+    full_attention_every=4,
+    experts=Experts(num=512, top_k=10, d_ff=512, shared=1, shared_gate=True),
+    linear=LinearAttention(),
 )
 
 # Pre-trained at 4,096 tokens, before the stretch by YaRN with which its checkpoint is published.

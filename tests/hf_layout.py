@@ -46,6 +46,8 @@ def stored(folder):
 def in_hugging_face_layout(model, cfg, model_type=""):
     """The same from our parameters: written out here once more, independently of the table."""
     tensors = separate_tensors(model, cfg)
+    if model_type == "qwen3_5_text":
+        return apart(tensors, cfg)
     if model_type not in ("phi3", "granitemoehybrid"):
         return tensors
     whole = {}
@@ -62,7 +64,8 @@ def in_hugging_face_layout(model, cfg, model_type=""):
 
 def separate_tensors(model, cfg):
     array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
-    both = cfg.norm_placement == "both"  # Gemma: its norms multiply by 1 + weight
+    # The norms of Gemma and Qwen3-Next multiply by 1 + weight.
+    both = cfg.norm_placement == "both" or cfg.linear is not None
     tensors = {
         "model.embed_tokens.weight": array(model.embed)[: cfg.vocab_size],
         "model.norm.weight": array(model.final_norm) - both,
@@ -73,7 +76,7 @@ def separate_tensors(model, cfg):
     first = "post_attention_layernorm" if post else "input_layernorm"
     second = "post_feedforward_layernorm" if post else "post_attention_layernorm"
     norms = {first: "attn_norm", second: "mlp_norm"}
-    if both:
+    if cfg.norm_placement == "both":
         names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
         ours = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
         norms = {f"{name}_layernorm": own for name, own in zip(names, ours, strict=True)}
@@ -81,12 +84,13 @@ def separate_tensors(model, cfg):
         at = f"model.layers.{layer}"
 
         def row(path, layer=layer):
-            stack = next(i for i, layers in enumerate(cfg.stacks) if layer in layers)
-            parameter = functools.reduce(getattr, path.split("."), model.stacks[stack])
-            return array(parameter)[model.orders[stack].index(layer)]
+            stack, number = model.rows[layer]
+            row = model.stacks[stack]
+            row = row.layers[layer % cfg.layer_group] if cfg.layer_group > 1 else row
+            return array(functools.reduce(getattr, path.split("."), row))[number]
 
         tensors |= {f"{at}.{name}.weight": row(own) - both for name, own in norms.items()}
-        attention = grouped_attention if cfg.latent is None else latent_attention
+        attention = MIXERS[cfg.mixer(layer)]
         dense = layer < cfg.dense_layers
         feed_forward = gated("mlp.", row, "mlp.") if dense else experts(row, cfg)
         for name, value in (attention(row, cfg) | feed_forward).items():
@@ -129,8 +133,30 @@ def grouped_attention(row, cfg):
             tensors[f"self_attn.{name}_proj.bias"] = row(f"attn.b_{name}").reshape(-1)
         if cfg.qk_norm != "none" and name != "v":
             weight = row(f"attn.{name}_norm").reshape(-1)
-            tensors[f"self_attn.{name}_norm.weight"] = weight - (cfg.norm_placement == "both")
+            zero_centred = cfg.norm_placement == "both" or cfg.linear is not None
+            tensors[f"self_attn.{name}_norm.weight"] = weight - zero_centred
+    if cfg.output_gate:
+        heads = [row(f"attn.w_{name}").transpose(1, 2, 0) for name in ("q", "gate")]
+        tensors["self_attn.q_proj.weight"] = np.concatenate(heads, 1).reshape(-1, cfg.d_model)
     return tensors
+
+
+def linear_attention(row, cfg):
+    """Qwen3-Next: each head of keys has its rows of queries, keys, values and gates side by side."""
+    heads = cfg.linear.key_heads
+    names = {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}
+    tensors = {
+        name: np.concatenate(
+            [np.moveaxis(row(f"attn.w_{part}"), 0, -1).reshape(heads, -1, cfg.d_model) for part in parts], 1
+        ).reshape(-1, cfg.d_model)
+        for name, parts in names.items()
+    }  # fmt: skip
+    taps = [row(f"attn.conv_{part}").reshape(-1, 1, cfg.linear.conv_kernel) for part in "qkv"]
+    tensors |= {"conv1d": np.concatenate(taps), "norm": row("attn.scale")}
+    tensors["out_proj"] = row("attn.w_o").reshape(-1, cfg.d_model).T
+    vectors = {"A_log": row("attn.a_log"), "dt_bias": row("attn.dt_bias")}
+    weights = {f"{name}.weight": value for name, value in tensors.items()}
+    return {f"linear_attn.{name}": value for name, value in (weights | vectors).items()}
 
 
 def latent_attention(row, cfg):
@@ -145,6 +171,34 @@ def latent_attention(row, cfg):
         "o_proj": row("attn.w_o").reshape(-1, cfg.d_model).T,
     }
     return {f"self_attn.{name}.weight": value for name, value in tensors.items()}
+
+
+def apart(tensors, cfg):
+    """Qwen3.5: queries, keys and values one below the other, and all else in tensors of its own."""
+    key, linear = cfg.linear.key_dim, cfg.linear
+    value = linear.value_dim * linear.value_heads // linear.key_heads
+    found = {}
+    for name, tensor in tensors.items():
+        if "in_proj" in name:
+            heads = tensor.reshape(linear.key_heads, -1, cfg.d_model)
+        if "in_proj_qkvz" in name:
+            ends = [key, 2 * key, 2 * key + value]
+            *qkv, z = (part.reshape(-1, cfg.d_model) for part in np.split(heads, ends, axis=1))
+            found[name.replace("qkvz", "qkv")] = np.concatenate(qkv)
+            found[name.replace("qkvz", "z")] = z
+        elif "in_proj_ba" in name:
+            for letter, part in zip("ba", np.split(heads, 2, axis=1), strict=True):
+                found[name.replace("_ba", f"_{letter}")] = part.reshape(-1, cfg.d_model)
+        else:
+            found[name] = tensor
+    return found
+
+
+MIXERS = {
+    "attention": grouped_attention,
+    "latent": latent_attention,
+    "linear": linear_attention,
+}
 
 
 def gated(ours, row, theirs, names=("gate_proj", "up_proj", "down_proj"), expert=()):

@@ -22,6 +22,7 @@ from ultrascale_jax.config import (
     SCHEDULES,
     Experts,
     LatentAttention,
+    LinearAttention,
     ModelConfig,
     RopeScaling,
 )
@@ -87,7 +88,20 @@ def draw_model(rng: random.Random) -> Flags:
     }
     model |= prefixed("rope_scaling", draw_rope_scaling(rng) if rng.random() < 0.4 else {})
     model |= prefixed("experts", draw_experts(rng, layers) if experts else {})
+    if not latent:
+        model["output_gate"] = rng.random() < 0.2
+        model |= draw_linear(rng, experts) if rng.random() < 0.2 else {}
     return model | prefixed("latent", draw_latent(rng) if latent else {})
+
+
+def draw_linear(rng: random.Random, experts: bool) -> Flags:
+    every = rng.choice((0, 2, 3))
+    without = {"sliding_window": None, "first_window_layer": 0, "rope_theta_local": 0.0}
+    layers = {"num_layers": (every or 1) * rng.randint(1, 3), "full_attention_every": every}
+    sizes = {"key_dim": 8, "value_dim": rng.choice((4, 8)), "conv_kernel": rng.choice((2, 4))}
+    heads = {"key_heads": 4, "value_heads": rng.choice((4, 8))}
+    dense = {"experts.dense_layers": 0} if experts else {}
+    return without | layers | {"nope_every": 0} | dense | prefixed("linear", sizes | heads)
 
 
 def draw_rope_scaling(rng: random.Random) -> Flags:
@@ -133,7 +147,12 @@ def draw_latent(rng: random.Random) -> Flags:
     }
 
 
-SECTIONS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
+SECTIONS = {
+    "rope_scaling": RopeScaling,
+    "experts": Experts,
+    "latent": LatentAttention,
+    "linear": LinearAttention,
+}
 """Fields of `ModelConfig` that are sections."""
 
 

@@ -21,6 +21,7 @@ MEANT_FOR = {
     "moe_debug": (None, (1, 8)),
     "mixtral_8x7b": (None, (64, 512, 1024)),
     "qwen3_30b_a3b": (None, (16, 64, 512)),
+    "qwen3_next_80b_a3b": (None, (64, 512)),
     "deepseek_v3": (None, (2048,)),
     "finetune": (None, (1, 8)),
     "dpo": (None, (1, 8)),

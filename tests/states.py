@@ -39,8 +39,8 @@ def some_state(
             here = [row for row, layer in enumerate(order) if layer is not None]
             layers = numbers(name, (len(here), *like.shape[1:]))
             value = np.zeros(like.shape)
-            first = min(order[row] for row in here)
-            value[here] = layers[[order[row] - first for row in here]]
+            places = sorted(order[row] for row in here)
+            value[here] = layers[[places.index(order[row]) for row in here]]
         else:
             draw = functools.partial(numbers, name)
             value = draw_words(draw, name, like.shape, cfg.model.vocab_size)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Keep,
         KernelsConfig,
         LatentAttention,
+        LinearAttention,
         LogConfig,
         Lora,
         MeshConfig,
@@ -121,7 +122,7 @@ _HOME = {
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
         "CheckpointConfig Config ContextConfig DataConfig Dpo Experts Keep KernelsConfig LatentAttention "
-        "LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
+        "LinearAttention LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
         "PipelineConfig Split TrainConfig UserError"
     ),
     "config.lowering": "Lowering",

@@ -193,6 +193,37 @@ def qwen2_moe() -> transformers.PretrainedConfig:
     )
 
 
+LINEAR = SMALL | {
+    "sliding_window": None,
+    "intermediate_size": 48,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+
+
+def qwen3_next() -> transformers.PretrainedConfig:
+    """Six layers, every third with full attention; two heads of values for each head of keys."""
+    return transformers.Qwen3NextConfig(
+        **LINEAR,
+        num_hidden_layers=6,
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
+def qwen3_5_text() -> transformers.PretrainedConfig:
+    """Two layers, the second with full attention; dense."""
+    kinds = ["linear_attention", "full_attention"]
+    return transformers.Qwen3_5TextConfig(**LINEAR, num_hidden_layers=2, layer_types=kinds)
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
@@ -206,6 +237,8 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "minimax_m2": minimax_m2,
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5_text,
 }
 
 
@@ -213,18 +246,20 @@ def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, norm: f
     """Draw weights that matter: of norms about `norm`, and exact as 1 + w in float32; gates that reach the clamp."""
     values = torch.randn(parameter.shape, generator=generator)
     if "norm" in name:
+        norm = 1.0 if "linear_attn" in name else norm
         values = norm + torch.round(0.2 * values * 4096) / 4096
     elif name.endswith(("bias", "sinks")):
         values = 0.5 * values
     else:
-        values = (1.0 if "gate_up_proj" in name else 0.05) * values
+        std = {"gate_up_proj": 1.0, "conv1d": 0.5}
+        values = next((std[part] for part in std if part in name), 0.05) * values
     with torch.no_grad():
         parameter.copy_(values)
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     """Return whether the trainer's AdamW decays a parameter: matrices, no vectors."""
-    return parameter.ndim > 1 and not name.endswith("_bias")
+    return parameter.ndim > 1 and not name.endswith(("_bias", "conv1d.weight"))
 
 
 def main(folder: Path, family: str) -> None:
@@ -233,7 +268,8 @@ def main(folder: Path, family: str) -> None:
     generator, config = torch.Generator().manual_seed(1), FAMILIES[family]()
     eager = {"attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **eager).float()
-    norm = 0.0 if config.model_type == "gemma3_text" else 1.0
+    zero_centred = ("gemma3_text", "qwen3_next", "qwen3_5_text")
+    norm = 0.0 if config.model_type in zero_centred else 1.0
     biases = [pair for pair in model.named_buffers() if pair[0].endswith("bias")]
     for name, tensor in (*model.named_parameters(), *biases):
         fill(name, tensor, generator, norm)

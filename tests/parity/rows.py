@@ -24,6 +24,7 @@ from ultrascale_jax.config import (
     Experts,
     Keep,
     LatentAttention,
+    LinearAttention,
     Lora,
     ModelConfig,
     OptimConfig,
@@ -57,6 +58,13 @@ LATENT = {
     "head_dim": 12,
     "latent": LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8),
 }
+LINEAR = {
+    "num_layers": 6,
+    "full_attention_every": 2,
+    "linear": LinearAttention(key_heads=4, value_heads=8, key_dim=4, value_dim=6),
+    "output_gate": True,
+    "qk_norm": "head",
+}
 # A vocabulary of 65 is padded wherever an axis splits it.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -65,6 +73,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": SINKS
     | {"activation": "clamped_swiglu", "qkv_bias": True, "o_bias": True}
     | {"experts": dataclasses.replace(EXPERTS, biases=True, dense_layers=1)},
+    "linear": LINEAR | {"rope_dim": 4},
+    "qwen3_next": LINEAR
+    | {"attention_sinks": True}
+    | {"experts": dataclasses.replace(EXPERTS, shared=1, shared_gate=True, bias=True)},
     "latent": LATENT | {"sliding_window": 5, "experts": EXPERTS, "vocab_size": 65},
     "deepseek": LATENT
     | {
@@ -142,14 +154,14 @@ SEVEN_AXES = Row("experts", "pp dp fsdp ep cp sp tp", schedule="afab", remat="fu
 
 ROWS: tuple[Row, ...] = (
     Row("sinks", "pp fsdp cp", schedule="afab", strategy="allgather", zero=2, remat="full", lora=True),
-    Row("llama", "pp fsdp cp", schedule="afab", strategy="ring", zero=1, remat="selective", plain=True),
+    Row("qwen3_next", "pp fsdp cp", schedule="afab", strategy="ring", zero=1, remat="selective", plain=True),
     Row("deepseek", "pp fsdp cp", schedule="afab", strategy="ulysses", zero=0),
     Row("latent", "pp fsdp cp", strategy="allgather", zero=2, remat="dots"),
     Row("sinks", "pp cp tp", strategy="ring", zero=0, remat="full", plain=True),
     Row("sinks", "pp dp cp", strategy="ulysses", zero=1, remat="selective", lora=True),
     Row("sinks", "pp fsdp cp"),
-    Row("sinks", "pp ep sp", zero=2, remat="dots", plain=True),
-    Row("sinks", "pp dp cp", schedule="interleaved", strategy="allgather", zero=2, remat="full", microbatches=8),
+    Row("linear", "pp ep sp", zero=2, remat="dots", plain=True),
+    Row("linear", "pp dp cp", schedule="interleaved", strategy="allgather", zero=2, remat="full", microbatches=8),
     Row("sinks", "pp cp sp", schedule="interleaved", strategy="ring", zero=0, remat="selective", microbatches=8),
     Row("sinks", "pp ep cp", schedule="interleaved", strategy="ulysses", plain=True, microbatches=8),
     Row("latent", "pp fsdp tp", schedule="interleaved", zero=1, remat="dots", microbatches=8),
@@ -158,23 +170,23 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "pp fsdp cp", schedule="zb_uniform", strategy="ring", lora=True),
     Row("sinks", "pp ep cp", schedule="zb_uniform", strategy="ulysses", zero=1, remat=BY_LAYER[0]),
     Row("latent", "pp fsdp sp", schedule="zb_uniform", zero=2, remat="full", plain=True),
-    Row("sinks", "pp dp cp", schedule="zb_uniform", zero=0, remat="selective"),
-    Row("sinks", "pp ep cp", schedule="zb_h1", strategy="allgather", zero=0),
+    Row("linear", "pp dp cp", schedule="zb_uniform", zero=0, remat="selective"),
+    Row("linear", "pp ep cp", schedule="zb_h1", strategy="allgather", zero=0),
     Row("sinks", "pp cp sp", schedule="zb_h1", strategy="ring", zero=1, remat="dots", plain=True),
     Row("sinks", "pp cp tp", schedule="zb_h1", strategy="ulysses", remat="full", lora=True),
     Row("gpt_oss", "pp dp fsdp", schedule="zb_h1", zero=2, remat="selective"),
     Row("latent", "pp fsdp cp", schedule="zb_h1", zero=2, plain=True),
     Row("sinks", "pp cp sp", schedule="zb_v", strategy="allgather", zero=2, remat="dots"),
     Row("llama", "pp dp cp", schedule="zb_v", strategy="ring", zero=0, remat="full"),
-    Row("llama", "pp cp tp", schedule="zb_v", strategy="ulysses", remat="selective", plain=True),
+    Row("linear", "pp cp tp", schedule="zb_v", strategy="ulysses", remat="selective", plain=True),
     Row("deepseek", "pp fsdp ep", schedule="zb_v", zero=2, lora=True),
     Row("llama", "pp fsdp cp", schedule="zb_v", zero=1, remat="dots"),
-    Row("sinks", "pp fsdp cp", schedule="dualpipe_v", strategy="allgather", zero=1, remat="full", plain=True),
+    Row("linear", "pp fsdp cp", schedule="dualpipe_v", strategy="allgather", zero=1, remat="full", plain=True),
     Row("sinks", "pp ep cp", schedule="dualpipe_v", strategy="ring", zero=0, remat="selective"),
     Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=2, lora=True),
     Row("latent", "pp dp fsdp", schedule="dualpipe_v", remat="dots", plain=True),
     Row("sinks", "pp cp tp", schedule="dualpipe_v", zero=2, remat="full"),
-    Row("sinks", "fsdp cp", strategy="allgather", remat=BY_LAYER[2], microbatches=2),
+    Row("linear", "fsdp cp", strategy="allgather", remat=BY_LAYER[2], microbatches=2),
     Row("latent", "fsdp cp", strategy="ring", zero=2, plain=True, microbatches=2),
     Row("sinks", "dp fsdp cp", strategy="ulysses", zero=0, remat="dots", microbatches=2, lora=True),
     Row("gpt_oss", "fsdp ep", remat=BY_LAYER[1], microbatches=2),
@@ -221,6 +233,7 @@ NIGHTLY_ROWS: tuple[Row, ...] = (
     Row("sinks", "cp dp ep", "fp8", remat="dots", microbatches=2, lora=True),
     Row("sinks", "cp fsdp sp", "fp8_rowwise", strategy="ulysses", zero=2, remat="dots", microbatches=2, lora=True),
     Row("latent", "ep sp tp", "fp8_rowwise", microbatches=2),
+    Row("linear", "cp fsdp", "bf16", remat="full"),
     Row("latent", "cp dp sp", "fp8_block", zero=1, microbatches=2),
     Row("sinks", "cp dp ep", "fp8_block", strategy="ring", zero=1, remat="full", plain=True, microbatches=2, lora=True),
 )  # fmt: skip
@@ -242,6 +255,7 @@ def values(cfg: Config) -> Iterator[str]:
         "dense layers": model.dense_layers > 0,
         "experts": model.experts is not None,
         "latent attention": model.latent is not None,
+        "linear attention": model.linear is not None,
         "sinks": model.attention_sinks,
         "windows": model.sliding_window is not None,
         "documents": cfg.data.document_mask,
@@ -261,6 +275,7 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "dense layers": {},
     "experts": {"model": {"experts": EXPERTS}},
     "latent attention": {"model": LATENT},
+    "linear attention": {"model": LINEAR},
     "sinks": {"model": {"attention_sinks": True}},
     "windows": {"model": {"sliding_window": 5}},
     "documents": {"data": {"document_mask": True}},

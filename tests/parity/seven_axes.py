@@ -23,8 +23,9 @@ DEVICES = 2 ** len(AXES)
 
 
 def configure(name: str) -> Config:
-    """Return the row in `fp32` or in `fp8`, whose widths have pieces that fp8 takes; both have one step."""
-    cfg = change(SEVEN_AXES.config, train={"steps": 1})
+    """Return the row in `fp32`, in `fp8`, whose widths have pieces that fp8 takes, or of `qwen3_next`; one step."""
+    row = SEVEN_AXES._replace(model=name) if name == "qwen3_next" else SEVEN_AXES
+    cfg = change(row.config, train={"steps": 1})
     if name == "fp8":
         model = ModelConfig(
             vocab_size=64, d_model=64, d_ff=32, num_layers=2, num_heads=4, num_kv_heads=4,

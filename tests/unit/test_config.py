@@ -24,6 +24,7 @@ from ultrascale_jax.config import (
     Experts,
     Keep,
     LatentAttention,
+    LinearAttention,
     LogConfig,
     MeshConfig,
     ModelConfig,
@@ -92,6 +93,7 @@ def test_a_part_of_the_model_is_one_value_among_the_fields_of_a_run():
     assert fields["train.lora.rank"] == 0 and "train.lora" not in fields
 
 
+LINEAR = {"linear": LinearAttention(), "full_attention_every": 4}
 LATENT = {"head_dim": 192, "latent": LatentAttention()}
 REFUSED = [
     # One of each kind of bound.
@@ -124,6 +126,11 @@ REFUSED = [
     (ModelConfig, LATENT | {"num_kv_heads": 2}),
     (ModelConfig, LATENT | {"qkv_bias": True}),
     (ModelConfig, LATENT | {"qk_norm": "head"}),
+    (ModelConfig, LATENT | {"output_gate": True}),
+    (LinearAttention, {"key_heads": 4, "value_heads": 6}),
+    (ModelConfig, LINEAR | {"num_layers": 6}),
+    (ModelConfig, LINEAR | {"sliding_window": 8}),
+    (ModelConfig, LINEAR | {"nope_every": 2}),
     (DataConfig, {"eval_source": "synthetic", "eval_fraction": 0.1}),
     (OptimConfig, {"stochastic_rounding": True}),
     (OptimConfig, {"name": "muon", "moment_dtype": "bfloat16", "stochastic_rounding": True}),
@@ -155,6 +162,7 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(section, f
     [
         (lambda: ModelConfig(num_layers=2, experts=Experts(dense_layers=2)), "dense_layers=2"),
         (lambda: ModelConfig(latent=LatentAttention(v_dim=8)), "model.head_dim=64"),
+        (lambda: ModelConfig(**LINEAR, experts=Experts(dense_layers=1)), "experts.dense_layers=1"),
         (lambda: ModelConfig(head_dim=96, latent=LatentAttention()), "model.latent.v_dim=128"),
         (lambda: MeshConfig(dp=-1), "mesh.fsdp=-1"),
         (lambda: Keep(), "train.remat=Keep(saved=(), offloaded=())"),

@@ -34,6 +34,7 @@ from ultrascale_jax.config import (
     Keep,
     LatentAttention,
     LayerRemat,
+    LinearAttention,
     MeshConfig,
     Remat,
     RopeScaling,
@@ -53,7 +54,12 @@ MOST_FAKE_DEVICES = 4096
 TEXTS = ("prompt", "system")
 """Options whose values are texts for a model, in which a `~` stays."""
 
-PARTS = {"rope_scaling": RopeScaling, "experts": Experts, "latent": LatentAttention}
+PARTS = {
+    "rope_scaling": RopeScaling,
+    "experts": Experts,
+    "latent": LatentAttention,
+    "linear": LinearAttention,
+}
 """Optional parts of a model; naming a field of one on the command line turns it on."""
 
 PHRASES = {

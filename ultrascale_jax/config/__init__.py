@@ -27,6 +27,7 @@ from ultrascale_jax.config.mesh import AXES, MeshConfig
 from ultrascale_jax.config.model import (
     Experts,
     LatentAttention,
+    LinearAttention,
     ModelConfig,
     RopeScaling,
     padded_vocab_size,

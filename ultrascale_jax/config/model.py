@@ -18,6 +18,9 @@ from ultrascale_jax.config.section import (
 FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
 
+Mixer = Literal["attention", "latent", "linear"]
+"""Grouped-query attention, latent attention, or linear attention."""
+
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Functions that join gate and up in a gated layer (`parallel/gate.py`)."""
 
@@ -157,6 +160,30 @@ class LatentAttention(Section, name="model.latent"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearAttention(Section, name="model.linear"):
+    """Gated DeltaNet (arXiv 2412.06464) in place of attention: a head remembers the past in a state of a fixed size.
+
+    `model.full_attention_every` says which layers keep full attention (every fourth in Qwen3-Next).
+    """
+
+    key_heads: Count = 16
+    """Heads of queries and keys (K); each serves `value_heads / key_heads` heads of values."""
+    value_heads: Count = 32
+    """Heads of values (N), each with a state of `key_dim * value_dim` numbers."""
+    key_dim: Count = 128
+    """Width of a head's queries and keys (H)."""
+    value_dim: Count = 128
+    """Width of a head's values (W)."""
+    conv_kernel: Annotated[int, at_least(2)] = 4
+    """Taps (O) of the causal convolution of each channel of queries, keys and values."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        fix = f"must be a multiple of key_heads={self.key_heads}"
+        self.require(self.value_heads % self.key_heads == 0, "value_heads", fix)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, name="model"):
     """Shape of one decoder; it covers the families of `huggingface/checkpoint.py`."""
 
@@ -189,6 +216,9 @@ class ModelConfig(Section, name="model"):
     """Add a bias to the output projection of attention (gpt-oss)."""
     attention_sinks: bool = False
     """Each head has a logit more in its softmax, which is trained and has no value (gpt-oss)."""
+    output_gate: bool = False
+    """A sigmoid of a projection of the token multiplies what attention returns, before the output projection
+    (Qwen3-Next)."""
     query_scale: NonNegative = 0.0
     """Scores are divided by the root of this (Gemma's `query_pre_attn_scalar`); 0 is `head_dim`."""
     tied_embeddings: bool = False
@@ -214,11 +244,13 @@ class ModelConfig(Section, name="model"):
     first_window_layer: Natural = 0
     """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
     full_attention_every: Natural = 0
-    """Every n-th layer ignores `sliding_window` (6 in Gemma 3); 0: none does."""
+    """Every n-th layer ignores `sliding_window` (6 in Gemma 3) or `linear` (4 in Qwen3-Next); 0: none does."""
     experts: Experts | None = None
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
     """Multi-head latent attention, or none: grouped-query attention."""
+    linear: LinearAttention | None = None
+    """Linear attention, or none."""
     mtp_layers: Annotated[int, between(0, MOST_PARTS)] = 0
     """Modules that each predict one token further than the one before (multi-token prediction, DeepSeek-V3): a layer
     like the last one, after the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
@@ -241,12 +273,15 @@ class ModelConfig(Section, name="model"):
                 self.refuse("norm_placement", "a model with experts has its norms before")
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.linear is not None:
+            self._check_linear()
 
     def _check_pattern(self) -> None:
         """Check which layers have a window."""
         every, local = self.full_attention_every, self.rope_theta_local
-        if every and self.sliding_window is None:
-            self.refuse("full_attention_every", "needs model.sliding_window; set it, or use 0")
+        if every and self.sliding_window is None and self.linear is None:
+            fix = "needs model.sliding_window or model.linear; set one, or use 0"
+            self.refuse("full_attention_every", fix)
         if every and self.first_window_layer:
             self.refuse("first_window_layer", "model.full_attention_every is there; use 0")
         if local and (local < 1 or not every):
@@ -266,12 +301,35 @@ class ModelConfig(Section, name="model"):
         if self.query_scale:
             self.refuse("query_scale", "latent attention scales by head_dim; use 0")
         self.require(not self.rope_dim, "rope_dim", f"is model.latent.rope_dim={rope} here; use 0")
-        for name in ("qkv_bias", "o_bias", "attention_sinks"):
+        for name in ("qkv_bias", "o_bias", "attention_sinks", "output_gate"):
             self.require(not getattr(self, name), name, "latent attention has none; use False")
+
+    def _check_linear(self) -> None:
+        """Refuse models whose layers are no repeated group."""
+        group = f"must be a multiple of model.full_attention_every={self.layer_group}"
+        self.require(self.num_layers % self.layer_group == 0, "num_layers", group)
+        for name, value in (("latent", self.latent), ("sliding_window", self.sliding_window)):
+            self.require(value is None, name, "a model with model.linear has none; use none")
+        self.require(
+            not self.nope_every, "nope_every", "is not for models with model.linear; use 0"
+        )
+        if self.dense_layers not in (0, self.num_layers):
+            self.refuse("experts.dense_layers", "layers of model.linear are alike; use 0")
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Return which feed-forward layer a layer has."""
         return "mlp" if layer < self.dense_layers else "moe"
+
+    def mixer(self, layer: int) -> Mixer:
+        """Return which attention a layer has."""
+        if self.linear is not None and not self.is_full(layer):
+            return "linear"
+        return "attention" if self.latent is None else "latent"
+
+    @property
+    def layer_group(self) -> int:
+        """Consecutive layers that are one row of a stack: more than one where layers of two kinds alternate."""
+        return 1 if self.linear is None else self.full_attention_every or 1
 
     @property
     def rotary_dim(self) -> int:
@@ -295,13 +353,16 @@ class ModelConfig(Section, name="model"):
 
     @property
     def stacks(self) -> tuple[range, ...]:
-        """Runs of layers with equal parameters, in order. Layers without experts are one, those with are the next."""
-        dense = self.dense_layers
-        runs = range(dense), range(dense, self.num_layers)
+        """Runs of layers with equal parameters, in order. Layers without experts are one, those with are the next.
+
+        Where layers of two kinds alternate, a row is a group of them; a run has the first layer of each.
+        """
+        dense, group = self.dense_layers, self.layer_group
+        runs = range(0, dense, group), range(dense, self.num_layers, group)
         return tuple(layers for layers in runs if layers)
 
     def is_full(self, layer: int) -> bool:
-        """Return whether a layer ignores the window because of `full_attention_every`."""
+        """Return whether a layer ignores window or linear attention because of `full_attention_every`."""
         return self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
 
     def is_rotary(self, layer: int) -> bool:

@@ -13,7 +13,7 @@ Policy = Literal["auto", "none", "selective", "dots", "full"]
 REMAT_POLICIES: tuple[Policy, ...] = ("none", "selective", "dots", "full")
 """Policies that a step can have, from the one that recomputes nothing to the one that recomputes all."""
 
-AttentionTensor = Literal["attn_norm", "q", "k", "v", "attn_core", "attn_out"]
+AttentionTensor = Literal["attn_norm", "q", "k", "v", "attn_gate", "attn_core", "attn_out"]
 
 MlpTensor = Literal["mlp_norm", "dispatched", "gate", "up", "mlp_out"]
 

@@ -68,6 +68,8 @@ class Config(Section, name=""):
         self._check_batch(mesh)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
+            fix = "is not for models with model.linear; use bf16"
+            self.require(model.linear is None, "train.precision", fix)
         for size in train.batches.sizes[:-1]:
             try:
                 self.of_batch(size).check(num_devices)
@@ -114,6 +116,11 @@ class Config(Section, name=""):
         fix = f"{whose} has {layers} layer{'s' * (layers > 1)}; take a smaller number, or {remat.first} for all"
         if remat.layers >= layers:
             refuse("train", "remat", str(remat), fix)
+        if remat.layers % self.model.layer_group:
+            fix = (
+                f"must be a multiple of model.full_attention_every={self.model.layer_group} layers"
+            )
+            refuse("train", "remat", str(remat), fix)
 
     def _check_batch(self, mesh: MeshConfig) -> None:
         rows, count = self.train.global_batch, self.train.microbatches
@@ -156,6 +163,8 @@ class Config(Section, name=""):
         model, train, data = self.model, self.train, self.data
         beta, mtp = "train.dpo.beta", "model.mtp_layers"
         if train.lora.enabled:
+            fix = "adapters are not for models with model.linear; train all parameters"
+            self.require(model.linear is None, "train.lora.rank", fix)
             routed = any(name.startswith(ROUTED) for name in train.lora.targets_of(model))
             if routed and self.kernels.grouped_matmul == "mosaic":
                 self.refuse(
@@ -179,14 +188,15 @@ class Config(Section, name=""):
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         model, train = self.model, self.train
         self.pp.check(mesh.pp, train.microbatches)
-        if model.num_layers < mesh.pp:
-            fix = f"mesh.pp={mesh.pp} ranks want a layer each; use fewer"
+        if model.num_layers // model.layer_group < mesh.pp:
+            each = "a layer" if model.layer_group == 1 else f"{model.layer_group} layers"
+            fix = f"mesh.pp={mesh.pp} ranks want {each} each; use fewer"
             self.refuse("model.num_layers", fix)
         if model.sliding_window is not None and model.first_window_layer:
             fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
             self.refuse("model.first_window_layer", fix)
         passes_on = mesh.cp > 1 and self.cp.strategy in ("ring", "zigzag")
-        if model.full_attention_every and passes_on:
+        if model.full_attention_every and model.linear is None and passes_on:
             ring = "passes keys on from rank to rank, which stages cannot where model.full_attention_every"
             fix = f"{ring} makes their layers differ; use allgather or ulysses, or mesh.pp=1"
             self.refuse("cp.strategy", fix)
@@ -227,6 +237,10 @@ def check_split(
     if kv_heads % tensor and tensor % kv_heads:
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
         model.refuse("num_kv_heads", fix)
+    if model.linear is not None:
+        for name in ("key_heads", "value_heads"):
+            fix = f"must be divisible by {group}; use a smaller group"
+            model.linear.require(getattr(model.linear, name) % tensor == 0, name, fix)
     if mesh.cp > 1:
         context.check(mesh.cp, model.num_heads // tensor, max(1, kv_heads // tensor))
     shards, latent = mesh.shards if zero else 1, model.latent

@@ -11,6 +11,7 @@ import numpy as np
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.fp8 import is_variable
+from ultrascale_jax.models.layer_group import layers_of
 from ultrascale_jax.models.stack import Piece, pieces
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import reshard
@@ -81,8 +82,10 @@ def _first_gradient(model: Transformer, finite: dict[str, np.ndarray]) -> str:
         if part != "stacks":
             layers = [] if rows.all() else [-1 if part == "embed" else len(model.rows)]
         else:
-            order = model.orders[int(path.partition(".")[0])]
-            layers = [order[row] or 0 for row in np.flatnonzero(~rows)]  # no padding is among them
+            stack, *inner = path.split(".")
+            order, depth = model.orders[int(stack)], int(inner[1]) if inner[0] == "layers" else 0
+            # No padding is among them.
+            layers = [(order[row] or 0) + depth for row in np.flatnonzero(~rows)]
         for layer in layers:
             bad.setdefault(layer, []).append(name)
     if not bad:
@@ -126,10 +129,13 @@ def _run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def run_layer(x_BRD, row):
         block, layer_row = row
-        inputs = piece.inputs.of_layer(layer_row)
-        x_BRD, _, feed_forward, _ = block.gather_params(inputs).attend(x_BRD, inputs)
-        attended = _is_finite(x_BRD)
-        x_BRD, *_ = block.feed(x_BRD, feed_forward, inputs.moe)
-        return x_BRD, jnp.stack([attended, _is_finite(x_BRD)])
+        inputs, finite = piece.inputs.of_layer(layer_row), []
+        for layer in layers_of(block):
+            x_BRD, _, feed_forward, _ = layer.gather_params(inputs).attend(x_BRD, inputs)
+            attended = _is_finite(x_BRD)
+            x_BRD, *_ = layer.feed(x_BRD, feed_forward, inputs.moe)
+            finite.append(jnp.stack([attended, _is_finite(x_BRD)]))
+        return x_BRD, jnp.stack(finite)
 
-    return jax.lax.scan(run_layer, x_BRD, (piece.block, piece.rows))
+    x_BRD, finite_LG2 = jax.lax.scan(run_layer, x_BRD, (piece.block, piece.rows))
+    return x_BRD, finite_LG2.reshape(-1, 2)

@@ -140,24 +140,40 @@ def _read_one(
     sizes, bounds_by_dim = tensor.sizes, dict(zip(tensor.unstacked, bounds, strict=True))
     where, inner = [], {}
     for group in tensor.groups:
-        outer, width = bounds_by_dim[group[0]], math.prod(sizes[letter] for letter in group[1:])
+        outer = bounds_by_dim.get(group[0], range(1))
+        width = math.prod(sizes[letter] for letter in group[1:])
         where.append(slice(outer.start * width, outer.stop * width))
         inner |= {letter: sizes[letter] for letter in group[1:]}
-    if tensor.rows:
+    view = files[name].get_slice(name)
+    if tensor.heads > 1:
+        piece = _rows_of_heads(view, tensor, where)
+    elif tensor.rows:
         where[0] = slice(where[0].start + tensor.first_row, where[0].stop + tensor.first_row)
+        piece = view[tuple(where)]
     elif tensor.part is not None:
         where[-1] = slice(2 * where[-1].start, 2 * where[-1].stop)
-    piece = files[name].get_slice(name)[tuple(where)]
-    if tensor.part is not None and not tensor.rows:
-        piece = piece[..., tensor.part :: 2]
+        piece = view[tuple(where)][..., tensor.part :: 2]
+    else:
+        piece = view[tuple(where)]
     # Read full heads: no axis ever splits one, but a caller's sharding may.
     lengths = {letter: len(bound) for letter, bound in bounds_by_dim.items()} | inner
-    piece = piece.reshape([lengths[letter] for letter in tensor.stored])
+    piece = piece.reshape([lengths[letter] for letter in tensor.stored if letter != "1"])
     for letter in inner:
         if len(bounds_by_dim[letter]) < sizes[letter]:
             piece = piece.take(np.asarray(bounds_by_dim[letter]), axis=tensor.stored.index(letter))
     piece = piece.transpose(tensor.order)
     return piece.astype(np.float32) + np.float32(tensor.offset) if tensor.offset else piece
+
+
+def _rows_of_heads(view: Any, tensor: Tensor, where: Sequence[slice]) -> np.ndarray:
+    """Read our rows `where[0]` of a tensor whose heads each have rows of several parameters."""
+    assert tensor.part is not None
+    start, stop, width = where[0].start, where[0].stop, tensor.rows[tensor.part] // tensor.heads
+    first, last, each = start // width, -(-stop // width), sum(tensor.rows) // tensor.heads
+    rows = view[(slice(first * each, last * each), *where[1:])]
+    heads = rows.reshape(last - first, each, *rows.shape[1:])
+    ours = heads[:, tensor.first_row : tensor.first_row + width].reshape(-1, *rows.shape[1:])
+    return ours[start - first * width : stop - first * width]
 
 
 def _check_parameters(abstract: Transformer, table: Mapping[str, Tensor]) -> None:
@@ -227,6 +243,8 @@ def _why_unknown(unknown: set[str], missing: set[str]) -> str:
 
 def _left_out(name: str, cfg: ModelConfig, family: Family) -> bool:
     """Return whether a tensor is of a module of multi-token prediction that the model does without."""
+    if family.left_out and name.startswith(family.left_out):
+        return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
     modules = cfg.num_layers + cfg.mtp_layers
     may_be_left_out = "mtp_layers" in family.optional
@@ -338,6 +356,9 @@ def _stored(
             where = (rows[where[0]][1], *where[1:])
         parts.append(gather(arrays[ours], where, table[ours], dtype))
     tensor = table[places[0][0]]
+    if tensor.heads > 1:
+        heads = [part.reshape(tensor.heads, -1, *part.shape[1:]) for part in parts]
+        return np.concatenate(heads, axis=1).reshape(tensor.shape)
     if tensor.part is None or tensor.rows:
         return np.concatenate(parts)
     return np.stack(parts, axis=-1).reshape(tensor.shape)

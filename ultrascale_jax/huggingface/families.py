@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require
+from ultrascale_jax.config import Experts, LatentAttention, LinearAttention, ModelConfig, require
 from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
-FULL, WINDOWED = "full_attention", "sliding_attention"
+FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers in `layer_types` and `rope_parameters`."""
 
 FIXED = (
     *("activation", "attention_sinks", "embed_scale"),
-    *("norm_placement", "o_bias", "qk_norm", "qkv_bias"),
+    *("norm_placement", "o_bias", "output_gate", "qk_norm", "qkv_bias"),
 )
 """Fields of `ModelConfig` that the code of most families fixes, and no key says."""
 
@@ -133,6 +133,20 @@ NAMES: Mapping[str, str] = {
     "attn.w_kv_a": "self_attn.kv_a_proj_with_mqa",
     "attn.kv_a_norm": "self_attn.kv_a_layernorm",
     "attn.w_kv_b": "self_attn.kv_b_proj",
+    "attn.w_gate": "self_attn.q_proj",
+    "linear.w_q": "linear_attn.in_proj_qkvz",
+    "linear.w_k": "linear_attn.in_proj_qkvz",
+    "linear.w_v": "linear_attn.in_proj_qkvz",
+    "linear.w_z": "linear_attn.in_proj_qkvz",
+    "linear.w_b": "linear_attn.in_proj_ba",
+    "linear.w_a": "linear_attn.in_proj_ba",
+    "linear.conv_q": "linear_attn.conv1d",
+    "linear.conv_k": "linear_attn.conv1d",
+    "linear.conv_v": "linear_attn.conv1d",
+    "linear.a_log": "linear_attn.A_log",
+    "linear.dt_bias": "linear_attn.dt_bias",
+    "linear.scale": "linear_attn.norm.weight",
+    "linear.w_o": "linear_attn.out_proj",
     "mlp.w_gate": "mlp.gate_proj",
     "mlp.w_up": "mlp.up_proj",
     "mlp.w_down": "mlp.down_proj",
@@ -174,6 +188,8 @@ class Family:
     """Fields of `OPTIONAL` and `FIXED` that its keys can say."""
     latent: bool = False
     """Whether it has multi-head latent attention."""
+    linear: bool = False
+    """Whether it has layers of linear attention."""
     experts: Experts | None = None
     """Experts that absent keys mean, or None; values without a key always hold."""
 
@@ -216,6 +232,10 @@ class Family:
     """Tensors that are called otherwise than in `NAMES`."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Tensors that hold matrices of several parameters, one below the other."""
+    joined_by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same, head by head: of linear attention for each head of keys."""
+    left_out: str = ""
+    """Beginning of the names of tensors that its code ignores."""
     norm_offset: float = 0.0
     """Added to the weights of all norms when they are read, because its code multiplies by `norm_offset + weight`."""
 
@@ -235,6 +255,7 @@ class Family:
         return (
             fixed
             and self.latent == (cfg.latent is not None)
+            and self.linear == (cfg.linear is not None)
             and (self.experts is not None) == sparse
         )
 
@@ -504,6 +525,53 @@ def _gpt_oss(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return raw
 
 
+LINEAR_KEYS = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+}
+"""Field of `LinearAttention` to its key."""
+
+CONVOLUTION = {"linear_attn.conv1d": ("linear.conv_q", "linear.conv_k", "linear.conv_v")}
+
+GATED_QUERIES = {"self_attn.q_proj": ("attn.w_q", "attn.w_gate")}
+
+INTERVAL = "full_attention_interval"
+"""Key of `full_attention_every`; `layer_types` wins."""
+
+
+def _qwen3_next(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of Qwen3-Next and Qwen3.5 with `full_attention_interval` for `layer_types`."""
+    raw, num_layers = dict(raw), integer(raw, "num_hidden_layers")
+    every, kinds = integer(raw, INTERVAL, 4, null=4), raw.pop("layer_types", None)
+    if isinstance(kinds, list):
+        every = kinds.index(FULL) + 1 if FULL in kinds else 0
+    fix = f"supported are {num_layers} layers, groups of which the last is {FULL} and the others {LINEAR}"
+    same = kinds is None or kinds == _linear_types(every, num_layers)
+    require(same and num_layers % (every or 1) == 0, "layer_types", kinds, fix)
+    return raw | {INTERVAL: every}
+
+
+def _linear_types(every: int, num_layers: int) -> list[str]:
+    return [FULL if every and (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
+
+
+def _read_qwen3_next(raw: Mapping[str, Any]) -> dict[str, Any]:
+    default = LinearAttention()
+    sizes = {name: integer(raw, key, getattr(default, name)) for name, key in LINEAR_KEYS.items()}
+    keys, values = sizes["key_heads"], sizes["value_heads"]
+    fix = f"must be a multiple of {LINEAR_KEYS['key_heads']}={keys}"
+    require(values % keys == 0, LINEAR_KEYS["value_heads"], values, fix)
+    return {"linear": LinearAttention(**sizes), "full_attention_every": raw[INTERVAL]}
+
+
+def _write_qwen3_next(cfg: ModelConfig) -> dict[str, Any]:
+    keys: dict[str, Any] = {key: getattr(cfg.linear, name) for name, key in LINEAR_KEYS.items()}
+    return keys | {"layer_types": _linear_types(cfg.full_attention_every, cfg.num_layers)}
+
+
 DEEPSEEKS_OWN = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModel": "modeling_deepseek.DeepseekV3Model",
@@ -540,6 +608,12 @@ BLOCK_SPARSE = {
     "moe.w_gate": "block_sparse_moe.experts.{}.w1",
     "moe.w_up": "block_sparse_moe.experts.{}.w3",
     "moe.w_down": "block_sparse_moe.experts.{}.w2",
+}
+
+SHARED_EXPERT = {
+    "moe.shared.w_gate": "mlp.shared_expert.gate_proj",
+    "moe.shared.w_up": "mlp.shared_expert.up_proj",
+    "moe.shared.w_down": "mlp.shared_expert.down_proj",
 }
 
 POST_NORMS = {
@@ -782,11 +856,7 @@ FAMILIES = {
         allowed={"qkv_bias": (True,), "use_sliding_window": (False,)},
         own_keys=("max_window_layers",),
         common=_qwen2_moe,
-        names={
-            "moe.shared.w_gate": "mlp.shared_expert.gate_proj",
-            "moe.shared.w_up": "mlp.shared_expert.up_proj",
-            "moe.shared.w_down": "mlp.shared_expert.down_proj",
-        },
+        names=SHARED_EXPERT,
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
@@ -803,6 +873,62 @@ FAMILIES = {
         },
         dense_list_key="mlp_only_layers",
         constants=NO_BIAS,
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        model={"qk_norm": "head", "output_gate": True},
+        optional=("full_attention_every", "rope_dim"),
+        linear=True,
+        num_kv_heads=2,
+        head_dim=256,
+        rotary_share=0.25,
+        experts=Experts(num=512, top_k=10, d_ff=512, shared=1, shared_gate=True),
+        expert_keys={
+            "num": "num_experts",
+            "top_k": "num_experts_per_tok",
+            "d_ff": "moe_intermediate_size",
+            SHARED_WIDTH: "shared_expert_intermediate_size",
+            "normalize": "norm_topk_prob",
+        },
+        dense_list_key="mlp_only_layers",
+        constants=NO_BIAS,
+        own_keys=(*LINEAR_KEYS.values(), INTERVAL),
+        common=_qwen3_next,
+        read=_read_qwen3_next,
+        write=_write_qwen3_next,
+        names=SHARED_EXPERT,
+        joined=CONVOLUTION,
+        joined_by_head=GATED_QUERIES
+        | {
+            "linear_attn.in_proj_qkvz": ("linear.w_q", "linear.w_k", "linear.w_v", "linear.w_z"),
+            "linear_attn.in_proj_ba": ("linear.w_b", "linear.w_a"),
+        },
+        left_out="mtp.",
+        norm_offset=1.0,
+    ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5ForCausalLM",
+        model={"qk_norm": "head", "output_gate": True},
+        optional=("full_attention_every", "rope_dim"),
+        linear=True,
+        num_kv_heads=4,
+        head_dim=256,
+        rotary_share=0.25,
+        constants=NO_BIAS,
+        own_keys=(*LINEAR_KEYS.values(), INTERVAL),
+        common=_qwen3_next,
+        read=_read_qwen3_next,
+        write=_write_qwen3_next,
+        names={
+            "linear.w_z": "linear_attn.in_proj_z",
+            "linear.w_b": "linear_attn.in_proj_b",
+            "linear.w_a": "linear_attn.in_proj_a",
+        },
+        joined=CONVOLUTION
+        | {"linear_attn.in_proj_qkv": ("linear.w_q", "linear.w_k", "linear.w_v")},
+        joined_by_head=GATED_QUERIES,
+        left_out="mtp.",
+        norm_offset=1.0,
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",

@@ -9,10 +9,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require_type
-from ultrascale_jax.config.model import FeedForward
 from ultrascale_jax.huggingface.families import Family, family_of
 
 FileType = Literal["bfloat16", "float32"]
@@ -28,17 +27,22 @@ class Tensor:
     dims: str
     """Our dims, without the leading L of a stacked parameter."""
     stored: str
-    """Dims in the tensor's order, without E where each expert has one; NH, KH, NI and NW are one dim there."""
+    """Dims in the tensor's order, without E where each expert has one; NH, KH, NI and NW are one dim there, and 1 is
+    one that ours lacks."""
     sizes: Mapping[str, int]
     """Size of each dim."""
     stack: int | None = None
     """Number of the stack (`ModelConfig.stacks`) whose layers have the parameter; none: it is not stacked."""
+    depth: int = 0
+    """Place of the layer in its row of the stack, where a row is a group of layers."""
     float32: bool = False
     """Stored in float32, whatever the type of the others."""
     part: int | None = None
     """Number of ours among the parameters that share the tensor; none: it is all ours."""
     rows: tuple[int, ...] = ()
     """Rows of each of them, one below the other; empty: two have its even and its odd columns."""
+    heads: int = 1
+    """Heads that have their rows of all of them side by side."""
     offset: float = 0.0
     """Ours is the tensor plus this, added in float32 as the family's code does."""
 
@@ -56,7 +60,8 @@ class Tensor:
     @property
     def order(self) -> tuple[int, ...]:
         """Position of each of our dims in the tensor."""
-        return tuple(self.stored.index(letter) for letter in self.unstacked)
+        stored = self.stored.replace("1", "")
+        return tuple(stored.index(letter) for letter in self.unstacked)
 
     @property
     def groups(self) -> list[str]:
@@ -73,17 +78,18 @@ class Tensor:
 
     @property
     def first_row(self) -> int:
-        """The row of the tensor that is our first one."""
-        return sum(self.rows[: self.part])
+        """The row of the tensor, or of each head there, that is our first one."""
+        return sum(self.rows[: self.part]) // self.heads
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of the parameter's part of it."""
-        return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.groups)
+        sizes = {**self.sizes, "1": 1}
+        return tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
 
     def names(self, layer: int | None) -> list[str]:
         """Names of this layer's tensors: one, or one for each expert."""
-        place = () if layer is None else (layer,)
+        place = () if layer is None else (layer + self.depth,)
         if not self.experts:
             return [self.name.format(*place)]
         return [self.name.format(*place, expert) for expert in self.experts]
@@ -106,14 +112,15 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
     modules = enumerate(range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers))
     alone = {f"mtp.{i}.": f"model.layers.{layer}." for i, layer in modules}
 
-    def add_layer(path: str, prefix: str, kind: FeedForward, stack: int | None = None) -> None:
-        """Add the parameters of a stack of layers, or of one layer."""
-        for (ours, dims, stored), own_sizes in _layer(cfg, kind):
+    def add_layer(path: str, prefix: str, layer: int, stack: int | None = None) -> None:
+        """Add the parameters of a stack of layers like this one, or of one layer."""
+        rows = list(_layer(cfg, layer))
+        for (ours, dims, stored), own_sizes in rows:
             name, _, part = family.name(ours).partition("[")
             is_joined = "E" in dims and "{}" not in name
             last_name = ours.rpartition(".")[2]
             is_weight = last_name.startswith("w_") or last_name.endswith("norm")
-            table[path + ours] = Tensor(
+            table[path + _path(ours)] = Tensor(
                 name=f"{prefix}{name}{'.weight' if is_weight and not is_joined else ''}",
                 dims=dims,
                 stored=dims if is_joined else stored,
@@ -122,19 +129,26 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
                 float32=ours == "moe.bias",
                 offset=family.norm_offset if ours.endswith("norm") else 0.0,
                 stack=stack,
+                depth=0 if stack is None else layer - cfg.stacks[stack].start,
             )
-        for name, members in family.joined.items():
-            parts = [path + ours for ours in members if path + ours in table]
-            rows = tuple(table[part].shape[0] for part in parts)
+        here = {ours for (ours, *_), _ in rows}
+        for name, members in {**family.joined, **family.joined_by_head}.items():
+            parts = [path + _path(ours) for ours in members if ours in here]
+            shared: dict[str, Any] = {"name": f"{prefix}{name}.weight"}
+            shared["rows"] = tuple(table[part].shape[0] for part in parts)
+            if name in family.joined_by_head:
+                linear = cfg.linear if members[0].startswith("linear.") else None
+                shared["heads"] = cfg.num_heads if linear is None else linear.key_heads
             for i, part in enumerate(parts):
-                shared = {"name": f"{prefix}{name}.weight", "part": i, "rows": rows}
-                table[part] = replace(table[part], **shared)
+                table[part] = replace(table[part], part=i, **shared)
 
     for i, layers in enumerate(cfg.stacks):
-        kind = cfg.feed_forward(layers.start)
-        add_layer(f"stacks.{i}.", "model.layers.{}.", kind, i)
+        for depth in range(cfg.layer_group):
+            inner = f"layers.{depth}." if cfg.layer_group > 1 else ""
+            number = layers.start + depth
+            add_layer(f"stacks.{i}.{inner}", "model.layers.{}.", number, i)
     for path, prefix in alone.items():
-        add_layer(f"{path}block.", prefix, cfg.feed_forward(cfg.num_layers - 1))
+        add_layer(f"{path}block.", prefix, cfg.num_layers - 1)
     for (path, prefix), (ours, dims, stored) in itertools.product(alone.items(), MODULE):
         name, wide = f"{prefix}{family.name(ours)}.weight", sizes | {"P": 2 * cfg.d_model}
         table[path + ours] = Tensor(name=name, dims=dims, stored=stored, sizes=wide)
@@ -148,6 +162,25 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
 
 type Rows = list[tuple[str, str, str]]
 """For parameters of a layer: our name, our dims, and the tensor's dims."""
+
+LINEAR_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_kernel")
+
+LINEAR: Rows = [
+    ("linear.w_q", "DKH", "KHD"),
+    ("linear.w_k", "DKH", "KHD"),
+    ("linear.w_v", "DNW", "NWD"),
+    ("linear.w_z", "DNW", "NWD"),
+    ("linear.w_b", "DN", "ND"),
+    ("linear.w_a", "DN", "ND"),
+    ("linear.conv_q", "KHO", "KH1O"),
+    ("linear.conv_k", "KHO", "KH1O"),
+    ("linear.conv_v", "NWO", "NW1O"),
+    ("linear.a_log", "N", "N"),
+    ("linear.dt_bias", "N", "N"),
+    ("linear.scale", "W", "W"),
+    ("linear.w_o", "NWD", "DNW"),
+]
+"""Parameters of linear attention."""
 
 LATENT_SIZES = ("q_rank", "kv_rank", "rope_dim", "v_dim")
 
@@ -193,15 +226,28 @@ def copies(cfg: ModelConfig) -> dict[str, str]:
     return {f"model.layers.{i}.{name}": one for i in layers for name, one in names.items()}
 
 
-def _layer(
-    cfg: ModelConfig, kind: FeedForward
-) -> Iterator[tuple[tuple[str, str, str], dict[str, int]]]:
-    """Return the parameters of a layer, each with the sizes of dims that are its feed-forward layer's."""
+def _path(ours: str) -> str:
+    """Return the path in a layer of a parameter that `NAMES` has: there linear attention has names of its own."""
+    return ours.replace("linear.", "attn.")
+
+
+def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str], dict[str, int]]]:
+    """Return the parameters of a layer, each with the sizes of dims that are of its part of the layer alone."""
     norms = ["attn_norm", "mlp_norm"]
     norms += ["attn_out_norm", "mlp_out_norm"] if cfg.norm_placement == "both" else []
     rows = [(name, "D", "D") for name in norms]
-    rows += _grouped_attention(cfg) if cfg.latent is None else _latent_attention(cfg.latent)
-    if kind == "mlp":
+    match cfg.mixer(layer):
+        case "linear":
+            assert cfg.linear is not None
+            letters = zip("KNHWO", LINEAR_SIZES, strict=True)
+            sizes = {letter: getattr(cfg.linear, name) for letter, name in letters}
+            yield from ((row, sizes) for row in LINEAR)
+        case "latent":
+            assert cfg.latent is not None
+            rows += _latent_attention(cfg.latent)
+        case "attention":
+            rows += _grouped_attention(cfg)
+    if cfg.feed_forward(layer) == "mlp":
         yield from ((row, {"F": cfg.d_ff}) for row in rows + _gated("mlp"))
         return
     assert cfg.experts is not None
@@ -223,6 +269,7 @@ def _experts(experts: Experts) -> Rows:
 def _grouped_attention(cfg: ModelConfig) -> Rows:
     rows = [("attn.w_o", "NHD", "DNH")]
     rows += [("attn.b_o", "D", "D")] if cfg.o_bias else []
+    rows += [("attn.w_gate", "DNH", "NHD")] if cfg.output_gate else []
     rows += [("attn.sinks", "N", "N")] if cfg.attention_sinks else []
     for letter, heads in (("q", "NH"), ("k", "KH"), ("v", "KH")):
         rows.append((f"attn.w_{letter}", f"D{heads}", f"{heads}D"))

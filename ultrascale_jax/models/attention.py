@@ -49,6 +49,9 @@ class Attention(nnx.Module):
             self.b_v = param(None, "KH", "BTKH", (K, H), std=0)
         if cfg.o_bias:
             self.b_o = param(None, "D", "BRD", (D,), std=0)
+        if cfg.output_gate:
+            k_gate = jax.random.fold_in(key, 4)
+            self.w_gate = param(k_gate, "DNH", "BTD", (D, N, H))
         if cfg.attention_sinks:
             self.sinks = param(None, "N", "BTN", (N,), std=0)
         if cfg.qk_norm == "head":
@@ -61,7 +64,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[Partial, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         x_BTD = gather_sequence(x_BRD)
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH, *gate_BTNH = self._project(x_BTD)
         q_BTNH = self._complete(q_BTNH, "q", "N")
         k_BTKH = self._complete(k_BTKH, "k", "K")
         v_BTKH = checkpoint_name(self._complete(v_BTKH, "v", "K"), "v")
@@ -71,6 +74,9 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = name_product(q_BTNH, "q"), name_product(k_BTKH, "k")
         sinks = self.sinks[...] if self.cfg.attention_sinks else None
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs, sinks)
+        if self.cfg.output_gate:
+            gate_BTNH = checkpoint_name(gate_BTNH[0], "attn_gate").astype(jnp.float32)
+            out_BTNH = (out_BTNH * jax.nn.sigmoid(gate_BTNH)).astype(out_BTNH.dtype)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
         if not self.cfg.o_bias:
             return partial_BTD, cache
@@ -78,9 +84,11 @@ class Attention(nnx.Module):
         return (partial_BTD, bias_BRD), cache
 
     def _project(self, x_BTD: jax.Array) -> list[jax.Array]:
-        """Project to queries, keys and values."""
-        heads, weights = "NKK", []
-        for name, letter in zip("qkv", heads, strict=True):
+        """Project to queries, keys, values, and the gate of the result if the model has one."""
+        names, heads, weights = ["q", "k", "v"], "NKK", []
+        if self.cfg.output_gate:
+            names, heads = [*names, "gate"], "NKKN"
+        for name, letter in zip(names, heads, strict=True):
             local_heads = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
             weights.append(map_columns(local_heads, getattr(self, f"w_{name}")[...]))
         dims = [f"BTD,D{letter}H->BT{letter}H" for letter in heads]

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import KernelsConfig, ModelConfig, MoEConfig, require
-from ultrascale_jax.config.model import FeedForward
+from ultrascale_jax.config.model import Mixer
 from ultrascale_jax.models.attention import Attention
 from ultrascale_jax.models.fp8 import in_fp8, is_variable
 from ultrascale_jax.models.inputs import Cache, LayerInputs
@@ -23,6 +23,7 @@ from ultrascale_jax.models.layers import (
     scatter_sequence,
     zero_sizes,
 )
+from ultrascale_jax.models.linear_attention import LinearAttention
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import Dense, MoE, Routed
 from ultrascale_jax.parallel.adapted import Adapted
@@ -32,6 +33,13 @@ from ultrascale_jax.sharding.primitives import (
     partial_axes,
 )
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
+
+MIXERS: dict[Mixer, Callable[..., Any]] = {
+    "attention": Attention,
+    "latent": MLA,
+    "linear": LinearAttention,
+}
+"""The built-in attention of each kind."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,7 @@ class Layers:
 
     attention: Callable[..., Any] | None = None
     """`(cfg, key, kernels) -> module`; the module maps `(x_BRD, inputs)` to partial sums `[B, T, D]` of the tensor
-    group and the cache[, and a dict of terms]. None is `Attention`, or `MLA` where the model has `latent`."""
+    group and the cache[, and a dict of terms]. None is that of `MIXERS`."""
     mlp: Callable[..., Any] = MLP
     """`(cfg, key) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type, or to that and a dict of terms."""
     norm: Callable[..., Any] | None = None
@@ -152,7 +160,8 @@ def _together(inputs: LayerInputs, *trees: Any) -> tuple:
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP or experts, each with its norm and residual connection.
+    """One layer: attention and MLP or experts, each with its norm and residual connection; `number` is any layer of
+    the model that is of its kind.
 
     A stack of equal layers is a block, too, each of whose parameters has a leading L.
     """
@@ -161,19 +170,19 @@ class Block(nnx.Module):
         self,
         layers: Layers,
         cfg: ModelConfig,
-        kind: FeedForward,
+        number: int,
         kernels: KernelsConfig,
         key: jax.Array,
     ):
         self.cfg, self.kernels = cfg, kernels
         k_attention, k_feed_forward = jax.random.split(key)
-        attention = layers.attention or (Attention if cfg.latent is None else MLA)
+        attention = layers.attention or MIXERS[cfg.mixer(number)]
         self.attn_norm = layers.make_norm(cfg)
         self.attn = _with_call("attention", attention(cfg, k_attention, kernels), "x_BRD", "inputs")
         self.mlp_norm = layers.make_norm(cfg)
         if cfg.norm_placement == "both":
             self.attn_out_norm, self.mlp_out_norm = layers.make_norm(cfg), layers.make_norm(cfg)
-        if kind == "moe":
+        if cfg.feed_forward(number) == "moe":
             self.moe = MoE(cfg, k_feed_forward, kernels=kernels)
         else:
             self.mlp = _with_call("mlp", layers.mlp(cfg, k_feed_forward), "x_BRD")

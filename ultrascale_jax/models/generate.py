@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ultrascale_jax.config import require, require_type
+from ultrascale_jax.config import ModelConfig, require, require_type
 from ultrascale_jax.models.inputs import NATURAL, LayerInputs, check_ids
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.transformer import Transformer
@@ -121,25 +122,24 @@ def _generate(
 
     A step takes the token of `given_SB` where there is one. The result leaves out the first `skipped_B` steps of a row.
     """
-    cfg = model.cfg
-    (rows, padded), kv_heads = prompt_BP.shape, max(cfg.num_kv_heads, mesh_size("sp", "tp"))
-    steps = given_SB.shape[0]
-    shape = (cfg.num_layers, rows, padded + steps, kv_heads, cfg.head_dim)
-    empty = jnp.zeros(shape, dtype, out_sharding=act("LBSKH"))
+    cfg, (rows, padded), steps = model.cfg, prompt_BP.shape, given_SB.shape[0]
+    empty = empty_cache(cfg, rows, padded + steps, dtype)
     head = model.head_weight(dtype)
 
     def advance(tokens_BT, cache, count=1):
         """Return logits `[B, V]` of the last of the first `count` tokens, and the cache with these."""
-        start = cache[2]
+        start = cache[-1]
         places = start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         positions_BT = jax.reshard(jnp.broadcast_to(places, tokens_BT.shape), act("BT"))
-        inputs = LayerInputs.of(cfg, positions_BT, context=NATURAL, dtype=dtype, cache=cache)
+        inputs = LayerInputs.of(
+            cfg, positions_BT, context=NATURAL, dtype=dtype, cache=cache, length=jnp.int32(count)
+        )
         out = model(tokens_BT, inputs)
         assert out.cache is not None  # the inputs have one
         x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(out.x_BRD, count - 1, 1, 1), "V")
         logits = model.unembed(x_BTD, head)
         logits = jax.reshard(logits[:, 0], act("B_"))[:, : cfg.vocab_size]
-        return logits, (*out.cache[:2], start + count)
+        return logits, (*out.cache[:-1], start + count)
 
     def choose(logits, key, given_B):
         sampled_B = _sample(logits, key, temperature, top_k)
@@ -153,12 +153,35 @@ def _generate(
         return (token_B, cache), token_B
 
     keys = jax.random.split(key, steps)
-    logits, cache = advance(prompt_BP, (empty, empty, jnp.int32(0)), prompt_length)
+    logits, cache = advance(prompt_BP, empty, prompt_length)
     first_B = choose(logits, keys[0], given_SB[0])
     _, later_SB = jax.lax.scan(step, (first_B, cache), (keys[1:], given_SB[1:]))
     tokens_BS = jnp.concatenate([first_B[:, None], jnp.moveaxis(later_SB, 0, 1)], axis=1)
     take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=num_tokens)
     return jax.vmap(take)(tokens_BS, skipped_B)
+
+
+def empty_cache(
+    cfg: ModelConfig, rows: int, length: int, dtype: jax.typing.DTypeLike
+) -> tuple[Any, ...]:
+    """Return the empty cache of all layers, for `length` tokens: the parts of each row's, then the number of tokens."""
+    group, linear = cfg.layer_group, cfg.linear
+
+    def zeros(dims: str, *sizes: int, dtype: jax.typing.DTypeLike = dtype) -> jax.Array:
+        shape = (cfg.num_layers // group, rows, *sizes)
+        return jnp.zeros(shape, dtype, out_sharding=act("LB" + dims))
+
+    def of_layer(layer: int) -> tuple[jax.Array, ...]:
+        if linear is None or cfg.mixer(layer) != "linear":
+            heads = max(cfg.num_kv_heads, mesh_size("sp", "tp"))
+            return (zeros("SKH", length, heads, cfg.head_dim),) * 2
+        halo, K, N = linear.conv_kernel - 1, linear.key_heads, linear.value_heads
+        H, W = linear.key_dim, linear.value_dim
+        last = zeros("TKH", halo, K, H), zeros("TKH", halo, K, H), zeros("TNW", halo, N, W)
+        return *last, zeros("NHW", N, H, W, dtype=jnp.float32)
+
+    parts = tuple(of_layer(layer) for layer in range(group))
+    return *(parts if group > 1 else parts[0]), jnp.int32(0)
 
 
 def _sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int) -> jax.Array:

@@ -22,8 +22,9 @@ DROPLESS = MoEConfig()
 
 PLAIN = Lowering.plain()
 
-Cache = tuple[jax.Array, jax.Array, jax.Array]
-"""Keys and values `[B, S, K, H]` of earlier positions, and how many of them are filled (int32 scalar)."""
+Cache = tuple[Any, ...]
+"""Keys and values `[B, S, K, H]` of earlier positions, or what linear attention keeps of them; how many of these there
+are (int32 scalar) comes last. Of a group of layers it has one such tuple for each before that."""
 
 STATIC = {"static": True}
 
@@ -56,6 +57,8 @@ class LayerInputs:
     """Document of each token, or None for one document a row."""
     cache: Cache | None = None
     """Keys and values of earlier positions and their number, for generation."""
+    length: jax.Array | None = None
+    """With a cache, how many of the tokens are to be kept in it, an int32 scalar; the others are padding."""
     fp8: Fp8 | None = None
     """Recipe of the products that are computed in fp8."""
     dtype: jax.typing.DTypeLike = dataclasses.field(default=jnp.float32, metadata=STATIC)
@@ -67,6 +70,8 @@ class LayerInputs:
     cache."""
     recompute: bool = dataclasses.field(default=False, metadata=STATIC)
     """Keep no attention scores for the backward pass."""
+    recompute_each: bool = dataclasses.field(default=False, metadata=STATIC)
+    """Recompute the layers of a group (`models/layer_group.py`) one by one in its backward pass."""
     moe: MoEConfig = dataclasses.field(default=DROPLESS, metadata=STATIC)
     """How tokens are sent to their experts, and how the experts are balanced."""
     lowering: Lowering = dataclasses.field(default=PLAIN, metadata=STATIC)
@@ -97,7 +102,7 @@ class LayerInputs:
         positions_BT = reshard("BT->BT", positions_BT)
         if cfg.rope_theta_local:
             settings["local_rope"] = rotary(positions_BT, cfg, local=True)
-        if cfg.full_attention_every:
+        if cfg.full_attention_every and cfg.sliding_window is not None:
             settings["full"] = jnp.array([cfg.is_full(layer) for layer in range(cfg.num_layers)])
         if cfg.nope_every:
             settings["rotary"] = jnp.array(
@@ -110,12 +115,18 @@ class LayerInputs:
     @property
     def stacked(self) -> tuple:
         """Keys and values, amaxes and flags, which differ between layers and have a leading dim of these."""
-        return self.cache and self.cache[:2], self.fp8 and self.fp8.amaxes, self.full, self.rotary
+        return self.cache and self.cache[:-1], self.fp8 and self.fp8.amaxes, self.full, self.rotary
+
+    def of_group(self, i: int) -> "LayerInputs":
+        """Return the inputs of a layer of a group (`models/layer_group.py`), of whose caches it has the i-th."""
+        if self.cache is None:
+            return self
+        return dataclasses.replace(self, cache=(*self.cache[i], self.cache[-1]))
 
     def of_layer(self, row: tuple) -> "LayerInputs":
         """Return the inputs of one layer; `row` is that layer's part of `stacked`."""
         kv, amaxes, full, rotary = row
-        cache = None if self.cache is None else (*kv, self.cache[2])
+        cache = None if self.cache is None else (*kv, self.cache[-1])
         fp8 = None if self.fp8 is None else dataclasses.replace(self.fp8, amaxes=amaxes)
         rope = self.rope
         if self.local_rope is not None:

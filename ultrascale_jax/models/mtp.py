@@ -30,8 +30,7 @@ class MTPModule(nnx.Module):
         k_block, k_join = jax.random.split(key)
         self.token_norm, self.hidden_norm = layers.make_norm(cfg), layers.make_norm(cfg)
         self.w_join = param(k_join, "PD", "BRP", (2 * D, D))
-        kind = cfg.feed_forward(cfg.num_layers - 1)
-        self.block = Block(layers, cfg, kind, kernels, k_block)
+        self.block = Block(layers, cfg, cfg.num_layers - 1, kernels, k_block)
         self.norm = layers.make_norm(cfg)
 
     def __call__(

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.models.block import Block, Terms
+from ultrascale_jax.models.block import Terms
 from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.layer_group import Row
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.moe import Routed
 from ultrascale_jax.models.partition import combine, split_adapters
@@ -40,7 +41,7 @@ def keep_all(layer: int) -> Recomputation:
 class Piece(NamedTuple):
     """Consecutive layers of a stack with the same window, precision and recomputation."""
 
-    block: Block
+    block: Row
     """Their parameters, with a leading dim of layers."""
     rows: tuple
     """Their parts of `LayerInputs.stacked`."""
@@ -57,8 +58,8 @@ class Piece(NamedTuple):
 class LayerOutputs(NamedTuple):
     """Results of layers besides the residual stream, with a leading dim of layers."""
 
-    kv: tuple[jax.Array, jax.Array] | None
-    """With a cache, keys and values."""
+    kv: tuple | None
+    """With a cache, its parts but for the number of tokens: keys and values, say."""
     routed: Routed | None
     """Choices and losses of the routers of experts, if there are any."""
     terms: Terms
@@ -71,7 +72,7 @@ def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
 
 
 def pieces(
-    stack: Block,
+    stack: Row,
     layers: range,
     inputs: LayerInputs,
     remat: Callable[[int], Recomputation] = keep_all,
@@ -83,16 +84,17 @@ def pieces(
 
     def traits(layer: int) -> tuple[int | None, bool, Recomputation, int]:
         in_fp8 = fp8 is not None and fp8.recipe.covers(layer, cfg.num_layers)
-        return cfg.loop_window(layer), in_fp8, remat(layer), sum(end < layer for end in ends)
+        return cfg.loop_window(layer), in_fp8, remat(layer), sum(last < layer for last in ends)
 
     for (window, in_fp8, recomputation, _), group in itertools.groupby(layers, traits):
         numbers = list(group)
-        first, stop = numbers[0], numbers[-1] + 1
+        first, stop = numbers[0], numbers[-1] + layers.step
         inputs_of_piece = dataclasses.replace(
             recomputation.adapt(inputs), window=window, fp8=fp8 if in_fp8 else None
         )
-        block = cut(stack, first - layers.start, stop - layers.start)
-        rows = cut(inputs_of_piece.stacked, first, stop)
+        start, end = ((layer - layers.start) // layers.step for layer in (first, stop))
+        block = cut(stack, start, end)
+        rows = cut(inputs_of_piece.stacked, first // layers.step, stop // layers.step)
         waits = remat(cfg.num_layers - 1) != recomputation
         yield Piece(block, rows, inputs_of_piece, recomputation, waits, stop - 1)
 
@@ -107,7 +109,7 @@ def run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
         block, layer_row = row
         inputs = piece.inputs.of_layer(layer_row)
         x_BRD, routed, cache, terms = block.gather_params(inputs)(x_BRD, inputs)
-        return x_BRD, LayerOutputs(cache and cache[:2], routed, terms)
+        return x_BRD, LayerOutputs(cache and cache[:-1], routed, terms)
 
     return jax.lax.scan(piece.recomputation.wrap(layer), x_BRD, (piece.block, piece.rows))
 

@@ -29,8 +29,9 @@ from flax import nnx
 from ultrascale_jax.config import Config, KernelsConfig, ModelConfig, require, require_type
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.kernels.device import takes
-from ultrascale_jax.models.block import Block, Layers, Terms, normed
+from ultrascale_jax.models.block import Layers, Terms, normed
 from ultrascale_jax.models.inputs import NATURAL, Cache, LayerInputs
+from ultrascale_jax.models.layer_group import Row, by_layer, make_row
 from ultrascale_jax.models.layers import (
     gather_params,
     gather_sequence,
@@ -148,8 +149,7 @@ class Transformer(nnx.Module):
         self.embed = param(k_embed, "VD", "BT", (V, D))
         self.stacks = nnx.List()
         for layers, order in zip(cfg.stacks, self.orders, strict=True):
-            kind = cfg.feed_forward(layers.start)
-            make = functools.partial(Block, self.layers, cfg, kind, kernels)
+            make = functools.partial(make_row, self.layers, cfg, layers.start, kernels)
             self.stacks.append(stacked(make, cfg, k_stacks, order))
         self.final_norm = self.layers.make_norm(cfg)
         if not cfg.tied_embeddings:
@@ -158,7 +158,7 @@ class Transformer(nnx.Module):
             keys = (jax.random.fold_in(key, 2 + depth) for depth in range(cfg.mtp_layers))
             self.mtp = nnx.List([MTPModule(self.layers, cfg, k_mtp, kernels) for k_mtp in keys])
 
-    def with_stacks(self, stacks: Sequence[Block]) -> "Transformer":
+    def with_stacks(self, stacks: Sequence[Row]) -> "Transformer":
         """Return the model with these stacks; without any it is the embedding, the final norm and the head."""
         model = copy.copy(self)
         model.stacks = nnx.List(stacks)
@@ -182,9 +182,9 @@ class Transformer(nnx.Module):
     @property
     def rows(self) -> list[tuple[int, int]]:
         """The number of each layer's stack, and its row there."""
-        orders = enumerate(self.orders)
+        orders, group = enumerate(self.orders), self.cfg.layer_group
         places = {layer: (i, row) for i, order in orders for row, layer in enumerate(order)}
-        return [places[layer] for layer in range(self.cfg.num_layers)]
+        return [places[layer - layer % group] for layer in range(self.cfg.num_layers)]
 
     def __call__(
         self,
@@ -204,10 +204,11 @@ class Transformer(nnx.Module):
         fix = "the layers lie in the order of a pipeline's stages; gather_stages(model) has all of them on each rank"
         require(not self.staged, "mesh.pp", mesh_size("pp"), fix)
         require_type("capture", capture, Collection, "as (2,) for the layer with number 2")
-        unknown = sorted(set(capture) - set(range(self.cfg.num_layers)))
-        require(
-            not unknown, "capture", unknown, f"must be layers from 0 to {self.cfg.num_layers - 1}"
-        )
+        group = self.cfg.layer_group
+        unknown = sorted(set(capture) - set(range(group - 1, self.cfg.num_layers, group)))
+        last = f", the last ones of each {group}" if group > 1 else ""
+        fix = f"must be layers from 0 to {self.cfg.num_layers - 1}{last}"
+        require(not unknown, "capture", unknown, fix)
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
         outputs: list[LayerOutputs] = []
@@ -221,11 +222,13 @@ class Transformer(nnx.Module):
                     captured[piece.last_layer] = x_BRD
         routers = [output.routed for output in outputs if output.routed is not None]
         balance = sum((jnp.sum(router.balance_BR) for router in routers), jnp.float32(0.0))
-        statistics_LZ = _joined([router.statistics_Z for router in routers]) if routers else None
+        statistics_LZ = (
+            _joined([by_layer(router.statistics_Z) for router in routers]) if routers else None
+        )
         cache = None
         if inputs.cache is not None:
-            keys, values = _joined([output.kv for output in outputs if output.kv is not None])
-            cache = keys, values, inputs.cache[2] + tokens_BT.shape[1]
+            parts = _joined([output.kv for output in outputs if output.kv is not None])
+            cache = *parts, inputs.cache[-1] + tokens_BT.shape[1]
         terms = _mean_over_layers(outputs)
         self.check_layer_terms(terms)
         return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache, captured, terms)

@@ -66,14 +66,20 @@ def mean_keys(seq_len: int, window: int | None) -> float:
 def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Count the FLOPs per token of the scores and of their product with the values, forward and backward.
 
-    Per layer and key seen 6*N*(H + W), W the width of values: 12*N*H but for latent attention.
+    Per layer and key seen 6*N*(H + W), W the width of values: 12*N*H but for latent attention. Linear attention reads,
+    corrects and reads a state of N*H*W numbers: 18 FLOPs each.
     """
     windowed = model.window_share
     keys = (1 - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
-    keys *= model.num_layers
+    shape = ModelShape.of(model)
+    keys *= model.num_layers - shape.linear_layers
     keys += model.mtp_layers * mean_keys(seq_len, model.window(model.num_layers - 1))
-    return 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
+    states = 0
+    if model.linear is not None:
+        states = model.linear.value_heads * model.linear.key_dim * model.linear.value_dim
+    scores = 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
+    return scores + 18 * shape.linear_layers * states
 
 
 def flops_per_token(

@@ -49,23 +49,60 @@ class ModelShape(ModelConfig):
         return 0 if self.experts is None else self.experts.shared * self.expert_d_ff
 
     @property
-    def attention_matrices(self) -> tuple[int, int, int]:
-        """Matrix parameters of the attention of one layer: split by heads, by kv heads, and by neither.
+    def linear_layers(self) -> int:
+        """Layers of linear attention."""
+        if self.linear is None:
+            return 0
+        every = self.full_attention_every
+        return self.num_layers - (self.num_layers // every if every else 0)
+
+    @property
+    def linear_share(self) -> float:
+        """Share of the layers that have linear attention."""
+        return self.linear_layers / self.layers
+
+    @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Widths of the queries, or keys, and of the values of a layer of linear attention; 0 without."""
+        linear = self.linear
+        if linear is None:
+            return 0, 0
+        return linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+
+    @property
+    def linear_params(self) -> int:
+        """Matrix parameters of a layer of linear attention, all of which are split by heads."""
+        if self.linear is None:
+            return 0
+        key, value = self.linear_widths
+        return self.d_model * (2 * key + 3 * value + 2 * self.linear.value_heads)
+
+    @property
+    def attention_matrices(self) -> tuple[float, float, float]:
+        """Matrix parameters of the attention of a mean layer: split by heads, by kv heads, and by neither."""
+        by_heads, *others = self.full_attention_matrices
+        share = self.linear_share
+        by_heads = share * self.linear_params + (1 - share) * by_heads
+        return by_heads, (1 - share) * others[0], (1 - share) * others[1]
+
+    @property
+    def full_attention_matrices(self) -> tuple[int, int, int]:
+        """The same of a layer that has no linear attention.
 
         Latent attention makes its latents with matrices that every member of a tensor group has in full.
         """
         D, heads, latent = self.d_model, self.num_heads, self.latent
         if latent is None:
-            width = 2 * D * self.head_dim
-            return width * heads, width * self.num_kv_heads, 0
+            width = D * self.head_dim
+            return (2 + self.output_gate) * width * heads, 2 * width * self.num_kv_heads, 0
         up = self.head_dim * (latent.q_rank or D)
         up += latent.kv_rank * (self.head_dim - latent.rope_dim + latent.v_dim)
         down = D * (latent.q_rank + latent.kv_rank + latent.rope_dim)
         return heads * (up + latent.v_dim * D), 0, down
 
     @property
-    def attention_params(self) -> int:
-        """Matrix parameters of the attention of one layer; grouped queries: D*H*(2N + 2K)."""
+    def attention_params(self) -> float:
+        """Matrix parameters of the attention of a mean layer; grouped queries: D*H*(2N + 2K)."""
         return sum(self.attention_matrices)
 
     @property
@@ -77,13 +114,19 @@ class ModelShape(ModelConfig):
         biases += heads * self.attention_sinks
         latents = 0 if self.latent is None else self.latent.q_rank + self.latent.kv_rank
         norms = 4 if self.norm_placement == "both" else 2
-        one = norms * self.d_model + qk_norms + biases + latents
+        full, linear = self.layers - self.linear_layers, 0
+        if self.linear is not None:
+            key, value = self.linear_widths
+            linear = (2 * key + value) * self.linear.conv_kernel
+            linear += 2 * self.linear.value_heads + self.linear.value_dim
+        attention = full * (qk_norms + biases + latents) + self.linear_layers * linear
         of_experts = self.hidden_biases
         if self.experts is not None:
             of_experts += self.experts.num * self.experts.bias
             of_experts += self.experts.num * (1 + self.d_model) * self.experts.biases
         modules = 3 * self.mtp_layers * self.d_model
-        return self.layers * one + self.moe_layers * of_experts + modules
+        stream = self.layers * norms * self.d_model
+        return stream + attention + self.moe_layers * of_experts + modules
 
     @property
     def hidden_biases(self) -> int:
@@ -121,7 +164,9 @@ class ModelShape(ModelConfig):
         """Parameters of all layers without the routed experts, which alone are split over `ep`."""
         dense = self.layers - self.moe_layers
         ffn = dense * self.mlp_params + self.moe_layers * self.shared_params
-        attention = self.layers * self.attention_params
+        full = self.layers - self.linear_layers
+        attention = full * sum(self.full_attention_matrices)
+        attention += self.linear_layers * self.linear_params
         return attention + ffn + self.join_params + self.vector_params
 
     @property

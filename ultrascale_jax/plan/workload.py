@@ -229,9 +229,9 @@ class Run:
 
     @property
     def chunk_layers(self) -> int:
-        """Layers of one stage; the stages that have one less are padded."""
-        layers = self.shape.layers - self.head_modules
-        return math.ceil(layers / (self.mesh.pp * self.virtual_stages))
+        """Layers of one stage; the stages that have a row less are padded."""
+        layers, group = self.shape.layers - self.head_modules, self.shape.layer_group
+        return group * math.ceil(layers / group / (self.mesh.pp * self.virtual_stages))
 
     @property
     def head_modules(self) -> int:

@@ -5,7 +5,8 @@
     X experts as the router sees them   C rows of an expert   Z statistics
     of latent attention: Q latent of queries   J latent of keys and values   A = J and the rotary key
     W value width   I = a head's key without positions and its value   U rank of an adapter (LoRA)
-    P = a pair of D, side by side (multi-token prediction)
+    P = a pair of D, side by side (multi-token prediction)   O taps of a short convolution
+    of linear attention: N heads of values   K heads of queries and keys   H and W their widths
 
     activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep
     parameters:   D:(fsdp,ep,cp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
@@ -31,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
 
-LETTERS = frozenset("BTRSDFNKGHVELXCZQJAWIUPM")
+LETTERS = frozenset("BTRSDFNKGHVELXCZQJAWIUPMO")
 """The letters above, and M, micro-batches."""
 
 WHOLE = "_"

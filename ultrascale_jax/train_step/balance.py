@@ -46,6 +46,9 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
         match jax.tree_util.keystr(path, simple=True, separator=".").split("."):
             case ["stacks", _, "moe", "bias", "value"]:
                 return value + rate * place(missing[: len(value)], specs(value))
+            case ["stacks", _, "layers", i, "moe", "bias", "value"]:
+                of_layer = missing[int(i) :: cfg.model.layer_group]
+                return value + rate * place(of_layer[: len(value)], specs(value))
             case ["mtp", _, "block", "moe", "bias", "value"]:
                 return value + rate * next(of_modules)
         return value

@@ -16,6 +16,7 @@ from ultrascale_jax.config import FP8, Config, Split
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.layer_group import by_layer
 from ultrascale_jax.models.layers import each_param, map_params
 from ultrascale_jax.models.lora import without_adapters
 from ultrascale_jax.models.partition import combine, is_adapter, split_adapters
@@ -62,7 +63,7 @@ def gradients(
         out = _run(cfg, schedules.of_config(cfg), model, parts, head, router_weight)
         routed, terms = out.statistics
         if routed is not None:
-            routed = jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"})))
+            routed = by_layer(jax.lax.psum(routed, tuple(sorted(varying(routed) - {"pp"}))))
         blocks = map_params(partial(_from_model_dim_first, cfg), out.blocks)
         grads = reduce_gradients(out.shared.with_stacks(blocks), model)
         grads = mixed_stages.by_stack(grads, params) if _is_mixed(cfg) else grads
@@ -159,7 +160,7 @@ def _run(
         shared,
         parts,
         stash=cfg.pp.stash,
-        order=params.orders[0],
+        order=tuple(i if i is None else i // cfg.model.layer_group for i in params.orders[0]),
         rows=mixed_stages.rows_by_position(params) if _is_mixed(cfg) else None,
     )
 
@@ -169,7 +170,8 @@ def _first_layers(cfg: Config, params: Transformer) -> tuple[int, Callable] | No
     remat = cfg.train.remat
     if not isinstance(remat, Split):
         return None
-    return remat.layers, _layer(cfg, params, of_policy(cfg, remat.first))
+    rows = remat.layers // cfg.model.layer_group
+    return rows, _layer(cfg, params, of_policy(cfg, remat.first))
 
 
 def _layer(cfg: Config, params: Transformer, recomputation: Recomputation) -> Callable:
@@ -193,7 +195,7 @@ def _layer(cfg: Config, params: Transformer, recomputation: Recomputation) -> Ca
         if routed is not None:
             aux, statistics_Z = router_weight * jnp.sum(routed.balance_BR), routed.statistics_Z
         for name, weight in params.layer_terms.items():
-            aux += weight * router_weight * _share(cfg, terms[name], x_BRD)
+            aux += weight * router_weight * _share(cfg, jnp.sum(terms[name]), x_BRD)
         return x_BRD, aux, (statistics_Z, terms), *(() if rows is None else (sums,))
 
     return recomputation.wrap(layer)

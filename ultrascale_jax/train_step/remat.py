@@ -9,10 +9,14 @@ dots        the results of matmuls with parameters, or what alone is read of the
             or what blocks or documents are joined to
 Keep        its tensors alone, in the memory of the device or of the host; the layer's input in any case
 Split       one of these for the first layers, and another for the others
+
+Where a row of a stack is a group of layers, each keeps its input too, and is recomputed when its turn comes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -28,6 +32,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.kernels.residuals import ATTENTION_RESIDUAL
 from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.layer_group import GROUP_INPUT
 from ultrascale_jax.models.stack import Recomputation
 from ultrascale_jax.sharding.primitives import PRODUCT, is_gathered_param
 
@@ -51,13 +56,18 @@ def of_last_layer(cfg: Config) -> Recomputation:
 def of_policy(cfg: Config, remat: LayerRemat) -> Recomputation:
     """Return what a policy of a layer asks for."""
     lowering = Lowering.of(with_changes(cfg, mesh=cfg.mesh, remat=remat))
+    each = cfg.model.layer_group > 1 and remat != "none"
     policy = _policy(remat, lowering)
+    if each:
+        policy = functools.partial(_keep_inputs_too, policy)
 
     def wrap(layer: Callable) -> Callable:
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def adapt(inputs: LayerInputs) -> LayerInputs:
-        return dataclasses.replace(inputs, recompute=remat == "selective", lowering=lowering)
+        return dataclasses.replace(
+            inputs, recompute=remat == "selective", recompute_each=each, lowering=lowering
+        )
 
     return Recomputation(wrap, remat_names(remat)[1], adapt)
 
@@ -81,6 +91,11 @@ def _policy(remat: LayerRemat, lowering: Lowering) -> Callable[..., bool]:
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+
+def _keep_inputs_too(policy: Callable, primitive, *inputs, **params) -> Any:
+    """Keep what `policy` says, and the inputs of the layers of a group."""
+    return params.get("name") == GROUP_INPUT or policy(primitive, *inputs, **params)
 
 
 def _keep_all_but_gathered(primitive, *inputs, **params) -> bool:

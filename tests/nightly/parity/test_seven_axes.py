@@ -5,3 +5,7 @@ from tests.parity.seven_axes import compare_in_process
 
 def test_all_seven_axes_train_as_one_device_in_fp8():
     compare_in_process("fp8")
+
+
+def test_all_seven_axes_train_linear_attention_as_one_device():
+    compare_in_process("qwen3_next")

@@ -12,6 +12,7 @@ from ultrascale_jax.config import (
     Config,
     Experts,
     LatentAttention,
+    LinearAttention,
     MeshConfig,
     ModelConfig,
     PipelineConfig,
@@ -60,6 +61,15 @@ MODELS = {
         sliding_window=3,
         full_attention_every=2,
         experts=Experts(num=4, top_k=2, d_ff=8, biases=True),
+    ),
+    "qwen3_next": dataclasses.replace(
+        LLAMA,
+        num_layers=6,
+        qk_norm="head",
+        output_gate=True,
+        rope_dim=4,
+        full_attention_every=3,
+        linear=LinearAttention(key_heads=2, value_heads=4, key_dim=4, value_dim=6),
     ),
     "deepseek": dataclasses.replace(
         LLAMA,

@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, RopeScaling, UserError
+from ultrascale_jax.config import (
+    Experts,
+    LatentAttention,
+    LinearAttention,
+    ModelConfig,
+    RopeScaling,
+    UserError,
+)
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.huggingface.config import config_dict, parse_config, read_config
 from ultrascale_jax.huggingface.families import FAMILIES
@@ -114,6 +121,17 @@ QWEN2_MOE = replace(
 QWEN3_MOE = replace(
     LLAMA, qk_norm="head", experts=Experts(num=128, top_k=8, d_ff=768, normalize=False)
 )
+QWEN3_NEXT = replace(
+    LLAMA,
+    head_dim=256,
+    qk_norm="head",
+    output_gate=True,
+    rope_dim=64,
+    full_attention_every=4,
+    experts=Experts(num=512, top_k=10, d_ff=512, shared=1, shared_gate=True),
+    linear=LinearAttention(),
+)
+LINEAR_ATTENTION = ["linear_attention"] * 2
 DEEPSEEK = replace(
     LLAMA,
     num_kv_heads=4,
@@ -283,6 +301,27 @@ READ = [
     ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, QWEN3_DENSE),
     ("qwen3_moe", {"sliding_window": 9}, QWEN3_MOE),
     ("qwen3_moe", SWITCHED_ON | {"max_window_layers": 2}, change(QWEN3_MOE, sliding_window=9)),
+    ("qwen3_next", {}, QWEN3_NEXT),
+    (
+        "qwen3_next",
+        {"layer_types": [*LINEAR_ATTENTION[:1], FULL] * 2},
+        change(QWEN3_NEXT, full_attention_every=2),
+    ),
+    (
+        "qwen3_next",
+        {"layer_types": LINEAR_ATTENTION * 2},
+        change(QWEN3_NEXT, full_attention_every=0),
+    ),
+    (
+        "qwen3_5_text",
+        {"full_attention_interval": 2, "linear_conv_kernel_dim": 3, "linear_value_head_dim": 64},
+        change(
+            QWEN3_NEXT,
+            experts=None,
+            full_attention_every=2,
+            linear={"conv_kernel": 3, "value_dim": 64},
+        ),
+    ),
     ("deepseek_v3", {}, DEEPSEEK),
     (
         "deepseek_v3",
@@ -452,6 +491,12 @@ REFUSED = {
     ],
     "qwen3_moe": [
         ("mlp_only_layers", [1]),
+    ],
+    "qwen3_next": [
+        ("layer_types", [FULL, "linear_attention"] * 2),
+        ("mlp_only_layers", [1]),
+        ("attention_bias", True),
+        ("linear_num_value_heads", 8),
     ],
     "minimax_m2": [("rotary_dim", 0), ("scoring_func", "softmax")],
     "olmoe": [("clip_qkv", 8.0)],
@@ -645,6 +690,8 @@ def test_a_window_that_starts_after_the_last_layer_is_written_as_none():
         change(GLM, experts={"shared": 0}),
         change(MINIMAX_M2, experts={"scale": 2.5}),
         change(OLMOE, rope_dim=8),
+        change(QWEN3_NEXT, output_gate=False),
+        change(LLAMA, output_gate=True),
         change(GEMMA3, activation="silu"),
         change(GEMMA3, rope_theta_local=0.0),
         change(GEMMA3, full_attention_every=0, rope_theta_local=0.0),

@@ -29,9 +29,13 @@ OTHERS = (
     # Of modules of multi-token prediction, where another family has them.
     "first_k_dense_replace",
     # Of models with vision.
-    *("text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
+    *("text_config", "vision_config", "image_token_id", "video_token_id", "mm_tokens_per_image"),
+    *("in_channels", "depth", "patch_size", "temporal_patch_size", "spatial_merge_size"),
+    *("out_hidden_size", "num_position_embeddings"),
 )
 """Names that the files read, but that no ported family has."""
+
+WITH_VISION = ("Gemma3Config", "Qwen3_5Config", "Qwen3_5VisionConfig")
 
 
 @functools.cache
@@ -44,7 +48,7 @@ def keys_read(path: Path) -> set[str]:
         if isinstance(node, ast.ClassDef) and about_configs:
             declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
             declared = [one for one in declared if "ClassVar" not in ast.unparse(one.annotation)]
-            if node.name.endswith("Config") and node.name != "Gemma3Config":
+            if node.name.endswith("Config") and node.name not in WITH_VISION:
                 keys |= {one.target.id for one in declared}
                 assigned = [one for one in node.body if isinstance(one, ast.Assign)]
                 maps = [one for one in assigned if ast.unparse(one.targets[0]) == "attribute_map"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hf_layout import abstract
 from tests.paths import HF
-from ultrascale_jax.config import Experts, LatentAttention, Lora, ModelConfig
+from ultrascale_jax.config import Experts, LatentAttention, LinearAttention, Lora, ModelConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.plan.flops import (
@@ -100,6 +100,20 @@ def test_latent_attention_is_counted_by_hand(q_rank):
     assert flops_per_token(model, 64) == 6 * matrices + attention
 
 
+def test_linear_attention_is_counted_by_hand():
+    linear = LinearAttention(key_heads=2, value_heads=4, key_dim=3, value_dim=6)
+    model = dataclasses.replace(
+        MODEL, num_layers=4, linear=linear, full_attention_every=2, output_gate=True
+    )
+    of_linear = 5 * (2 * 2 * 3 + 2 * 4 * 6 + 2 * 4) + 4 * 6 * 5
+    matrices = 2 * of_linear + 2 * (5 * 8 * 3 + 5 * 4 * 2) + 4 * 3 * 5 * 7 + 5 * 11
+    assert active_params(model) == matrices
+    vectors = 2 * ((2 * 2 * 3 + 4 * 6) * 4 + 2 * 4 + 6) + 4 * 2 * 5 + 5
+    assert ModelShape.of(model).num_params == matrices + vectors + 5 * 11
+    states, scores = 18 * 2 * 4 * 3 * 6, 12 * 2 * 4 * 2 * 64 / 2
+    assert flops_per_token(model, 64) == 6 * matrices + states + scores
+
+
 @pytest.mark.parametrize(
     ("model", "total", "active"),
     [
@@ -113,6 +127,7 @@ def test_latent_attention_is_counted_by_hand(q_rank):
         (shapes.QWEN3_32B, 32_762_123_264, None),
         (shapes.MIXTRAL_8X7B, 46_702_792_704, 12.9),  # with the embedding
         (shapes.QWEN3_30B_A3B, 30_532_122_624, 3.35),
+        (shapes.QWEN3_NEXT_80B_A3B, 79_674_391_296, 3.87),
         (shapes.DEEPSEEK_V3, 671_026_419_200, 37.55),
         (shapes.GPT_OSS_20B, 20_914_757_184, None),
         (shapes.GEMMA3_12B, 11_766_034_176, None),

@@ -109,12 +109,14 @@ def stage_layers(stages: int, num_layers: int, dense: int = 0) -> tuple[int, ...
 
 
 def order_of_config(cfg: Config) -> LayerOrder | None:
-    """Return the `layer_order` of a run; None without a pipeline."""
+    """Return the `layer_order` of a run, of its rows' first layers; None without a pipeline."""
     if cfg.mesh.pp == 1:
         return None
     table, model = of_config(cfg), cfg.model
     stages = table.ranks, table.virtual, table.placement
-    return layer_order(*stages, model.num_layers, model.dense_layers)
+    group = model.layer_group
+    rows = layer_order(*stages, model.num_layers // group, model.dense_layers // group)
+    return tuple(None if row is None else row * group for row in rows)
 
 
 def stack_orders(order: LayerOrder, ranks: int, dense: int) -> tuple[LayerOrder, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ultrascale_jax.config import Keep, padded_vocab_size, remat_names
 from ultrascale_jax.config.remat import keeps
 from ultrascale_jax.models.loss_chunks import num_chunks
-from ultrascale_jax.plan.formulas import context, experts
+from ultrascale_jax.plan.formulas import context, experts, linear_attention
 from ultrascale_jax.plan.workload import Run, of_sizes
 
 
@@ -106,9 +106,8 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     else the next layer's input is.
     """
     a, i, policy = layer.width, layer.input_width, run.policy
-    residual, query, key = layer.residual, layer.query, layer.key
-    held = _attention_bytes(layer)
-    core = held["attn_core"]
+    residual = layer.residual
+    held = _attention_bytes(run, layer)
     mlp = 2 * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
     on_host = "layer_input" in remat_names(policy)[1]
@@ -120,15 +119,12 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["mlp"] = mlp
         parts["norms"] = 2 * i * residual + a * residual * (out_norms > 0)
     elif policy == "dots":
-        parts["attention"] = a * (query + 2 * key + residual) + core * bool(layer.statistics)
+        parts["attention"] = _products_of_attention(run, layer)
         parts["mlp"] = mlp
         parts["norms"] = a * residual * (out_norms > 0)
     elif policy == "none":
-        qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
-        scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
         parts["layer inputs"] = 0
-        quantized = query if run.precision == "fp8" else 0
-        parts["attention"] = a * (query + 2 * key) + core + quantized + qk_norms + scores
+        parts["attention"] = _whole_attention(run, layer)
         parts["mlp"] = 3 * mlp
         parts["norms"] = 12 * (2 + out_norms) * residual + 2 * i * layer.whole
     else:
@@ -138,7 +134,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, float]:
     """Count the bytes of a dense layer's tensors of these names, by kind; `mlp_out` where a norm reads it."""
-    a, attention = layer.width, _attention_bytes(layer)
+    a, attention = layer.width, _attention_bytes(run, layer)
     normed = ("attn_norm", "mlp_norm", *(["mlp_out"] * (run.shape.norm_placement != "pre")))
     return {
         "attention": sum(attention.get(name, 0) for name in names),
@@ -147,16 +143,39 @@ def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, floa
     }
 
 
-def _attention_bytes(layer: Layer) -> dict[str, float]:
-    """Count the bytes of the named tensors of a layer's attention."""
-    a, query, key = layer.width, layer.query, layer.key
-    return {
+def _attention_bytes(run: Run, layer: Layer) -> dict[str, float]:
+    """Count the bytes of the named tensors of a mean layer's attention."""
+    a, query, key, share = layer.width, layer.query, layer.key, run.shape.linear_share
+    full = {
         "q": a * query,
         "k": a * key,
         "v": a * key,
+        "attn_gate": a * query * run.shape.output_gate,
         "attn_core": a * query + 4 * layer.statistics,
-        "attn_out": a * layer.residual,
     }
+    linear = linear_attention.named_bytes(run, a)
+    means = {name: (1 - share) * size + share * linear[name] for name, size in full.items()}
+    return means | {"attn_out": a * layer.residual}
+
+
+def _products_of_attention(run: Run, layer: Layer) -> float:
+    """Count the bytes of a mean layer's attention that `dots` keeps: products with parameters, and its result."""
+    held, share = _attention_bytes(run, layer), run.shape.linear_share
+    in_memory = (1 - share) * layer.width * layer.query
+    # Scores in memory are computed again, and attention's result with them.
+    return sum(held.values()) - (0 if layer.statistics else in_memory)
+
+
+def _whole_attention(run: Run, layer: Layer) -> float:
+    """Count the bytes of a mean layer's attention that `none` keeps, without its output."""
+    a, query, key, share = layer.width, layer.query, layer.key, run.shape.linear_share
+    qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
+    scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
+    quantized = query if run.precision == "fp8" else 0
+    gates = 8 * query * run.shape.output_gate
+    named = sum(_attention_bytes(run, layer).values()) - a * layer.residual
+    full = quantized + qk_norms + scores + gates
+    return named + (1 - share) * full + share * linear_attention.unnamed_bytes(run, a)
 
 
 def offloaded_bytes(run: Run) -> float:
@@ -225,6 +244,10 @@ def working_set(run: Run, layer: Layer) -> float:
         exchanged = a * (2 * layer.query + 3 * layer.key) * (together > 1)
     mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
+    if (
+        shape.linear is not None
+    ):  # the weight gradients of the feed-forward layer wait for those of attention
+        attention = max(attention, mlp + linear_attention.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
     # Inputs of the norms behind the half-blocks, once in float32.
     normed = 2 * (a + 4) * layer.residual if shape.norm_placement == "both" else 0

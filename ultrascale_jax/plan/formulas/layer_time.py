@@ -6,7 +6,7 @@ from typing import Literal
 
 from ultrascale_jax.config.lora import ROUTED
 from ultrascale_jax.kernels.document_classes import class_segments
-from ultrascale_jax.plan.formulas import context, costs
+from ultrascale_jax.plan.formulas import context, costs, linear_attention
 from ultrascale_jax.plan.formulas import experts as experts_of
 from ultrascale_jax.plan.formulas.activations import layer_of
 from ultrascale_jax.plan.formulas.framework import ULTRASCALE
@@ -84,10 +84,12 @@ class LayerTime:
     def products(self) -> dict[str, list[Product]]:
         """Return the matrix products of a mean layer's forward pass, by part."""
         shape, n, tokens = self.shape, self.tensor.ranks, self.run.tokens
-        found: dict[str, list[Product]] = {
-            "qkv": self.queries(),
-            "out": [(tokens, shape.d_model, shape.value_dim * shape.num_heads / n, 1)],
-        }
+        linear = shape.linear_share
+        widths = (shape.value_dim * shape.num_heads, 1 - linear), (shape.linear_widths[1], linear)
+        out: list[Product] = [
+            (tokens, shape.d_model, width / n, count) for width, count in widths if count
+        ]
+        found: dict[str, list[Product]] = {"qkv": self.queries(), "out": out}
         for part, layers in (("", self.dense()), ("routed ", self.routed())):
             layers = [(rows, width / n, count) for rows, width, count in layers if count]
             found[part + "up"] = [
@@ -121,9 +123,11 @@ class LayerTime:
         """Return the products that make queries, keys and values; latents are made of a GPU's part of the stream."""
         shape, n, tokens, latent = self.shape, self.tensor.ranks, self.run.tokens, self.shape.latent
         if latent is None:
-            kv_heads = max(shape.num_kv_heads, n)
-            qkv = shape.head_dim * (shape.num_heads + 2 * kv_heads) / n
-            return [(tokens, qkv, shape.d_model, 1)]
+            kv_heads, share = max(shape.num_kv_heads, n), shape.linear_share
+            heads = (1 + shape.output_gate) * shape.num_heads + 2 * kv_heads
+            key, value = shape.linear_widths
+            widths = (shape.head_dim * heads, 1 - share), (2 * (key + value), share)
+            return [(tokens, width / n, shape.d_model, count) for width, count in widths if count]
         heads, own = shape.num_heads / n, tokens / self.mesh.sp
         kv = shape.head_dim - latent.rope_dim + latent.v_dim
         found: list[Product] = [
@@ -162,6 +166,15 @@ class LayerTime:
         return seconds
 
     def attention(self) -> tuple[float, float]:
+        """Time a mean layer's attention, forward and backward."""
+        linear, share = linear_attention.seconds(self.run, self.gpu), self.shape.linear_share
+        forward, backward = (
+            share * of_linear + (1 - share) * of_full
+            for of_linear, of_full in zip(linear, self.full_attention(), strict=True)
+        )
+        return forward, backward
+
+    def full_attention(self) -> tuple[float, float]:
         """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
         run, shape = self.run, self.shape
         query = run.tokens * shape.num_heads * shape.head_dim / self.tensor.ranks

@@ -86,8 +86,9 @@ def stack_rows(run: Run) -> tuple[float, float]:
 
 
 def layer_params(run: Run, weights: Weights) -> float:
-    """Count the parameters of one layer on one GPU, whole over the axes of ZeRO."""
-    return weights.attention + MLP_MATRICES * (weights.matrix + weights.routed)
+    """Count the parameters of a row of a stack on one GPU, whole over the axes of ZeRO: of a layer, or of a group."""
+    one = weights.attention + MLP_MATRICES * (weights.matrix + weights.routed)
+    return run.shape.layer_group * one
 
 
 def expert_matrices(run: Run) -> int:

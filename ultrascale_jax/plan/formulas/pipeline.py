@@ -62,10 +62,11 @@ def rank_layers(run: Run) -> tuple[int, ...]:
     table = _table(key if key.fewer is None else key._replace(microbatches=key.fewer[0]))
     dense = shape.num_layers - shape.moe_layers
     stages = table.ranks, table.virtual, table.placement
-    order = schedules.layer_order(*stages, shape.num_layers, dense)
+    group = shape.layer_group
+    order = schedules.layer_order(*stages, shape.num_layers // group, dense // group)
     rows = len(order) // table.ranks
     return tuple(
-        sum(layer is not None for layer in order[rank * rows : (rank + 1) * rows])
+        group * sum(layer is not None for layer in order[rank * rows : (rank + 1) * rows])
         for rank in range(table.ranks)
     )
 

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from ultrascale_jax.config import Split, require_type
 from ultrascale_jax.config.lowering import GATHER_TOGETHER, orders_whole_stage
-from ultrascale_jax.plan.formulas import context, costs, experts, pipeline, pipeline_memory
+from ultrascale_jax.plan.formulas import (
+    context,
+    costs,
+    experts,
+    linear_attention,
+    pipeline,
+    pipeline_memory,
+)
 from ultrascale_jax.plan.formulas.activations import (
     layer_of,
     loss_chunks,
@@ -374,9 +381,13 @@ class Step:
         if self.mesh.cp == 1:
             return 0.0, 0.0
         passes = self.passes
-        return context.exposed_seconds(
+        seconds = context.exposed_seconds(
             self.run, self.cluster, passes.attention, passes.attention_backward
         )
+        share = self.shape.linear_share
+        linear = linear_attention.exposed_seconds(self.run, self.cluster)
+        forward, backward = (share * linear + (1 - share) * full for full in seconds)
+        return forward, backward
 
     def experts(self) -> float:
         """Time how long a layer waits for tokens on their way to experts and back, forward and backward.

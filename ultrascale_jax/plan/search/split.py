@@ -60,6 +60,10 @@ def fewest_layers(lean: Judged, rich: Judged, gpu: Gpu) -> tuple[Run, int] | Non
     missing = rich.peak_bytes - SURE * gpu.usable_bytes
     if not 0 < missing < saved * (every - 1):
         return None
-    run, peak = split(math.ceil(missing / saved))
+    group = lean.run.shape.layer_group
+    layers = group * math.ceil(missing / saved / group)
+    if layers >= every:
+        return None
+    run, peak = split(layers)
     fits = by_formula(peak, gpu.usable_bytes) == FITS and fits_host(run, gpu)
     return (run, peak) if fits else None

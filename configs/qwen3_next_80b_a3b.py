@@ -1,0 +1,32 @@
+"""Qwen3-Next 80B-A3B, meant for 64 to 512 GPUs of 80 GB: the 512 experts of a layer inside each node, sharded across.
+
+Three of four layers have linear attention. 4 M tokens a step. Recomputation and micro-batches are the fastest that fit
+the GPUs at hand. The weight of the balancing loss is that of its `config.json`. Buffers are for balanced routing; what
+exceeds them takes rounds of an eighth.
+"""
+
+from ultrascale_jax.config import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from ultrascale_jax.configs import shapes
+
+config = Config(
+    model=shapes.QWEN3_NEXT_80B_A3B,
+    mesh=MeshConfig(fsdp=-1, ep=8),
+    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
+    optim=OptimConfig(lr=3e-4, warmup_steps=2000),
+    train=TrainConfig(
+        steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
+    ),
+    moe=MoEConfig(aux_weight=0.001, capacity_factor=1.0625),
+    checkpoint=CheckpointConfig(every=500),
+    log=LogConfig(run_dir="out/qwen3_next_80b_a3b"),
+)

@@ -1,0 +1,52 @@
+"""The costs of linear attention follow the program that computes it."""
+
+import dataclasses
+
+import pytest
+
+from ultrascale_jax.config import Config, DataConfig, LinearAttention, MeshConfig, TrainConfig
+from ultrascale_jax.configs import shapes
+from ultrascale_jax.parallel import gated_delta_rule
+from ultrascale_jax.plan.formulas import linear_attention
+from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.workload import Run
+
+MODEL = dataclasses.replace(shapes.QWEN3_NEXT_80B_A3B, num_layers=4, experts=None)
+
+
+def run(mesh: str = "fsdp=1", seq_len: int = 4096, **model) -> Run:
+    sizes = MeshConfig.parse(mesh)
+    devices = sizes.fsdp * sizes.tp * sizes.cp
+    cfg = Config(
+        model=dataclasses.replace(MODEL, **model),
+        mesh=sizes,
+        data=DataConfig(seq_len=seq_len),
+        train=TrainConfig(global_batch=sizes.batch, microbatches=1, remat="selective"),
+    )
+    return Run.of(cfg, devices)
+
+
+def test_the_formulas_have_the_blocks_of_the_program():
+    assert gated_delta_rule.BLOCK == linear_attention.BLOCK
+
+
+def test_a_layer_of_qwen3_next_takes_the_time_of_its_simulated_program():
+    gpu = find_cluster(None, "h100", 1).gpu
+    forward, backward = linear_attention.seconds(run(seq_len=8192), gpu)
+    assert forward + backward == pytest.approx(13.9e-3, rel=0.1)  # of the rule alone
+    halves = linear_attention.seconds(run("tp=2", seq_len=8192), gpu)
+    assert sum(halves) == pytest.approx((forward + backward) / 2)
+
+
+def test_a_mean_layer_keeps_its_share_of_both_kinds():
+    def attention(**model):
+        alike = run(**model)
+        return saved_bytes(alike, layer_of(alike))["attention"]
+
+    whole = attention(linear=None, full_attention_every=0)
+    linear = attention(full_attention_every=0)
+    assert attention() == pytest.approx(0.75 * linear + 0.25 * whole)
+    wider = attention(full_attention_every=0, linear=LinearAttention(value_heads=64))
+    # Values and gates, two of each, results and states are twice as many.
+    assert wider - linear == 4096 * 32 * (5 * 2 * 128 + 4 * 128 * 128 / 1024)

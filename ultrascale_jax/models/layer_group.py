@@ -1,0 +1,94 @@
+"""A row of a stack where layers of two kinds alternate: a group of consecutive layers, each a `Block` of its kind.
+
+    Qwen3-Next:  stacks.0.layers.0, .1, .2 (linear attention), .3 (full attention), each [12, ...] for 48 layers
+
+All rows of the stack are alike, so one scan runs them, ZeRO-3 gathers a row ahead, and stages of a pipeline hold whole
+rows. A row is one layer to all of these, but recomputation is of one layer at a time: a row keeps the input of each.
+"""
+
+import copy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ultrascale_jax.config import KernelsConfig, ModelConfig
+from ultrascale_jax.models.block import Block, Layers, Terms
+from ultrascale_jax.models.inputs import Cache, LayerInputs
+from ultrascale_jax.models.moe import Routed
+from ultrascale_jax.sharding.primitives import grad_barrier
+
+GROUP_INPUT = "group_input"
+"""The name for `jax.checkpoint` of the inputs of the layers of a row, but for the first, which is the row's."""
+
+type Row = Block | LayerGroup
+"""A row of a stack, or a whole one, each of whose parameters has a leading L."""
+
+
+class LayerGroup(nnx.Module):
+    """Consecutive layers of the model, as one row of a stack; it is called as `Block` is."""
+
+    def __init__(
+        self, layers: Layers, cfg: ModelConfig, first: int, kernels: KernelsConfig, key: jax.Array
+    ):
+        self.cfg = cfg
+        keys = jax.random.split(key, cfg.layer_group)
+        numbered = enumerate(keys, start=first)
+        self.layers = nnx.List([Block(layers, cfg, i, kernels, k) for i, k in numbered])
+
+    def gather_params(self, inputs: LayerInputs) -> "LayerGroup":
+        """Return these layers with full parameters."""
+        group = copy.copy(self)
+        group.layers = nnx.List([layer.gather_params(inputs) for layer in self.layers])
+        return group
+
+    def __call__(
+        self, x_BRD: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Routed | None, Cache | None, Terms]:
+        """Map `[B, R, D]` to `[B, R, D]`; the other results of `Block` come stacked, the cache as one of each layer."""
+        results: list[Any] = []
+        run = (
+            jax.checkpoint(_run, policy=jax.checkpoint_policies.nothing_saveable)
+            if inputs.recompute_each
+            else _run
+        )
+        for i, layer in enumerate(self.layers):
+            x_BRD = checkpoint_name(x_BRD, GROUP_INPUT) if i else x_BRD
+            # Without it XLA computes the weight gradients of all layers of a row at its end, and keeps what they need.
+            layer, x_BRD = grad_barrier((layer, x_BRD))
+            x_BRD, *result = run(layer, x_BRD, inputs.of_group(i))
+            results.append(result)
+        routed, caches, terms = zip(*results, strict=True)
+        routed, terms = (jax.tree.map(_stacked, *part) for part in (routed, terms))
+        if inputs.cache is None:
+            return x_BRD, routed, None, terms
+        return x_BRD, routed, (*(cache[:-1] for cache in caches), caches[0][-1]), terms
+
+
+def _stacked(*arrays: jax.Array) -> jax.Array:
+    """Stack arrays; of partial sums `jnp.stack` returns the sum times the number of devices (JAX 0.12)."""
+    return jnp.concatenate([array[None] for array in arrays])
+
+
+def _run(layer: Block, x_BRD: jax.Array, inputs: LayerInputs) -> tuple:
+    return layer(x_BRD, inputs)
+
+
+def layers_of(row: Row) -> list[Block]:
+    """Return the layers of a row."""
+    return list(row.layers) if isinstance(row, LayerGroup) else [row]
+
+
+def by_layer(statistics_Z: jax.Array) -> jax.Array:
+    """Return the rows' statistics, `[L, Z]` or of groups `[rows, layers, Z]`, as those of layers `[L, Z]`."""
+    return statistics_Z.reshape(-1, statistics_Z.shape[-1])
+
+
+def make_row(
+    layers: Layers, cfg: ModelConfig, first: int, kernels: KernelsConfig, key: jax.Array
+) -> Row:
+    """Make the row of a stack that begins with the model's layer `first`."""
+    kind = Block if cfg.layer_group == 1 else LayerGroup
+    return kind(layers, cfg, first, kernels, key)

@@ -1,0 +1,140 @@
+"""A causal depthwise convolution of a few taps, over a sequence that ranks of cp share and that holds documents.
+
+A token's result needs the tokens just before it. Each rank sends the last ones of its stretches to all others, some
+kilobytes, and takes those before its own: that is exact in any order of `sharding/sequence_order.py`.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ultrascale_jax.config import ContextConfig, require
+from ultrascale_jax.kernels.device import match_vma
+from ultrascale_jax.sharding.manual import smap
+from ultrascale_jax.sharding.rules import act, mesh_size, specs
+from ultrascale_jax.sharding.sequence_order import sequence_order
+
+
+def short_convolution(
+    x: jax.Array,
+    taps: jax.Array,
+    dims: str,
+    segment_ids_BT: jax.Array | None,
+    context: ContextConfig,
+    before: jax.Array | None = None,
+    then: Callable[[jax.Array], jax.Array] = lambda y: y,
+) -> jax.Array:
+    """Return `then(y)`, `y_t = sum_o taps[.., o] x_(t - O + 1 + o)` float32, each document as if it stood alone.
+
+    The backward pass keeps x and computes the rest again.
+
+    Args:
+      x: an activation of heads; `dims` are its letters, as BTKH.
+      taps: `[K, H, O]`.
+      dims: letters of x and of the result.
+      segment_ids_BT: the document of each token, or None for one a row.
+      context: the order in which the sequence stands, where cp splits it.
+      before: the O - 1 tokens in front of x, where cp does not split it; without them there are none.
+      then: a function of each token, such as silu, made of its float32 sums.
+    """
+
+    def run(x, taps, segments, before):
+        x, taps, segments, before = match_vma(x, taps, segments, before)
+        if before is not None:
+            return _convolve(then, x, taps, before, None, None)
+        halo = taps.shape[-1] - 1
+        stretches, preceding = _stretches(x.shape[1], context, halo)
+        sides = zip(*(_halos(a, halo, stretches, preceding) for a in (x, segments)), strict=True)
+        parts = []
+        for (start, stop), (x_before, ids_before) in zip(stretches, sides, strict=True):
+            ids = None if segments is None else segments[:, start:stop]
+            parts.append(_convolve(then, x[:, start:stop], taps, x_before, ids, ids_before))
+        return jnp.concatenate(parts, axis=1)
+
+    operands = x, taps, segment_ids_BT, before
+    return smap(run, in_specs=specs(operands), out_specs=act(dims))(*operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolve(
+    then: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    taps: jax.Array,
+    before: jax.Array,
+    ids: jax.Array | None,
+    ids_before: jax.Array | None,
+) -> jax.Array:
+    """Convolve one stretch `[B, T, K, H]`; `before` are the O - 1 tokens in front of it.
+
+    `ids` `[B, T]` and `ids_before` are the documents: a token of another one counts as zero.
+    """
+    joined, length = jnp.concatenate([before, x], axis=1), x.shape[1]
+    total = jnp.zeros_like(x, jnp.float32)
+    for tap in range(taps.shape[-1]):
+        part = joined[:, tap : tap + length].astype(jnp.float32) * taps[None, None, :, :, tap]
+        if ids is not None and ids_before is not None:
+            same = jnp.concatenate([ids_before, ids], axis=1)[:, tap : tap + length] == ids
+            part = jnp.where(same[:, :, None, None], part, 0)
+        total += part
+    return then(total)
+
+
+def _forward(then, *arrays):
+    return _convolve(then, *arrays), arrays
+
+
+def _backward(then, arrays, gradient):
+    *arrays, ids, ids_before = arrays
+
+    def again(*arrays):
+        return _convolve.fun(then, *arrays, ids, ids_before)
+
+    return *jax.vjp(again, *arrays)[1](gradient), None, None
+
+
+_convolve.defvjp(_forward, _backward)
+
+
+type Stretches = list[tuple[int, int]]
+"""First and last place of each run of neighbouring tokens on a rank, the last one excluded; the same on all ranks."""
+
+
+def _stretches(tokens: int, context: ContextConfig, halo: int) -> tuple[Stretches, np.ndarray]:
+    """Return the stretches of each rank, and for each rank and stretch the number of the stretch before it, or -1.
+
+    Stretches are numbered rank after rank.
+    """
+    ranks = mesh_size("cp")
+    order = sequence_order(tokens * ranks, ranks, context).reshape(ranks, tokens)
+    breaks = np.flatnonzero((np.diff(order, axis=1) != 1).any(axis=0)) + 1
+    ends = [0, *breaks.tolist(), tokens]
+    stretches = list(itertools.pairwise(ends))
+    shortest = min(stop - start for start, stop in stretches)
+    fix = f"a stretch of a rank of mesh.cp={ranks} has {shortest} tokens, and the convolution reaches back {halo}; "
+    fix += "use longer sequences or fewer ranks"
+    require(ranks == 1 or shortest >= halo, "data.seq_len", tokens * ranks, fix)
+    lasts = {int(row[stop - 1]): None for row in order for _, stop in stretches}
+    numbers = {last: number for number, last in enumerate(lasts)}
+    preceding = [[numbers.get(int(row[start]) - 1, -1) for start, _ in stretches] for row in order]
+    return stretches, np.array(preceding, np.int32)
+
+
+def _halos(
+    x: jax.Array | None, halo: int, stretches: Stretches, preceding: np.ndarray
+) -> list[jax.Array | None]:
+    """Return the tokens before each stretch of this rank `[B, O - 1, ...]`, zeros before the sequence."""
+    if x is None:
+        return [None] * len(stretches)
+    if len(preceding) == 1:
+        return [jnp.zeros_like(x[:, :1], shape=(x.shape[0], halo, *x.shape[2:]))]
+    ends = jnp.stack([x[:, stop - halo : stop] for _, stop in stretches])
+    ends = jax.lax.all_gather(ends, "cp", axis=0, tiled=True)
+    numbers = jnp.asarray(preceding)[jax.lax.axis_index("cp")]
+    return [
+        jnp.where(number >= 0, ends[jnp.maximum(number, 0)], jnp.zeros_like(ends[0]))
+        for number in numbers
+    ]

@@ -1,0 +1,110 @@
+"""Costs of a layer of linear attention, on one GPU; no JAX.
+
+`parallel/gated_delta_rule.py` has the program: it computes chunks of tokens by small products, walks over blocks of
+chunks, and keeps the states between blocks. Memory traffic bounds it in XLA's programs; no GPU has timed it.
+"""
+
+from typing import NamedTuple
+
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.hardware import Cluster, Gpu
+from ultrascale_jax.plan.workload import Run, group
+
+BLOCK = 1024
+"""Tokens between two states that are kept."""
+
+BLOCK_BYTES = 0.65
+"""Bytes that the backward pass of a block has in hand for each of its tokens and each number of a state."""
+
+RULE_BYTES = 3.0, 6.7
+"""Memory traffic of the rule for the same, forward and backward in bfloat16: of a simulated program for H100s."""
+
+CROSSING = 1.2
+"""Share of that where cp splits the sequence, in the same simulation."""
+
+
+class Sizes(NamedTuple):
+    """Numbers of values in the tensors of one layer on one GPU."""
+
+    key: float
+    """Queries, or keys."""
+    value: float
+    """Values, gates, or results."""
+    heads: float
+    """One for each token and head of values: decays, or strengths."""
+    states: float
+    """States that are kept, float32."""
+
+
+def sizes_of(run: Run) -> Sizes:
+    """Return the sizes of a layer of linear attention; zeros without."""
+    linear = run.shape.linear
+    if linear is None:
+        return Sizes(0, 0, 0, 0)
+    tokens = run.tokens / run.mesh.tensor
+    heads = tokens * linear.value_heads
+    key, value = (tokens * width for width in run.shape.linear_widths)
+    return Sizes(key, value, heads, heads * linear.key_dim * linear.value_dim / BLOCK)
+
+
+def named_bytes(run: Run, width: int) -> dict[str, float]:
+    """Count the bytes of the layer's tensors that have a name, but for what its norm and its output have.
+
+    XLA copies the stacks of values and gates before the backward pass, to have the tokens last.
+    """
+    key, value, _, states = sizes_of(run)
+    names = {"q": key, "k": key, "v": 2 * value, "attn_gate": 2 * value}
+    names = {name: width * size for name, size in names.items()}
+    return names | {"attn_core": width * value + 4 * states}
+
+
+def unnamed_bytes(run: Run, width: int) -> float:
+    """Count the bytes of what else the layer keeps where nothing is recomputed.
+
+    What the rule reads; decays and strengths; the insides of its norm and of the gate in float32.
+    """
+    key, value, heads, _ = sizes_of(run)
+    return width * (2 * key + value) + 24 * heads + 20 * value
+
+
+def backward_bytes(run: Run, width: int) -> float:
+    """Count the bytes that the backward pass of the layer has in hand beside its input and output.
+
+    Products with parameters; what the rule reads, as it is and by block, and its gradients; the result, its gradient,
+    and the norm behind it in float32; of one block the states of its chunks, their gradients and products.
+    """
+    linear = run.shape.linear
+    if linear is None:
+        return 0.0
+    key, value, _, _ = sizes_of(run)
+    tokens = width * (4 * (2 * key + value) + 3 * value) + 8 * value
+    length = min(BLOCK, run.seq_len // run.mesh.cp)
+    heads = run.sequences * linear.value_heads / run.mesh.tensor
+    return tokens + BLOCK_BYTES * heads * length * linear.key_dim * linear.value_dim
+
+
+def seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
+    """Time the rule and the convolutions, forward and backward, without communication."""
+    linear = run.shape.linear
+    if linear is None:
+        return 0.0, 0.0
+    key, value, heads, _ = sizes_of(run)
+    width = 4 if run.precision == "fp32" else 2
+    state = heads * linear.key_dim * linear.value_dim * width / 2
+    state *= CROSSING if run.mesh.cp > 1 else 1
+    rule = (size * state for size in RULE_BYTES)
+    convolved = 4 * width * (2 * key + value)
+    forward, backward = (costs.memory_seconds(gpu, size + convolved) for size in rule)
+    return forward, backward + costs.memory_seconds(gpu, convolved)
+
+
+def exposed_seconds(run: Run, cluster: Cluster) -> float:
+    """Time one pass' all-gather of states over cp, which nothing hides."""
+    linear, cp = run.shape.linear, run.mesh.cp
+    if linear is None or cp == 1:
+        return 0.0
+    pieces = run.context.chunks if run.ring[0] > 1 else 1
+    heads = run.sequences * linear.value_heads / run.mesh.tensor
+    state = linear.key_dim * (linear.key_dim + linear.value_dim)
+    ranks = group(run.mesh, ("cp",), cluster.gpus_per_node)
+    return costs.collective_seconds(cluster, "all-gather", 4.0 * cp * pieces * heads * state, ranks)
