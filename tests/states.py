@@ -26,7 +26,7 @@ def some_state(
     abstract = abstract_state(cfg, mesh, model)
 
     def numbers(name, shape):
-        if not name.startswith(("params.", "frozen.")) or "bias" in name:
+        if not name.startswith(("params.", "frozen.", "reference.")) or "bias" in name:
             return np.zeros(shape)
         return np.ones(shape) if "norm" in name else scale * rng.normal(size=shape)
 
@@ -51,7 +51,7 @@ def some_state(
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
     draws = sorted(
         range(len(paths)),
-        key=lambda i: (names[i].startswith("frozen."), ".stacks." not in names[i]),
+        key=lambda i: (names[i].startswith(("frozen.", "reference.")), ".stacks." not in names[i]),
     )
     arrays = {i: leaf(*paths[i]) for i in draws}
     state = jax.tree.unflatten(tree, [arrays[i] for i in range(len(paths))])

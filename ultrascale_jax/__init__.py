@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Config,
         ContextConfig,
         DataConfig,
+        Distill,
         Dpo,
         Experts,
         Keep,
@@ -121,7 +122,7 @@ _HOME = {
     "checkpoint.tree": "load_tree save_tree tree_meta",
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
-        "CheckpointConfig Config ContextConfig DataConfig Dpo Experts Keep KernelsConfig LatentAttention "
+        "CheckpointConfig Config ContextConfig DataConfig Distill Dpo Experts Keep KernelsConfig LatentAttention "
         "LinearAttention LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
         "PipelineConfig Split TrainConfig UserError"
     ),

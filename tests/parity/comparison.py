@@ -101,7 +101,8 @@ def run(
     @jax.jit
     def step(state, batch):
         weight = position_weight(state, batch)
-        grads, sums = gradients(cfg, state.params, batch, weight, state.frozen)
+        models = state.params, batch, weight, state.frozen, state.reference
+        grads, sums = gradients(cfg, *models)
         if cfg.train.steps == 1:
             return (state, {"loss": mean_loss(cfg, batch, sums)}), (grads, sums)
         return apply_gradients(cfg, state, batch, grads, sums), (grads, sums)

@@ -1,6 +1,7 @@
 """Begin a run with the parameters of a Hugging Face folder or of another run's checkpoint: `train.init_from`."""
 
 import dataclasses
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -42,25 +43,29 @@ class Source:
     """Step of the run's checkpoint; None is the newest."""
 
     @classmethod
-    def parse(cls, text: str) -> "Source":
-        """Read `hf:DIR`, `RUN_DIR` or `RUN_DIR@STEP`. Raises `UserError` if the folder is not of that kind."""
+    def parse(cls, text: str, field: str = "train.init_from") -> "Source":
+        """Read `hf:DIR`, `RUN_DIR` or `RUN_DIR@STEP`, the value of `field`.
+
+        Raises `UserError` if the folder is not of that kind.
+        """
         huggingface = text.startswith("hf:")
         place, step = text.removeprefix("hf:"), None
         if not huggingface:
-            place, step = split_step("train.init_from", text, text)
-        fix = f"fetch it first: ultrascale inspect {place} --fetch DIR, then --train.init-from DIR"
-        require(not is_url(place), "train.init_from", text, fix)
+            place, step = split_step(field, text, text)
+        option = f"--{field.replace('_', '-')}"
+        fix = f"fetch it first: ultrascale inspect {place} --fetch DIR, then {option} DIR"
+        require(not is_url(place), field, text, fix)
         folder = Path(place).absolute()
         fix = "there is no such folder; write hf:DIR, RUN_DIR or RUN_DIR@STEP"
         if huggingface and re.fullmatch(r"[\w.-]+/[\w.-]+", place, re.ASCII):
             fix += f"; a model of the Hub first: hf download {place} --local-dir DIR"
-        require(os.path.isdir(folder), "train.init_from", text, fix)
+        require(os.path.isdir(folder), field, text, fix)
         fix = (
             "is no Hugging Face folder (its config.json has no model_type); leave out hf: for a run"
         )
         if not huggingface:
             fix = f"is a Hugging Face folder; write hf:{place}"
-        require(is_huggingface(folder) == huggingface, "train.init_from", text, fix)
+        require(is_huggingface(folder) == huggingface, field, text, fix)
         return cls(folder, huggingface, step)
 
     @property
@@ -137,6 +142,17 @@ def with_source(cfg: Config) -> Config:
     return dataclasses.replace(cfg, model=model, data=data, train=train)
 
 
+def with_teacher(cfg: Config) -> Config:
+    """Return `cfg` with the shape of the teacher of `train.distill`, whose place is made absolute and exact.
+
+    Raises `UserError`.
+    """
+    source = Source.parse(cfg.train.distill.teacher, "train.distill.teacher").pinned()
+    model = read_config(source.folder) if source.huggingface else saved_config(source.folder).model
+    distill = dataclasses.replace(cfg.train.distill, teacher=source.text, model=model)
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, distill=distill))
+
+
 def _begun(cfg: Config) -> Config | None:
     """Return the saved configuration of the run of `cfg` if it has checkpoints and began at the same place."""
     if cfg.checkpoint.resume == "never":
@@ -203,12 +219,14 @@ def bring_files(run_dir: Path, contents: Mapping[str, bytes]) -> None:
             write_atomic(run_dir / name, content)
 
 
-def initial_params(cfg: Config, abstract: "Transformer", mesh: "Mesh") -> "Transformer":
-    """Load the parameters of `train.init_from` in the shapes, types and shardings of `abstract`."""
+def initial_params(
+    cfg: Config, abstract: "Transformer", mesh: "Mesh", field: str = "train.init_from"
+) -> "Transformer":
+    """Load the parameters that `field` names in the shapes, types and shardings of `abstract`."""
     from ultrascale_jax.checkpoint.load_params import load_params
     from ultrascale_jax.huggingface import checkpoint
 
-    source = Source.parse(cfg.train.init_from)
+    source = Source.parse(operator.attrgetter(field)(cfg), field)
     if source.huggingface:
         return checkpoint.load(source.folder, abstract)
     return load_params(source.folder, mesh, source.step, like=abstract)[1]

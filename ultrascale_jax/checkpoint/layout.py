@@ -28,7 +28,7 @@ def name(keys: tuple) -> str:
 def split(state: TrainState) -> dict[str, dict]:
     """Split `state` (or its shapes) into the two groups of a checkpoint, nested dictionaries by attribute path."""
     tree = flatten(state)
-    assert "frozen" not in tree, "the base of adapters is no part of a checkpoint"
+    assert not {"frozen", "reference"} & set(tree), "frozen models are no part of a checkpoint"
     return {PARAMS: tree.pop("params"), TRAIN: tree}
 
 

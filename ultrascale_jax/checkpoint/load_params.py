@@ -12,6 +12,7 @@ from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict, saved_config
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
+from ultrascale_jax.config.distill import Distill
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.launch.run_files import checkpoints_of
@@ -70,7 +71,8 @@ def _params(
         kernels=KernelsConfig(),
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
-        train=dataclasses.replace(cfg.train, dpo=Dpo()),  # which refuses meshes that can score text
+        # Other losses refuse meshes that can score text.
+        train=dataclasses.replace(cfg.train, dpo=Dpo(), distill=Distill()),
     )
     template = (
         abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora.enabled else like

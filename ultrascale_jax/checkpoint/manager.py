@@ -10,7 +10,6 @@ A checkpoint that does not restore with its fingerprints is skipped, and renamed
 With `checkpoint.store` a copy of each goes to object storage, which is read where the disk has none (`copies.py`).
 """
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,8 +181,7 @@ class Checkpoints:
             self._settle(must=True)
 
     def _begin(self, step: int, state: TrainState, meta: dict, rotate: bool) -> None:
-        state = dataclasses.replace(state, frozen=None)
-        groups = split(to_checkpoint_layout(state))
+        groups = split(to_checkpoint_layout(state.without_frozen()))
         model = type(state.params).__qualname__
         meta = with_digest(meta | {"arrays": restoring.record(groups), "model": model})
         place = self.folder / str(step)

@@ -16,7 +16,7 @@ SAME = (
     *("model.", "data.", "optim.name", "optim.moment_dtype"),
     *("optim.stochastic_rounding", "optim.weight_dtype"),
     *("train.seed", "train.global_batch", "train.batch_ramp", "train.init_from", "train.lora"),
-    "train.dpo",
+    *("train.dpo", "train.distill"),
 )
 """Fields that a resumed run shares with its checkpoint: another value is another model or another data order.
 
@@ -177,6 +177,7 @@ def _dataclass_from_dict(kind, values: dict, name: str):
 
 def _dataclass_of(hint: Any, value: object) -> Any:
     """Return the dataclass among the types of a field, of several the one that has the most of the value's fields."""
+    hint = getattr(hint, "__value__", hint)
     kinds = [part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)]
     names = set(value) if isinstance(value, dict) else set()
 

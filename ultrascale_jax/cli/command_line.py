@@ -246,6 +246,8 @@ def parse[O: Options](
         if init_from:
             train = dataclasses.replace(cfg.train, init_from=init_from)
             cfg = dataclasses.replace(cfg, train=train)
+        if "train.distill.teacher" in names:
+            cfg = _with_teacher(cfg)
         if "moe.a2a_groups" not in names:
             cfg = _with_exchange_of(cfg, ep)
         chosen = dataclasses.replace(chosen, recipe=name, named=names)
@@ -264,6 +266,13 @@ def _with_model_of(cfg: Config, recipe: Config) -> tuple[Config, str]:
     source = with_source(cfg)
     data = dataclasses.replace(recipe.data, tokenizer=source.data.tokenizer)
     return dataclasses.replace(recipe, model=source.model, data=data), source.train.init_from
+
+
+def _with_teacher(cfg: Config) -> Config:
+    """Return `cfg` with the shape of the teacher that it names."""
+    from ultrascale_jax.checkpoint.init_from import with_teacher
+
+    return with_teacher(cfg) if cfg.train.distill.enabled else cfg
 
 
 def _with_auto(arguments: Sequence[str]) -> list[str]:

@@ -31,6 +31,8 @@ SYNONYMS = {
     "--train.lora.rank": "lora lora_r lora_rank",
     "--train.lora.alpha": "lora_alpha",
     "--train.dpo.beta": "dpo dpo_beta",
+    "--train.distill.teacher": "distill distill_teacher teacher teacher_model teacher_path",
+    "--train.distill.temperature": "kd_temperature",
     "--checkpoint.every": "save_every save_interval save_steps checkpoint_interval",
     "--mesh.tp": "tensor_parallel tensor_parallel_size tp_size",
     "--mesh.pp": "pipeline_parallel pipeline_parallel_size pp_size",

@@ -18,6 +18,7 @@ from ultrascale_jax.config.base import (
 from ultrascale_jax.config.batches import Batches
 from ultrascale_jax.config.context import ContextConfig, Strategy
 from ultrascale_jax.config.data import DATA, DataConfig, SpecialTokens
+from ultrascale_jax.config.distill import Distill
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.experts import BIAS_RATE, MoEConfig
 from ultrascale_jax.config.hardware import GPU_MEMORY_SHARE, GPUS_PER_NODE, HOST_MEMORY_SHARE

@@ -11,10 +11,11 @@ from typing import Any
 from ultrascale_jax.config.base import LARGEST, UserError
 from ultrascale_jax.config.context import ContextConfig
 from ultrascale_jax.config.data import DATA, DataConfig
+from ultrascale_jax.config.distill import Distill
 from ultrascale_jax.config.experts import MoEConfig
 from ultrascale_jax.config.hardware import GPUS_PER_NODE
 from ultrascale_jax.config.kernels import KernelsConfig
-from ultrascale_jax.config.lora import ROUTED
+from ultrascale_jax.config.lora import ROUTED, Lora
 from ultrascale_jax.config.mesh import MeshConfig
 from ultrascale_jax.config.model import ModelConfig
 from ultrascale_jax.config.pipeline import PipelineConfig
@@ -66,6 +67,8 @@ class Config(Section, name=""):
         if self.kernels.attention == "cudnn_packed":
             self._check_packed(mesh)
         self._check_batch(mesh)
+        if train.distill.enabled:
+            self._check_teacher(num_devices)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
             fix = "is not for models with model.linear; use bf16"
@@ -172,18 +175,55 @@ class Config(Section, name=""):
                 )
         if model.mtp_layers >= data.seq_len:
             self.refuse(mtp, f"must be less than data.seq_len={data.seq_len}")
-        if not train.dpo.enabled:
+        if not (train.dpo.enabled or train.distill.enabled):
             return
+        noun = "pairs" if train.dpo.enabled else "a teacher"
+        if train.dpo.enabled and train.distill.enabled:
+            self.refuse(beta, "pairs have no teacher; leave out train.distill.teacher, or use 0")
+        if mesh.pp > 1 and train.distill.enabled:
+            self.refuse(
+                "train.distill.teacher",
+                "no pipeline runs a teacher; use mesh.fsdp in place of mesh.pp",
+            )
         if model.mtp_layers:
-            self.refuse(mtp, "modules that predict ahead learn no preferences; use 0")
+            self.refuse(mtp, f"modules that predict ahead have no loss of {noun}; use 0")
+        if train.z_loss:
+            self.refuse("train.z_loss", f"the loss is of {noun}, which has no z-loss; use 0")
+        if self.kernels.loss == "mosaic":
+            self.refuse("kernels.loss", f"has no loss of {noun}; use auto or xla")
+        if train.distill.enabled:
+            return
         if not data.document_mask:
             self.refuse(beta, "a row holds several answers; use data.document_mask=True")
-        if train.z_loss:
-            self.refuse("train.z_loss", "the loss is of pairs, which have no z-loss; use 0")
         if train.precision == "fp8" and not train.lora.enabled:
             self.refuse("train.precision", "rounds the reference otherwise; use fp8_block")
-        if self.kernels.loss == "mosaic":
-            self.refuse("kernels.loss", "has no loss of each answer; use auto or xla")
+
+    @property
+    def teacher(self) -> "Config":
+        """Return the configuration in which the teacher of `train.distill` runs forward: never in fp8."""
+        train, model = self.train, self.train.distill.model
+        fix = "its shape is not known; give train.distill.model too"
+        self.require(model is not None, "train.distill.teacher", fix)
+        assert model is not None  # `require` raises
+        precision = "bf16" if train.precision in FP8 else train.precision
+        plain: dict[str, Any] = {"distill": Distill(), "lora": Lora(), "init_from": ""}
+        train = dataclasses.replace(train, precision=precision, remat="none", **plain)
+        moe = dataclasses.replace(self.moe, aux_weight=0.0, z_loss=0.0, bias_rate=0.0)
+        if model.experts is None:
+            moe = MoEConfig()
+        model = dataclasses.replace(model, mtp_layers=0)
+        return dataclasses.replace(self, model=model, train=train, moe=moe)
+
+    def _check_teacher(self, num_devices: int) -> None:
+        """Refuse a teacher of another vocabulary, or one that the mesh does not divide."""
+        teacher = self.teacher
+        words, own = teacher.model.vocab_size, self.model.vocab_size
+        fix = f"its vocabulary has {words} tokens, and the model's {own}; take a teacher of the same family"
+        self.require(words == own, "train.distill.teacher", fix)
+        try:
+            teacher.check(num_devices)
+        except UserError as error:
+            self.refuse("train.distill.teacher", f"the teacher's {error}")
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         model, train = self.model, self.train

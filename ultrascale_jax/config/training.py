@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from ultrascale_jax.config.base import put_home
 from ultrascale_jax.config.batches import Batches
+from ultrascale_jax.config.distill import Distill
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.remat import Keep, Policy, Split
@@ -120,6 +121,8 @@ class TrainConfig(Section, name="train"):
     """Low-rank adapters, which are trained alone; they need `train.init_from`."""
     dpo: Dpo = field(default_factory=Dpo)
     """Loss on preference pairs (DPO); it needs `train.init_from`, and shards of `prepare-data --preferences`."""
+    distill: Distill = field(default_factory=Distill)
+    """Loss against the distribution of a frozen teacher."""
     eval_every: Natural = 0
     """Steps between evaluations on held-out data; 0 evaluates only after the last step."""
     eval_batches: Count = 8

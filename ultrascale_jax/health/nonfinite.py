@@ -68,7 +68,8 @@ def _by_name(model: Transformer) -> dict[str, jax.Array]:
 
 def _backward(cfg: Config, state: TrainState, batch: Batch) -> dict[str, jax.Array]:
     """Return whether the norm of each row of a parameter's gradient is finite, by its dotted path."""
-    grads, _ = gradients(cfg, state.params, batch, position_weight(state, batch), state.frozen)
+    weight = position_weight(state, batch)
+    grads, _ = gradients(cfg, state.params, batch, weight, state.frozen, state.reference)
     return _by_name(
         jax.tree.map(lambda grad: jnp.sum(jnp.square(grad), axis=tuple(range(1, grad.ndim))), grads)
     )

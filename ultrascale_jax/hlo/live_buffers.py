@@ -41,7 +41,12 @@ BATCH, GRADIENTS, COMMUNICATION = "batch", "gradients", "communication buffers"
 WORKSPACE, KEPT, WORKING = "workspace", "activations: kept", "activations: working memory"
 CLASSES = (PARAMETERS, COMPUTE, MOMENTS, BATCH, GRADIENTS, COMMUNICATION, WORKSPACE, KEPT, WORKING)
 """Classes of the contents of a buffer."""
-ARGUMENTS = {"state.params": PARAMETERS, "state.frozen": COMPUTE, "state.opt_state": MOMENTS}
+ARGUMENTS = {
+    "state.params": PARAMETERS,
+    "state.frozen": COMPUTE,
+    "state.reference": COMPUTE,
+    "state.opt_state": MOMENTS,
+}
 """Beginning of an argument's name in the trainer's step to its class; other arguments are of the batch."""
 
 

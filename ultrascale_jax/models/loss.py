@@ -7,6 +7,7 @@ logits writes; a pass sums them, and the two other products read them. Each devi
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -128,18 +129,18 @@ def _backward(z_loss, vocab_size, kept, g):
     gradients, (x_BTD, head_DV, targets_BT, weight) = kept
     scaled = []
     if not isinstance(g[0], SymbolicZero):
-        scaled.append(jax.tree.map(lambda x: _scale(x, g[0]), gradients))
+        scaled.append(jax.tree.map(lambda x: scale(x, g[0]), gradients))
     if not isinstance(g[1], SymbolicZero):
         if z_loss:
             trained = gradients[1] is not None
             arguments = x_BTD, head_DV, targets_BT, weight, 0.0, vocab_size
             gradients, _ = _scan(*arguments, with_gradients=True, trained=trained)
-        scaled.append(jax.tree.map(lambda x: _scale(x, g[1]), gradients))
+        scaled.append(jax.tree.map(lambda x: scale(x, g[1]), gradients))
     dx, dhead = functools.reduce(lambda *parts: jax.tree.map(jnp.add, *parts), scaled)
     return dx, dhead, None, None
 
 
-def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
+def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Multiply a partial sum by a scalar, whose type says that it is the same on every device."""
     unreduced = jax.typeof(x).sharding.spec.unreduced
     return x * place(factor.astype(x.dtype), P(reduced=unreduced))
@@ -148,7 +149,7 @@ def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:
 cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
     """A device's part of the output head."""
 
     weight_DV: jax.Array
@@ -172,32 +173,66 @@ class _Head(NamedTuple):
 
 
 def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, *, with_gradients, trained=True):
-    """Visit the chunks: return (dx, dhead), and each token's (nll, z-loss term), `[B, T]`.
+    """Return (dx, dhead), and each token's (nll, z-loss term), as `scan_chunks` does.
 
-    `weight` is a scalar, or `[B, T]`. Without gradients each token's `best` of `_losses`, `[B, T]`, is in their place;
-    dhead is none if the head is not trained.
+    Without gradients each token's `best` of `_losses`, `[B, T]`, is in their place.
+    """
+    visit = functools.partial(_gradients if with_gradients else _losses, z_loss)
+    width = exps_type(x_BTD.dtype).itemsize
+    how = {"width": width, "trained": trained, "with_gradients": with_gradients}
+    return scan_chunks(visit, x_BTD, head_DV, targets_BT, weight, vocab_size, **how)
+
+
+def scan_chunks(
+    function: Callable,
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weight: jax.Array,
+    vocab_size: int | None,
+    teacher: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    width: int,
+    trained: bool,
+    with_gradients: bool = True,
+) -> Any:
+    """Visit the chunks of each device's tokens: return (dx, dhead), and two losses of each token, `[B, T]`.
+
+    Args:
+      function: takes a chunk's hidden states, targets and weights, the `Head`, and of a teacher its hidden states and
+        its `Head`; it returns dhead, and (dx, loss, loss), or without gradients (any [M], loss, loss) alone.
+      x_BTD: as of `cross_entropy`.
+      head_DV: the same.
+      targets_BT: the same.
+      weight: a scalar, or `[B, T]`.
+      vocab_size: as of `cross_entropy`.
+      teacher: hidden states and head of another model with the same vocabulary.
+      width: bytes of a chunk for each logit.
+      trained: whether the head is; dhead is none if not.
+      with_gradients: as `function` has them.
     """
     of_x, of_head = axes_of("V"), gradient_axes("DV", "BTD")
     partial = act("BTD", unreduced=of_x), act("DV", unreduced=of_head)
     trained = trained and with_gradients
 
-    def local(x_BTD, head_DV, targets_BT, weight):
+    def local(x_BTD, head_DV, targets_BT, weight, teacher):
         x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
         words = vocab_size or head_DV.shape[1] * mesh_size(*axes_of("V"))
-        head = _Head(head_DV, words)
+        head, teacher_head = Head(head_DV, words), ()
         (B, T), V = targets_BT.shape, head_DV.shape[1]
         weight = jnp.broadcast_to(weight, (B, T))
-        n = num_chunks(B * T, V, exps_type(x_BTD.dtype).itemsize)
+        n = num_chunks(B * T, V, width)
         tokens = _cut(x_BTD, n), _cut(targets_BT, n, fill=-1), _cut(weight, n)
+        if teacher is not None:
+            tokens += (_cut(vary(teacher[0], of_x), n),)
+            teacher_head = (Head(vary(teacher[1], of_head), words),)
 
         def visit(dhead, chunk):
-            x_MD, targets_M, weights_M = chunk
-            if not with_gradients:
-                return None, _losses(x_MD, targets_M, head, z_loss)
-            dhead_chunk, by_token = _gradients(x_MD, targets_M, weights_M, head, z_loss)
-            if not trained:
-                return None, by_token
-            return dhead_chunk if dhead is None else dhead + dhead_chunk, by_token
+            found = function(*chunk[:3], head, *chunk[3:], *teacher_head)
+            dhead_chunk, by_token = found if with_gradients else (None, found)
+            if dhead is None or not trained:
+                return dhead_chunk if trained else None, by_token
+            return dhead + dhead_chunk, by_token
 
         # The scan starts from the first chunk's gradient of the head, and not from zeros.
         dhead, first = visit(None, tuple(value[0] for value in tokens))
@@ -210,22 +245,26 @@ def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, *, with_gradie
             )
             dhead, later = jax.lax.scan(visit, dhead, later_tokens)
             chunks.append(later)
-        by_token = (jnp.concatenate(values) for values in zip(*chunks, strict=True))
-        by_token = (value.reshape(-1, *value.shape[2:])[: B * T] for value in by_token)
-        dx_or_best, *losses = (value.reshape(B, T, *value.shape[1:]) for value in by_token)
-        if not with_gradients:
-            return dx_or_best, tuple(losses)
-        dx = dx_or_best
+        dx, *losses = (_join(values, B, T) for values in zip(*chunks, strict=True))
+        if not with_gradients:  # which has another result in the place of dx
+            return dx, tuple(losses)
         if dhead is not None:
             # XLA would leave the head's gradient for the end of the backward pass, and keep the exponentials for it.
             dx, dhead = jax.lax.optimization_barrier((dx, dhead.astype(head_DV.dtype)))
             dhead = leave_partial(dhead, partial[1].unreduced)
         return (leave_partial(dx, partial[0].unreduced), dhead), tuple(losses)
 
-    inputs = x_BTD, head_DV, place(targets_BT, act("BT")), weight
+    inputs = x_BTD, head_DV, place(targets_BT, act("BT")), weight, teacher
     results = (partial[0], partial[1] if trained else None) if with_gradients else act("BT")
     results = results, (act("BT"), act("BT"))
     return smap(local, in_specs=specs(inputs), out_specs=results)(*inputs)
+
+
+def _join(chunks: Sequence[jax.Array], rows: int, seq_len: int) -> jax.Array:
+    """Invert `_cut` for parts `[..., M, ...]` of the chunks: `[B, T, ...]`."""
+    value = jnp.concatenate(chunks)
+    value = value.reshape(-1, *value.shape[2:])[: rows * seq_len]
+    return value.reshape(rows, seq_len, *value.shape[1:])
 
 
 def _cut(value_BT: jax.Array, chunks: int, fill: float = 0) -> jax.Array:
@@ -237,7 +276,7 @@ def _cut(value_BT: jax.Array, chunks: int, fill: float = 0) -> jax.Array:
     return value_N.reshape(chunks, rows, *value_N.shape[1:])
 
 
-def _gradients(x_MD, targets_M, weights_M, head, z_loss):
+def _gradients(z_loss, x_MD, targets_M, weights_M, head):
     """Visit one chunk of a device's tokens: return dhead in float32, and (dx, nll, z-loss term).
 
     The softmax of a token is its exponentials over their sum. Both products take the exponentials, and the factor is
@@ -271,11 +310,11 @@ def _target_logits(x_MD, targets_M, head):
     words_VD = head.weight_DV.T.at[columns_M]
     targets_MD = words_VD.get(mode="fill", fill_value=0, wrap_negative_indices=False)
     picked_M = jnp.sum(x_MD.astype(jnp.float32) * targets_MD.astype(jnp.float32), axis=1)
-    picked_M = _nan_unless_words(all_reduce(picked_M, "V"), targets_M, head.vocab_size)
+    picked_M = nan_unless_words(all_reduce(picked_M, "V"), targets_M, head.vocab_size)
     return picked_M, columns_M, targets_M != -1
 
 
-def _nan_unless_words(logits_M, targets_M, vocab_size):
+def nan_unless_words(logits_M, targets_M, vocab_size):
     """Return the targets' logits, NaN for a target that is neither -1 nor a word of the vocabulary."""
     is_word_M = (targets_M >= -1) & (targets_M < vocab_size)
     return jnp.where(is_word_M, logits_M, jnp.nan)
@@ -314,7 +353,7 @@ def _exponentials(x_MD, head, picked_M, counted_M):
         return jax.lax.while_loop(too_low, from_highest, start)
 
 
-def _losses(x_MD, targets_M, head, z_loss):
+def _losses(z_loss, x_MD, targets_M, weights_M, head):
     """Visit one chunk of a device's tokens: return (best, nll, z-loss term).
 
     `best` says whether no token is likelier than the target.
@@ -322,15 +361,15 @@ def _losses(x_MD, targets_M, head, z_loss):
     logits_MV = head.fill(head.logits(x_MD), LOWEST)
     columns_M = targets_M - offset("V", logits_MV.shape[1])
     gold_MV = jax.lax.broadcasted_iota(jnp.int32, logits_MV.shape, 1) == columns_M[:, None]
-    lse_M, picked_M, highest_M = _log_sum_exp(logits_MV, gold_MV)
-    picked_M = _nan_unless_words(picked_M, targets_M, head.vocab_size)
+    lse_M, picked_M, highest_M = log_sum_exp(logits_MV, gold_MV)
+    picked_M = nan_unless_words(picked_M, targets_M, head.vocab_size)
     counted_M = targets_M != -1
     nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)
     z_M = jnp.where(counted_M, z_loss * jnp.square(lse_M), 0.0)
     return ~counted_M | (picked_M >= highest_M), nll_M, z_M
 
 
-def _log_sum_exp(logits_MV, gold_MV):
+def log_sum_exp(logits_MV, gold_MV):
     """Return, over the full vocabulary, the log-sum-exp of the logits, the logit of the target, and the highest."""
     highest_of_shard, total = jax.lax.reduce(
         (logits_MV, jnp.ones_like(logits_MV)), (LOWEST, jnp.float32(0)), _join_sums, (1,)

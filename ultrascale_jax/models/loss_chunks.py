@@ -5,6 +5,9 @@ import math
 CHUNK_BYTES = 2**31
 """Upper bound of the exponentials of one chunk's logits on a device."""
 
+DISTILLED = 12
+"""Bytes of a chunk of `models/distillation.py` for each logit: student's, teacher's and gradient in float32."""
+
 
 def num_chunks(tokens: int, vocab_size: int, width: int) -> int:
     """Return the number of chunks of a device's tokens whose exponentials fit `CHUNK_BYTES`.

@@ -83,20 +83,20 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def flops_per_token(
-    model: ModelConfig, seq_len: int, adapters: int = 0, *, reference: bool = False
+    model: ModelConfig, seq_len: int, adapters: int = 0, *, reference: ModelConfig | None = None
 ) -> float:
     """Count the FLOPs of forward and backward pass per token: 6 a matrix parameter it meets, and the attention's.
 
     A token meets all matrices of the layers, of routed experts those that it visits, and the head once for itself and
     once for each of `mtp_layers`, but not the embedding: `ModelShape.active_params`.
-    With so many parameters of `adapters` the model's own are frozen: 4 each, as they have no gradients. With a
-    `reference` (`train.dpo`) the forward pass of the model runs once more.
+    With so many parameters of `adapters` the model's own are frozen: 4 each, as they have no gradients. The model
+    `reference` of `train.dpo` or `train.distill` runs its forward pass too.
     """
     attention = attention_flops_per_token(model, seq_len)
     active = ModelShape.of(model).active_params
     matrices = 4 * active + 6 * adapters if adapters else 6 * active
-    again = 2 * active + attention / 3 if reference else 0.0
-    return matrices + attention + again
+    forward = 0.0 if reference is None else flops_per_token(reference, seq_len) / 3
+    return matrices + attention + forward
 
 
 def find_peaks(device_kind: str) -> Peaks | None:

@@ -92,8 +92,10 @@ class Run:
     """Part of `moment_bytes` that rests on the host, for a parameter of the layers' matrices (`optim.offload`)."""
     lora: Lora = field(default_factory=Lora)
     """As `train.lora`: with adapters all other parameters are frozen."""
-    reference: bool = False
-    """Whether the reference of `train.dpo` runs forward in each step: the base of adapters, or else a frozen copy."""
+    reference: ModelShape | None = None
+    """Frozen model that runs forward in each step: the reference of `train.dpo`, or the teacher of `train.distill`."""
+    teaches: bool = False
+    """Whether it is that teacher, whose logits the loss reads."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """As the section `cp`; it matters if mesh.cp > 1."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -144,7 +146,8 @@ class Run:
             "document_mask": cfg.data.document_mask,
             **optimizer_bytes(cfg),
             "lora": train.lora,
-            "reference": train.dpo.has_reference,
+            "reference": reference_of(cfg),
+            "teaches": train.distill.enabled,
             "kernels": cfg.kernels,
         }
         if mesh.cp > 1:
@@ -156,6 +159,18 @@ class Run:
             fields |= {name: getattr(cfg.pp, name) for name in PIPELINE}
             fields["virtual_stages"] = own or cfg.pp.stages_per_rank
         return cls(**(fields | changes))
+
+    @property
+    def reference_rests(self) -> bool:
+        """Whether the reference has parameters of its own: it is not the base of adapters."""
+        return self.reference is not None and (self.teaches or not self.lora.enabled)
+
+    @functools.cached_property
+    def of_reference(self) -> "Run":
+        """The run of `reference` alone, forward, in the same micro-batches."""
+        assert self.reference is not None
+        alone: dict[str, Any] = {"reference": None, "teaches": False, "lora": Lora()}
+        return dataclasses.replace(self, shape=self.reference, remat="none", **alone)
 
     @property
     def num_gpus(self) -> int:
@@ -372,6 +387,13 @@ def optimizer_bytes(cfg: Config) -> dict[str, int]:
         "weight_bytes": weight_bytes(cfg),
         "host_moment_bytes": host_moment_bytes(cfg.optim),
     }
+
+
+def reference_of(cfg: Config) -> ModelShape | None:
+    """Return the shape of the frozen model that runs forward in each step, if there is one."""
+    if cfg.train.distill.enabled:
+        return ModelShape.of(cfg.teacher.model)
+    return ModelShape.of(cfg.model) if cfg.train.dpo.has_reference else None
 
 
 def moment_bytes(optim: OptimConfig) -> int:

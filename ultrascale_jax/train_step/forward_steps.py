@@ -56,10 +56,10 @@ def make_pair_step(cfg: Config) -> Callable[[TrainState, Batch], Metrics]:
         parts = split(batch, cfg.train.microbatches)
         model = state.model
         if mesh_size("pp") > 1:
-            parts = pipelined.with_reference(cfg, state.frozen, parts)
+            parts = pipelined.with_reference(cfg, state.frozen, state.reference, parts)
             return _pair_sums(cfg, batch, pipelined.sums(cfg, model, parts))
         used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
-        objective = preference_objective(cfg, used, fp8, state.frozen, jnp.float32(1.0))
+        objective = preference_objective(cfg, used, fp8, state.reference, jnp.float32(1.0))
 
         def step(total, micro_batch):
             return jax.tree.map(jnp.add, total, objective.loss(used, micro_batch)[1]), None

@@ -1,6 +1,6 @@
-"""Define what a step minimises: `NextToken`, with the losses of multi-token prediction, or `Preference` (`train.dpo`).
+"""Define what a step minimises: `NextToken`, with the losses of multi-token prediction, `Distillation` or `Preference`.
 
-Both give, for a micro-batch, the term to differentiate and `Sums`, which add up over the micro-batches of a step.
+Each gives, for a micro-batch, the term to differentiate and `Sums`, which add up over the micro-batches of a step.
 """
 
 from collections.abc import Collection
@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.config.dpo import most_pairs
 from ultrascale_jax.models.block import Terms
+from ultrascale_jax.models.distillation import Form, distillation_loss
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
+from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.lora import without_adapters
 from ultrascale_jax.models.partition import split_adapters
 from ultrascale_jax.models.transformer import ModelOutputs, Transformer
@@ -37,7 +39,7 @@ class Sums(NamedTuple):
     """Sums over the micro-batches of a step, apart from the gradients."""
 
     loss: jax.Array
-    """Bare cross-entropy, or the loss of pairs, times the weight of a position."""
+    """Bare cross-entropy, or the loss of distillation or pairs, times the weight of a position."""
     routed: jax.Array | None = None
     """The routers' statistics `[L, num + 1]` (`models/moe.py`), partial sums; none without experts."""
     mtp: tuple[jax.Array, jax.Array] | None = None
@@ -45,7 +47,8 @@ class Sums(NamedTuple):
     pairs: jax.Array | None = None
     """With `train.dpo` the sums over pairs of `preference.SUMS`."""
     terms: dict[str, jax.Array] | None = None
-    """Sums of `Transformer.loss_terms` and `layer_terms` times the weight of a position; none without any."""
+    """Sums of `Transformer.loss_terms` and `layer_terms`, or the parts of the loss of distillation, times the weight of
+    a position; none without any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class NextToken:
     router_weight: jax.Array | float = 0.0
     """Factor of a position's routers' losses."""
     terms: tuple[str, ...] = ()
-    """`Transformer.loss_terms` and `layer_terms` of the model."""
+    """Names of `Sums.terms`."""
 
     def loss(self, model: Transformer, batch: Batch) -> tuple[jax.Array, Sums]:
         """Return the term to differentiate, and the sums, of a micro-batch; `model` is `zero.prepare_params`'s."""
@@ -99,6 +102,35 @@ class NextToken:
         mtp = (jnp.zeros(modules, jnp.float32), jnp.zeros(modules, jnp.int32)) if modules else None
         terms = dict.fromkeys(self.terms, jnp.float32(0.0)) or None
         return Sums(jnp.float32(0.0), balance.statistics_start(self.cfg), mtp, terms=terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(NextToken):
+    """Divergence from a teacher and cross-entropy of the next token (`train.distill`), and the routers' losses."""
+
+    teacher: Transformer
+    """The teacher, as `prepare_params` returned it."""
+
+    def head(
+        self, model: Transformer, x_BRD: jax.Array, batch: Batch, inputs: LayerInputs
+    ) -> tuple[jax.Array, Sums]:
+        """Return what `NextToken.head` does; the loss to report is the objective, and its two parts are terms."""
+        cfg, distill = self.cfg.teacher, self.cfg.train.distill
+        dtype, form = inputs.dtype, Form.of(distill)
+        with jax.named_scope("teacher"):
+            teacher = run_layers(cfg, self.teacher, batch, layer_inputs(cfg, batch, None))
+        with jax.named_scope("loss"):
+            student, taught = (
+                (gather_sequence(x, "V"), one.head_weight(dtype))
+                for x, one in ((x_BRD, model), (teacher.x_BRD, self.teacher))
+            )
+            arguments = batch["targets"], self.weight, taught, cfg.model.vocab_size
+            total, *parts = distillation_loss(form, *student, *arguments)
+        return total, Sums(total, terms=dict(zip(DISTILLED, parts, strict=True)))
+
+
+DISTILLED = ("hard_loss", "divergence")
+"""Names of the parts of the loss of distillation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,38 +191,41 @@ def of_run(
     cfg: Config,
     used: Transformer,
     fp8: Fp8 | None,
-    frozen: Transformer | None,
+    reference: Transformer | None,
     weight: jax.Array,
     router_weight: jax.Array,
 ) -> NextToken | Preference:
-    """Return what `cfg` minimises; `used`, `fp8` and `frozen` as given to `preference_objective`."""
+    """Return what `cfg` minimises; `used`, `fp8` and `reference` as given to `preference_objective`."""
     if cfg.train.dpo.enabled:
-        return preference_objective(cfg, used, fp8, frozen, weight, router_weight)
-    terms = (*used.loss_terms, *used.layer_terms)
-    return NextToken(cfg=cfg, fp8=fp8, weight=weight, router_weight=router_weight, terms=terms)
+        return preference_objective(cfg, used, fp8, reference, weight, router_weight)
+    same = {"cfg": cfg, "fp8": fp8, "weight": weight, "router_weight": router_weight}
+    if not cfg.train.distill.enabled:
+        return NextToken(terms=(*used.loss_terms, *used.layer_terms), **same)
+    assert reference is not None, "train.distill has a teacher"
+    teacher = prepare_params(cfg.teacher, reference)
+    return Distillation(teacher=teacher, terms=(*DISTILLED, *used.layer_terms), **same)
 
 
 def preference_objective(
     cfg: Config,
     used: Transformer,
     fp8: Fp8 | None,
-    frozen: Transformer | None,
+    reference: Transformer | None,
     weight: jax.Array,
     router_weight: jax.Array | float = 0.0,
 ) -> Preference:
-    """Return the objective of `train.dpo`, whose reference is the base of adapters, or the frozen first parameters.
+    """Return the objective of `train.dpo`, over the base of adapters, or else over `TrainState.reference`.
 
-    `used` is the model that is trained, with its adapters, as `prepare_params` returned it, and `fp8` is `fp8_of` it.
+    `used` is the model that is trained, with its adapters, as `prepare_params` returned it, and `fp8` is `fp8_of` it,
+    and of its base.
     """
-    reference = None
-    if cfg.train.dpo.has_reference:
-        assert frozen is not None, "train.dpo has a frozen reference"
-        base = prepare_params(cfg, frozen)
-        if cfg.train.lora.enabled:
-            base = without_adapters(split_adapters(used)[1])
-        reference = base, fp8_of(cfg, frozen)
+    over = None
+    if reference is not None:
+        over = prepare_params(cfg, reference), fp8_of(cfg, reference)
+    elif cfg.train.dpo.has_reference:
+        over = without_adapters(split_adapters(used)[1]), fp8
     weights = {"weight": weight, "router_weight": router_weight}
-    return Preference(cfg=cfg, fp8=fp8, reference=reference, **weights)
+    return Preference(cfg=cfg, fp8=fp8, reference=over, **weights)
 
 
 def run_layers(cfg: Config, model: Transformer, batch: Batch, inputs: LayerInputs) -> ModelOutputs:

@@ -50,11 +50,11 @@ def gradients(
     parts: MicroBatches,
     weight: jax.Array,
     router_weight: jax.Array,
-    frozen: Transformer | None = None,
+    base: Transformer | None = None,
+    reference: Transformer | None = None,
 ) -> tuple[Transformer, Sums]:
     """Compute what `step.gradients` does; the layers of the statistics lie as those of the parameters."""
-    base = frozen if cfg.train.lora.enabled else None
-    parts = with_reference(cfg, frozen, parts)
+    parts = with_reference(cfg, base, reference, parts)
 
     def region(params, base, parts, weights):
         weight, router_weight = weights
@@ -80,12 +80,15 @@ def gradients(
     return grads, sums._replace(routed=statistics, terms=join_terms(sums.terms, of_layers))
 
 
-def with_reference(cfg: Config, frozen: Transformer | None, parts: MicroBatches) -> MicroBatches:
-    """Return the micro-batches, with `train.dpo` those of `REFERENCE` too; `frozen` as in `TrainState`."""
+def with_reference(
+    cfg: Config, base: Transformer | None, reference: Transformer | None, parts: MicroBatches
+) -> MicroBatches:
+    """Return the micro-batches, with `train.dpo` those of `REFERENCE` too; the models as in `TrainState`."""
     if not cfg.train.dpo.has_reference:
         return parts
-    assert frozen is not None, "train.dpo has a frozen reference"
-    reference = without_adapters(frozen) if cfg.train.lora.enabled else frozen
+    if reference is None:
+        assert base is not None, "train.dpo has a frozen reference"
+        reference = without_adapters(base)
     numbers = jnp.arange(cfg.train.microbatches)
 
     def head(model, x_BRD, batch, inputs):

@@ -61,13 +61,19 @@ class TrainState:
     spikes: Spikes | None = None
     """With `watch.spike_sigma` the last steps' losses and gradient norms."""
     frozen: Transformer | None = None
-    """No part of a checkpoint, in the type of compute: with `train.lora` the model without adapters, with `train.dpo`
-    alone the reference, which is the model that the run begins with."""
+    """With `train.lora` the model without adapters, in the type of compute. No part of a checkpoint."""
+    reference: Transformer | None = None
+    """A frozen model that the loss reads, in the type of compute: the teacher of `train.distill`, or with `train.dpo`
+    and no adapters the model that the run begins with. No part of a checkpoint."""
 
     @property
     def model(self) -> Transformer:
         """The whole model that is trained: what is not among `params` is frozen."""
         return self.params if self.frozen is None else combine(self.params, self.frozen)
+
+    def without_frozen(self) -> "TrainState":
+        """Return the state without the models that are no part of a checkpoint."""
+        return dataclasses.replace(self, frozen=None, reference=None)
 
 
 def check_model(model: Any) -> None:
@@ -90,21 +96,34 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
     made = model(cfg.model, key, orders, kernels=cfg.kernels)
     if cfg.train.lora.enabled:
         made = add_adapters(made, cfg.train.lora, jax.random.fold_in(key, 1))
-    return fresh_state(cfg, map_params(rest, made))
+    state = fresh_state(cfg, map_params(rest, made))
+    if not cfg.train.distill.enabled:
+        return state
+    teacher = Transformer(cfg.teacher.model, jax.random.fold_in(key, 2), kernels=cfg.kernels)
+    return dataclasses.replace(state, reference=_in_compute_type(cfg, map_params(rest, teacher)))
+
+
+def _trained_state(cfg: Config, model: type[Transformer]) -> TrainState:
+    return initial_state(cfg, model).without_frozen()
 
 
 def fresh_state(cfg: Config, model: Transformer) -> TrainState:
-    """Make the state of a run that begins with these parameters; call it under `jax.jit`."""
-    params, frozen, zero = in_storage_type(cfg, model), None, jnp.int32(0)
+    """Make the state, without a teacher, of a run that begins with these parameters; call it under `jax.jit`."""
+    params, zero = in_storage_type(cfg, model), jnp.int32(0)
+    frozen = reference = None
     if cfg.train.lora.enabled:
-        params, frozen = split_adapters(model)
+        params, base = split_adapters(model)
+        frozen = _in_compute_type(cfg, base)
     elif cfg.train.dpo.has_reference:
-        frozen = model
-    if frozen is not None:
-        dtype = COMPUTE[cfg.train.precision]
-        frozen = map_params(lambda value, dims, act_dims: cast(value, dims, dtype), frozen)
+        reference = _in_compute_type(cfg, model)
     opt_state = _fresh_optimizer(cfg, params)
-    return TrainState(params, opt_state, zero, zero, zero, *carried(cfg), frozen)
+    return TrainState(params, opt_state, zero, zero, zero, *carried(cfg), frozen, reference)
+
+
+def _in_compute_type(cfg: Config, model: Transformer) -> Transformer:
+    """Return a frozen model as it rests."""
+    dtype = COMPUTE[cfg.train.precision]
+    return map_params(lambda value, dims, act_dims: cast(value, dims, dtype), model)
 
 
 def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
@@ -136,13 +155,6 @@ def _fresh_optimizer(cfg: Config, params: Transformer) -> Any:
     return opt_state
 
 
-def init_adapters(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) -> TrainState:
-    """Make a fresh state of `train.lora` without the frozen base."""
-    with jax.set_mesh(mesh):
-        make = jax.jit(lambda: dataclasses.replace(initial_state(cfg, model), frozen=None))
-        return make()
-
-
 def carried(cfg: Config) -> tuple[LossScale | None, Spikes | None]:
     """Make the last two parts of a fresh state, which depend on compute dtype and spike guard."""
     return LossScale.start(cfg.train), Spikes.start(cfg.watch)
@@ -155,7 +167,8 @@ def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
         return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=abstract.step.sharding)
 
     loss_scale, spikes = jax.tree.map(place, jax.eval_shape(lambda: carried(saved)))
-    return dataclasses.replace(abstract, loss_scale=loss_scale, spikes=spikes, frozen=None)
+    saved_state = dataclasses.replace(abstract, loss_scale=loss_scale, spikes=spikes)
+    return saved_state.without_frozen()
 
 
 def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
@@ -199,15 +212,24 @@ def _check_own_layers(cfg: Config, model: type[Transformer]) -> None:
         jax.eval_shape(run, positions)
 
 
-def init_state(cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer) -> TrainState:
-    """Make a fresh state of a `model` on the devices of `mesh`; each device makes only its own shards."""
+def init_state(
+    cfg: Config, mesh: Mesh, model: type[Transformer] = Transformer, *, frozen: bool = True
+) -> TrainState:
+    """Make a fresh state of a `model` on the devices of `mesh`; each device makes only its own shards.
+
+    Without `frozen` it has no frozen models, which are loaded.
+    """
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
     options = {"xla_backend_optimization_level": 1}
     check_mesh(cfg.mesh, mesh)
     check_model(model)
     _check_own_layers(cfg, model)
     with jax.set_mesh(mesh):
-        make = jax.jit(initial_state, static_argnums=(0, 1), compiler_options=options)
+        make = jax.jit(
+            initial_state if frozen else _trained_state,
+            static_argnums=(0, 1),
+            compiler_options=options,
+        )
         return make(cfg, model)
 
 

@@ -64,7 +64,8 @@ def train_step(cfg: Config, state: TrainState, batch: Batch) -> tuple[TrainState
     check_mesh(cfg.mesh, jax.sharding.get_abstract_mesh())
     check_batch(batch)
     weight = position_weight(state, batch)
-    grads, sums = gradients(cfg, state.params, batch, weight, state.frozen)
+    models = state.params, batch, weight, state.frozen, state.reference
+    grads, sums = gradients(cfg, *models)
     sums = sums._replace(loss=of_known_ids(cfg, batch, sums.loss))
     return apply_gradients(cfg, state, batch, grads, sums)
 
@@ -85,21 +86,22 @@ def gradients(
     batch: Batch,
     weight: jax.Array,
     frozen: Transformer | None = None,
+    reference: Transformer | None = None,
 ) -> tuple[Transformer, Sums]:
     """Return float32 gradients of the objective times `weight`, sharded as the parameters, and the step's sums.
 
-    `frozen` has the parameters without gradients, as in `TrainState`.
+    `frozen` and `reference` have the parameters without gradients, as in `TrainState`.
     """
     # The routers' losses are means over all positions, and `apply_gradients` divides by the terms' share of these.
     router_weight = weight * (count_terms(cfg, batch).astype(jnp.float32) / batch["targets"].size)
-    adapters = frozen is not None and cfg.train.lora.enabled
     if mesh_size("pp") > 1:
         parts = split(batch, cfg.train.microbatches)
-        return pipelined.gradients(cfg, params, parts, weight, router_weight, frozen)
-    model = combine(params, frozen) if adapters else params
+        models = frozen, reference
+        return pipelined.gradients(cfg, params, parts, weight, router_weight, *models)
+    model = params if frozen is None else combine(params, frozen)
     used, fp8 = prepare_params(cfg, model), fp8_of(cfg, model)
-    minimised = objective.of_run(cfg, used, fp8, frozen, weight, router_weight)
-    trained, fixed = split_adapters(used) if adapters else (used, None)
+    minimised = objective.of_run(cfg, used, fp8, reference, weight, router_weight)
+    trained, fixed = (used, None) if frozen is None else split_adapters(used)
 
     def loss(trained, micro_batch):
         model = trained if fixed is None else combine(trained, fixed)
@@ -191,7 +193,15 @@ def apply_gradients(
         params = combine(new, fixed)
     skipped, in_a_row, loss_scale, spikes = guards.after(state, verdict, loss, norm, terms)
     new = TrainState(
-        params, opt_state, state.step + 1, skipped, in_a_row, loss_scale, spikes, state.frozen
+        params,
+        opt_state,
+        state.step + 1,
+        skipped,
+        in_a_row,
+        loss_scale,
+        spikes,
+        state.frozen,
+        state.reference,
     )
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": count(batch)}

@@ -40,7 +40,6 @@ from ultrascale_jax.train_step.state import (
     abstract_state,
     check_model,
     fresh_state,
-    init_adapters,
     init_state,
 )
 from ultrascale_jax.training.describe import parallelism
@@ -297,9 +296,16 @@ def _state(
     notes += rate_change(saved, cfg, step - int(state.skipped))
     if cfg.train.lora.enabled:
         notes += [f"training {adapter_params(cfg.model, cfg.train.lora):,} parameters of adapters"]
-    if abstract.frozen is not None:
-        frozen = initial_params(cfg, abstract.frozen, mesh)
-        state = dataclasses.replace(state, frozen=frozen)
+    distill = cfg.train.distill
+    if distill.enabled:
+        notes += [f"learning from {distill.teacher}"]
+    frozen, reference = abstract.frozen, abstract.reference
+    if frozen is not None:
+        state = dataclasses.replace(state, frozen=initial_params(cfg, frozen, mesh))
+    if reference is not None:
+        source = "train.distill.teacher" if distill.enabled else "train.init_from"
+        reference = initial_params(cfg, reference, mesh, source)
+        state = dataclasses.replace(state, reference=reference)
     return state, step, notes
 
 
@@ -307,14 +313,12 @@ def _first_state(
     cfg: Config, mesh: Mesh, model: type[Transformer], abstract: TrainState
 ) -> tuple[TrainState, int, list[str]]:
     """Create a new state without frozen arrays; return it, step 0, and lines to print about it."""
-    if not cfg.train.init_from:
-        return init_state(cfg, mesh, model), 0, []
-    notes = [f"parameters of {cfg.train.init_from}"]
-    if cfg.train.lora.enabled:
-        return init_adapters(cfg, mesh, model), 0, notes
+    notes = [f"parameters of {cfg.train.init_from}"] if cfg.train.init_from else []
+    if not cfg.train.init_from or cfg.train.lora.enabled:
+        return init_state(cfg, mesh, model, frozen=False), 0, notes
     params = initial_params(cfg, abstract.params, mesh)
 
     def begin(params):
-        return dataclasses.replace(fresh_state(cfg, params), frozen=None)
+        return fresh_state(cfg, params).without_frozen()
 
     return jax.jit(begin, donate_argnums=0)(params), 0, notes

@@ -10,6 +10,7 @@ from ultrascale_jax.config import Config
 from ultrascale_jax.hooks import Hook, Row, Run
 from ultrascale_jax.plan.flops import flops_per_token, mfu
 from ultrascale_jax.plan.model_shape import adapter_params
+from ultrascale_jax.plan.workload import reference_of
 from ultrascale_jax.units import GIB
 
 
@@ -22,8 +23,7 @@ class Throughput(Hook):
     def __init__(self, cfg: Config, mesh: Mesh):
         self._batches, self._seq_len = cfg.train.batches, cfg.data.seq_len
         adapters = adapter_params(cfg.model, cfg.train.lora, active=True)
-        reference = cfg.train.dpo.has_reference
-        flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters, reference=reference)
+        flops = flops_per_token(cfg.model, cfg.data.seq_len, adapters, reference=reference_of(cfg))
         self._flops = flops / mesh.size
         kind = mesh.devices.flat[0].device_kind
         # Utilization at one token a second.

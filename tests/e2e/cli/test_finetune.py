@@ -103,7 +103,7 @@ def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
     words = words.replace("synthetic", source)
     with opened(words) as run:
         for mine, theirs in zip(
-            *map(jax.tree.leaves, (run.state.params, run.state.frozen)), strict=True
+            *map(jax.tree.leaves, (run.state.params, run.state.reference)), strict=True
         ):
             assert mine is not theirs  # a step reuses the memory of both
             np.testing.assert_array_equal(mine.astype(theirs.dtype), theirs)
@@ -111,17 +111,34 @@ def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
         meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
         with Checkpoints(run.cfg) as checkpoints:
             checkpoints.save(state, meta, wait=True)
-        expected, frozen = (np.asarray(x.embed[...]) for x in (state.params, state.frozen))
+        expected, reference = (np.asarray(x.embed[...]) for x in (state.params, state.reference))
     with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
         assert run.step == 3
         np.testing.assert_array_equal(run.state.model.embed[...], expected)
-        np.testing.assert_array_equal(run.state.frozen.embed[...], frozen)
+        np.testing.assert_array_equal(run.state.reference.embed[...], reference)
     cfg, params = load_params(tmp_path / "run", make_mesh(MeshConfig.of(pp=2), jax.devices()[:2]))
     assert not cfg.train.dpo.enabled  # any mesh reads it
     np.testing.assert_array_equal(params.embed[...], expected)
     with pytest.raises(UserError, match=r"train.dpo.beta: saved 0.1, now 0.2"):
         with opened(words.replace("beta 0.1", "beta 0.2")):
             pass
+
+
+def test_a_teacher_of_another_size_is_loaded_anew_from_its_folder(tmp_path):
+    words = f"{TINY} --train.distill.teacher hf:{FOLDER} --log.run-dir {tmp_path}/run"
+    embed = load_file(FOLDER / "model.safetensors")["model.embed_tokens.weight"]
+    with opened(words) as run:
+        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
+        with Checkpoints(run.cfg) as checkpoints:
+            checkpoints.save(run.state, meta, wait=True)
+        expected = np.asarray(run.state.params.embed[...])
+        assert run.cfg.model.num_layers != run.cfg.train.distill.model.num_layers
+    with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
+        assert run.step == 3
+        np.testing.assert_array_equal(run.state.params.embed[...], expected)
+        np.testing.assert_array_equal(
+            run.state.reference.embed[...].astype("float32"), embed.astype("float32")
+        )
 
 
 def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):

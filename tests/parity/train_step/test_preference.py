@@ -78,7 +78,7 @@ def test_the_reference_rests_as_the_planner_counts_it():
     train = {"dpo": Dpo(beta=0.1), "precision": "bf16"}
     cfg = change(CFG, model={"vocab_size": 257}, train=train).check(4)  # tp pads it to 512
     state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
-    kinds = {s.dtype.name for s in jax.tree.leaves(state.frozen) if s.ndim > 2}
+    kinds = {s.dtype.name for s in jax.tree.leaves(state.reference) if s.ndim > 2}
     assert kinds == {"bfloat16"}
     run = Run.of(cfg, 4)
     planned = sum(n for part, n in memory.state(run, weights_of(run)).items() if part != "batch")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax.config import Keep, padded_vocab_size, remat_names
 from ultrascale_jax.config.remat import keeps
-from ultrascale_jax.models.loss_chunks import num_chunks
+from ultrascale_jax.models.loss_chunks import DISTILLED, num_chunks
 from ultrascale_jax.plan.formulas import context, experts, linear_attention
 from ultrascale_jax.plan.workload import Run, of_sizes
 
@@ -287,9 +287,12 @@ def experts_forward_bytes(run: Run, layer: Layer) -> float:
 
 @of_sizes
 def loss_chunks(run: Run) -> tuple[int, float]:
-    """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials."""
+    """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials.
+
+    Distillation has two models' logits in their place.
+    """
     tokens = run.sequences * run.seq_len // run.mesh.cp
-    width = 4 if run.precision == "fp32" else 2
+    width = DISTILLED if run.teaches else 4 if run.precision == "fp32" else 2
     parts = run.mesh.tensor * run.mesh.pp
     vocab_size = padded_vocab_size(run.shape.vocab_size, parts) // parts
     chunks = num_chunks(tokens, vocab_size, width)

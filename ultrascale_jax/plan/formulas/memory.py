@@ -126,16 +126,20 @@ def host_moments(run: Run) -> int:
 def state(run: Run, weights: Weights) -> dict[str, float]:
     """Count the bytes between steps: master parameters, AdamW's moments, the batch of int32.
 
-    The base of adapters is stored in the type of compute, and has no moments; so is the reference of `train.dpo`.
+    The base of adapters is stored in the type of compute, and has no moments; so is the reference of `train.dpo` or
+    `train.distill`.
     """
     trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
     matrices = sharded_params(run, weights, tables=False)
     parameters = {"master parameters": resting_bytes(run, trained + weights.vectors, matrices)}
-    if run.adapter_params or run.reference:
-        width = 4 if run.precision == "fp32" else 2
-        frozen = width * sharded_params(run, weights)
-        parameters["frozen parameters"] = frozen + 4 * weights.vectors * (not run.adapter_params)
+    width = 4 if run.precision == "fp32" else 2
+    parameters["frozen parameters"] = (
+        width * sharded_params(run, weights) * bool(run.adapter_params)
+    )
+    if run.reference_rests:
+        alone, own = run.of_reference, weights_of(run.of_reference)
+        parameters["frozen parameters"] += width * sharded_params(alone, own) + 4 * own.vectors
     if not run.adapter_params:
         trained += weights.vectors
     return parameters | {
@@ -170,8 +174,9 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
         used = weights.blocks * (casts_blocks or run.zero > 0)
         used += weights.tables * several * (casts_tables or run.zero > 0)
     whole = weights.blocks + weights.tables
-    if run.reference and not run.adapter_params and run.zero in (1, 2):
-        used += whole  # the reference, gathered once a step
+    if run.reference_rests and run.zero in (1, 2):
+        own = weights_of(run.of_reference)
+        used += own.blocks + own.tables  # gathered once a step
     if run.adapter_params:
         whole = trained_params(run, weights)
     return {
@@ -257,6 +262,9 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
         "communication buffers": ahead,
         "workspace": layer.width * (head + (4 if chunks > 1 else 3) * layer.whole),
     }
+    if run.teaches:
+        alone = run.of_reference
+        parts["workspace"] += layer.width * (weights_of(alone).table + layer_of(alone).whole)
     if run.shape.mtp_layers:
         parts["communication buffers"] = 0
         for name, size in _loss_of_modules(run, weights, layer).items():

@@ -151,17 +151,20 @@ class Step:
         return parts | {"step overhead": self.overheads.step_s}
 
     def reference(self) -> float:
-        """Time the forward pass of one micro-batch through the reference of `train.dpo`, and computing logits again.
+        """Time the forward pass of one micro-batch through the reference of `train.dpo` or the teacher, and its logits.
 
-        The logits are the policy's: its loss is known before the gradients of its tokens.
+        With `train.dpo` the policy's logits are computed again: its loss is known before the gradients of its tokens.
         """
         if not self.run.reference:
             return 0.0
-        forward_s = self.passes.forward
-        gather_s, _ = self.moved(self.layer_params)
-        waited = max(0.0, gather_s - self.overheads.hide * forward_s)
-        waited += self.tensor_group() / 2 + self.exchanged()[0]
-        return self.run.rank_layers * (forward_s + waited) + 2 * self.head_products() + self.loss()
+        step = type(self)(self.run.of_reference, self.cluster)
+        forward_s = step.passes.forward
+        gather_s, _ = step.moved(step.layer_params)
+        waited = max(0.0, gather_s - step.overheads.hide * forward_s)
+        waited += step.tensor_group() / 2 + step.exchanged()[0]
+        again = 0.0 if self.run.teaches else self.head_products()
+        layers_s = step.run.rank_layers * (forward_s + waited)
+        return layers_s + step.head_products() + step.loss() + again
 
     def copies(self) -> float:
         """Time the copies that XLA makes in the pipeline's loop over layers where forward and backward pass share it.

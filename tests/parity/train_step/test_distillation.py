@@ -1,0 +1,101 @@
+"""Distillation in the whole step: on meshes as on one device, from a teacher of another size, and what it refuses."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from tests.parity.comparison import compare
+from tests.runs import change
+from tests.states import bytes_at_rest
+from ultrascale_jax.config import (
+    Config,
+    DataConfig,
+    Distill,
+    Dpo,
+    Lora,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    UserError,
+)
+from ultrascale_jax.plan.formulas import memory
+from ultrascale_jax.plan.formulas.parameters import weights_of
+from ultrascale_jax.plan.formulas.step_time import estimate
+from ultrascale_jax.plan.hardware import find_cluster
+from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.sharding.mesh import make_mesh
+from ultrascale_jax.train_step.state import abstract_state
+
+SIZES = {"vocab_size": 62, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
+TEACHER = ModelConfig(d_model=64, d_ff=96, num_layers=3, qk_norm="head", **SIZES)
+CFG = Config(
+    model=ModelConfig(d_model=32, d_ff=64, num_layers=2, tied_embeddings=True, **SIZES),
+    data=DataConfig(source="synthetic", seq_len=32),
+    optim=OptimConfig(lr=1e-2, warmup_steps=2),
+    train=TrainConfig(
+        steps=2,
+        global_batch=16,
+        microbatches=2,
+        precision="fp32",
+        distill=Distill(teacher="hf:x", model=TEACHER, temperature=2.0, hard_weight=0.3),
+    ),
+)
+REVERSE = {"distill": Distill(teacher="hf:x", model=TEACHER, divergence="reverse")}
+MESHES = {
+    "fsdp2_sp2_tp2": ({"fsdp": 2, "sp": 2, "tp": 2}, {}),
+    "dp2_cp2_fsdp2_zero1_reverse": ({"dp": 2, "cp": 2, "fsdp": 2}, {"zero": 1} | REVERSE),
+    "cp2_tp2_lora": ({"cp": 2, "tp": 2}, {"lora": Lora(rank=2), "init_from": "hf:x"}),
+}
+
+
+def test_what_a_teacher_cannot_be_with_is_refused():
+    other = ModelConfig(**{**SIZES, "vocab_size": 128}, d_model=64)
+    odd = dataclasses.replace(TEACHER, num_heads=6, num_kv_heads=6)
+    for sections, words in (
+        ({"mesh": {"fsdp": 1, "pp": 2}}, r"distill\.teacher=.*no pipeline runs"),
+        ({"model": {"mtp_layers": 1}}, r"model\.mtp_layers=1: .* use 0"),
+        ({"train": {"z_loss": 1e-4}}, r"train\.z_loss=.* use 0"),
+        ({"train": {"dpo": Dpo(beta=0.1)}}, r"train\.dpo\.beta=.*leave out"),
+        ({"train": {"distill": Distill(teacher="x")}}, r"teacher='.*/?x': its shape is not known"),
+        (
+            {"train": {"distill": Distill(teacher="x", model=other)}},
+            r"its vocabulary has 128 tokens, and the model's 62",
+        ),
+        (
+            {"train": {"distill": Distill(teacher="x", model=odd)}, "mesh": {"fsdp": 1, "tp": 4}},
+            r"the teacher's model\.num_heads=6: must be divisible",
+        ),
+        ({"kernels": {"loss": "mosaic"}}, r"kernels\.loss=.* use auto or xla"),
+    ):
+        cfg = change(CFG, **sections)
+        with pytest.raises(UserError, match=words):
+            cfg.check(math.prod(sections.get("mesh", {}).values()))
+    with pytest.raises(UserError, match=r"temperature=2.0: has no effect without .*teacher"):
+        Distill(temperature=2.0)
+
+
+def test_the_teacher_rests_as_the_planner_counts_it():
+    cfg = change(CFG, train={"precision": "bf16"}, mesh={"fsdp": 2, "tp": 2}).check(4)
+    state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+    assert {s.dtype.name for s in jax.tree.leaves(state.reference) if s.ndim > 2} == {"bfloat16"}
+    run = Run.of(cfg, 4)
+    planned = sum(n for part, n in memory.state(run, weights_of(run)).items() if part != "batch")
+    assert planned == pytest.approx(bytes_at_rest(state), rel=0.01)
+    teacher, plain = (
+        Run.of(change(cfg, model=fields, train={"distill": Distill()}), 4)
+        for fields in (dataclasses.asdict(TEACHER), {})
+    )
+    assert run.step_flops == pytest.approx(plain.step_flops + teacher.step_flops / 3)
+    cluster = find_cluster(None, "h100", 4)
+    assert estimate(run, cluster).parts["reference"] > 0
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_mesh_gives_the_losses_and_gradients_of_one_device(name):
+    mesh, train = MESHES[name]
+    cfg = change(CFG, train=train)
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig.of(**mesh))
+    compare(cfg.check(math.prod(mesh.values())), seeds=(0,))
