@@ -72,6 +72,25 @@ def smollm3() -> transformers.PretrainedConfig:
     )
 
 
+def ministral3() -> transformers.PretrainedConfig:
+    """Two layers, whose queries grow at every sixteenth position."""
+    return transformers.Ministral3Config(
+        **SMALL | {"sliding_window": None},
+        intermediate_size=48,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    )
+
+
 def olmo3() -> transformers.PretrainedConfig:
     """Five layers, the fourth without a window and with stretched rotary positions."""
     full = {"factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
@@ -228,6 +247,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
     "smollm3": smollm3,
+    "ministral3": ministral3,
     "olmo3": olmo3,
     "seed_oss": seed_oss,
     "phi3": phi3,

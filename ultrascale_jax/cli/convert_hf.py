@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ultrascale_jax.checkpoint.init_from import Source
+from ultrascale_jax.checkpoint.run_metadata import saved_config
 from ultrascale_jax.cli import command_line, devices, output
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, parse_config
+from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, model_type_in, parse_config
 from ultrascale_jax.huggingface.families import computes, family_of
 from ultrascale_jax.huggingface.files import (
     GENERATION,
@@ -27,6 +29,7 @@ from ultrascale_jax.huggingface.files import (
     require_empty,
     travelling,
 )
+from ultrascale_jax.huggingface.wrappers import is_wrapper, text_config
 from ultrascale_jax.storage.foreign import parse_json, read_foreign, read_json
 from ultrascale_jax.units import GIB
 
@@ -91,6 +94,7 @@ def export_checkpoint(options: Options, mesh: "Mesh") -> None:
             max_position_embeddings=context,
             token_ids=token_ids,
             beside=beside,
+            around=wrapper_of(cfg, original),
         )
 
 
@@ -104,6 +108,9 @@ def _export_adapters(options: Options, mesh: "Mesh") -> None:
     fix = f"{options.run_dir} trained all parameters, not train.lora; leave it out"
     require(cfg.train.lora.enabled, "adapters", True, fix)
     lora, base = cfg.train.lora, cfg.train.init_from.removeprefix("hf:")
+    original = original_config(cfg, Path(options.run_dir))
+    fix = f"the base is a {original.get('model_type')}, whose adapters have other names; leave it out to merge them"
+    require(not is_wrapper(original), "adapters", True, fix)
     with jax.set_mesh(mesh):
         save_adapters(
             params,
@@ -112,7 +119,7 @@ def _export_adapters(options: Options, mesh: "Mesh") -> None:
             options.hf_dir,
             base=base,
             dtype=options.dtype,
-            model_type=_model_type(cfg, original_config(cfg, Path(options.run_dir))),
+            model_type=_model_type(cfg, original),
         )
 
 
@@ -214,19 +221,35 @@ def original_config(cfg: Config, run_dir: Path) -> dict[str, Any]:
     if not (run_dir / ORIGINAL).is_file():
         return {}
     original = read_json(run_dir / ORIGINAL)
-    imported = dataclasses.replace(parse_config(original), mtp_layers=cfg.model.mtp_layers)
+    changes: dict[str, Any] = {"mtp_layers": cfg.model.mtp_layers}
+    if is_wrapper(original):  # whose files decide
+        changes["tied_embeddings"] = cfg.model.tied_embeddings
+    imported = dataclasses.replace(parse_config(original), **changes)
     return original if imported == cfg.model else {}
+
+
+def wrapper_of(cfg: Config, original: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the vision-language model in which the run's model began; None if there is none.
+
+    Raises `UserError` if it has gone.
+    """
+    if not is_wrapper(original):
+        return None
+    source = Source.parse(cfg.train.init_from)
+    while not source.huggingface:
+        source = Source.parse(saved_config(source.folder).train.init_from)
+    return source.folder
 
 
 def _model_type(cfg: Config, original: Mapping[str, Any]) -> str | None:
     """Return the family of the imported model, if it computes the run's."""
-    name = original.get("model_type")
+    name = model_type_in(original) if original else None
     return name if name is not None and computes(name, cfg.model) else None
 
 
 def known_context(cfg: Config, original: Mapping[str, Any]) -> int:
     """Return the longest context that the imported model, or else the run, is known to handle."""
-    positions = original.get("max_position_embeddings")
+    positions = text_config(original).get("max_position_embeddings")
     if isinstance(positions, int):
         return positions
     rope = cfg.model.rope_scaling
@@ -255,7 +278,6 @@ def _export(options: Options) -> None:
     import jax
 
     from ultrascale_jax.checkpoint.copies import run_on_disk
-    from ultrascale_jax.checkpoint.run_metadata import saved_config
     from ultrascale_jax.launch.distributed import find_devices
     from ultrascale_jax.sharding.mesh import make_mesh
 

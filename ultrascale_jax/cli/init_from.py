@@ -10,6 +10,7 @@ from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.families import MTP
 from ultrascale_jax.huggingface.files import TOKENIZER, inside, travelling
 from ultrascale_jax.huggingface.remarks import remarks
+from ultrascale_jax.huggingface.wrappers import text_config
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.storage.foreign import read_json
 
@@ -82,7 +83,7 @@ def notes(cfg: Config, hf_dir: Path) -> Iterator[str]:
         fix = conversion(hf_dir) or "give the model's own by --data.tokenizer FILE"
         yield f"note: {hf_dir} brings no {TOKENIZER}; {fix}"
     yield from (f"note: {line}" for line in remarks(hf_dir))
-    raw = read_json(inside(hf_dir, "config.json"))
+    raw = text_config(read_json(inside(hf_dir, "config.json")))
     positions, pad = raw.get("max_position_embeddings"), raw.get("pad_token_id")
     if isinstance(positions, int) and positions < cfg.data.seq_len:
         yield f"note: the model knows {positions} positions; train it with --data.seq-len {positions} or less"

@@ -66,6 +66,8 @@ class RopeScaling(Section, name="model.rope_scaling"):
     (DeepSeek)."""
     truncate: bool = True
     """Whether yarn rounds the dims between which it blends outwards to integers; gpt-oss does not."""
+    query_beta: NonNegative = 0.0
+    """Queries at position p are times 1 + query_beta ln(1 + floor(p / original_seq_len)) (Ministral 3)."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -265,6 +267,10 @@ class ModelConfig(Section, name="model"):
         sound = self.rope_theta > 1 or (self.rope_theta == 1 and not yarn)
         self.require(sound, "rope_theta", f"must be {'more than' if yarn else 'at least'} 1")
         self._check_pattern()
+        if self.rope_scaling is not None and self.rope_scaling.query_beta:
+            plain = self.latent is None and not (self.nope_every or self.rope_dim)
+            fix = "wants rotary positions in whole heads of all layers, without latents; use 0"
+            self.require(plain, "rope_scaling.query_beta", fix)
         if self.experts is not None:
             if self.dense_layers >= self.num_layers:
                 fix = f"must be less than model.num_layers={self.num_layers}"

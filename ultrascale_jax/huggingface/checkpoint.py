@@ -10,8 +10,9 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,11 +34,19 @@ from ultrascale_jax.huggingface.config import (
     read_model_type,
 )
 from ultrascale_jax.huggingface.families import FAMILIES, Family, family_of
-from ultrascale_jax.huggingface.files import open_tensors, require_empty, require_none, shown
+from ultrascale_jax.huggingface.files import (
+    inside,
+    open_tensors,
+    require_empty,
+    require_none,
+    shown,
+)
 from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, tensors
+from ultrascale_jax.huggingface.wrappers import Wrapper, is_wrapper, text_tensors
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.units import GIB
 
 
@@ -66,11 +75,13 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
 def _load(folder: Path, abstract: Transformer) -> Transformer:
     """Load the part of this process; see `load`."""
     cfg = dataclasses.replace(read_config(folder), mtp_layers=abstract.cfg.mtp_layers)
+    wrapped = is_wrapper(read_json(inside(folder, "config.json")))
     family = FAMILIES[read_model_type(folder)]
     table = tensors(cfg, family)
     _check_parameters(abstract, table)
     with ExitStack() as stack:
         files = dequantized(open_tensors(folder, stack))
+        files = text_tensors(files) if wrapped else files
         _check_tensors(files, table, cfg, family)
 
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -262,6 +273,7 @@ def save(
     max_position_embeddings: int = 4096,
     token_ids: Mapping[str, Any] = NO_TOKEN_IDS,
     beside: Mapping[str, bytes] = MappingProxyType({}),
+    around: str | Path | None = None,
 ) -> None:
     """Write `model` as a Hugging Face folder that `transformers` loads.
 
@@ -269,8 +281,9 @@ def save(
     (and at least one tensor). `model_type` is the family to write; None is the first one that computes this
     model. `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
     of `config.json`. The files `beside`, by name, such as a tokenizer, are put into the folder, which appears
-    complete or not at all. Raises `ValueError` where no family has this
-    combination of fields, or where `path` already holds something.
+    complete or not at all. `around` is the folder of the vision-language model from which
+    `model` was read: its other tensors are copied, and its `config.json` is kept. Raises `ValueError` where no family
+    has this combination of fields, or where `path` already holds something.
     """
     _check_save(path, model, cfg, max_shard_bytes, dtype)
     path = Path(path)
@@ -281,14 +294,19 @@ def save(
         dtype=dtype,
         model_type=model_type,
     )
-    table = tensors(cfg, family)
+    table, wrapper = tensors(cfg, family), None if around is None else Wrapper(Path(around))
     _check_parameters(model, table)
+    if wrapper is not None:
+        context = {"max_position_embeddings": max_position_embeddings}
+        config = wrapper.config_with(dtype=dtype, torch_dtype=dtype, **context)
+        names, token_ids = wrapper.names(), {}
+        table = {ours: replace(one, name=names.stored(one.name)) for ours, one in table.items()}
     unfinished = path.with_name(f".{path.name}.partial")
     is_writer = jax.process_index() == 0
     if is_writer:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    index = _save_weights(unfinished, model, table, max_shard_bytes, dtype)
+    index = _save_weights(unfinished, model, table, max_shard_bytes, dtype, wrapper)
     if is_writer:
         _write_json(unfinished / "config.json", config | dict(token_ids))
         if index is not None:
@@ -319,27 +337,46 @@ def _save_weights(
     table: Mapping[str, Tensor],
     max_shard_bytes: int,
     dtype: str,
+    wrapper: Wrapper | None,
 ) -> dict[str, Any] | None:
     """Write the safetensors files, on process 0; return their index, or None for a single file."""
     arrays = {_dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(model)}
     is_writer = jax.process_index() == 0
     shards = list(_plan(model.cfg, table, max_shard_bytes, dtype))
-    weight_map, total = {}, 0
-    for number, shard in enumerate(shards, start=1):
-        several = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file_name = several if len(shards) > 1 else "model.safetensors"
-        contents = {}
-        for name, places in shard.items():
-            values = _stored(arrays, table, model.rows, places, dtype)
-            require_finite(name, values)
-            weight_map[name], total = file_name, total + values.nbytes
+    foreign = wrapper.foreign_shards(max_shard_bytes) if wrapper is not None else []
+    count, weight_map, total = len(shards) + len(foreign), {}, 0
+
+    def write(number: int, values: Iterable[tuple[str, np.ndarray]]) -> None:
+        nonlocal total
+        several = f"model-{number:05}-of-{count:05}.safetensors"
+        file_name, contents = several if count > 1 else "model.safetensors", {}
+        for name, value in values:
+            weight_map[name], total = file_name, total + value.nbytes
             if is_writer:
-                contents[name] = values
+                contents[name] = value
         if is_writer:
             save_file(contents, folder / file_name, metadata={"format": "pt"})
-    if len(shards) == 1:
-        return None
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+    for number, shard in enumerate(shards, start=1):
+        write(number, _finite(arrays, table, model.rows, shard, dtype))
+    for number, names in enumerate(foreign, start=len(shards) + 1):
+        if wrapper is not None:
+            write(number, wrapper.foreign(names))
+    return None if count == 1 else {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _finite(
+    arrays: Mapping[str, jax.Array],
+    table: Mapping[str, Tensor],
+    rows: Any,
+    shard: Mapping[str, "Places"],
+    dtype: str,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a file. Raises `UserError` for one that is not finite."""
+    for name, places in shard.items():
+        values = _stored(arrays, table, rows, places, dtype)
+        require_finite(name, values)
+        yield name, values
 
 
 def _stored(

@@ -9,6 +9,7 @@ families.
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from ultrascale_jax.huggingface.families import (
     ALLOWED,
     FAMILIES,
     FULL,
+    QUERY_BETA,
     WINDOWED,
     Family,
     model_type_of,
@@ -28,9 +30,11 @@ from ultrascale_jax.huggingface.families import (
 from ultrascale_jax.huggingface.files import (
     has_tensors,
     inside,
+    open_tensors,
     refuse_other_kinds,
 )
 from ultrascale_jax.huggingface.keys import flag, integer, number
+from ultrascale_jax.huggingface.wrappers import WRAPPERS, is_tied, is_wrapper, text_config
 from ultrascale_jax.storage.foreign import read_json
 
 SHARE = "partial_rotary_factor"
@@ -50,7 +54,12 @@ def read_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
     refuse_other_kinds(folder)
-    cfg = parse_config(read_json(inside(folder, name)))
+    raw = read_json(inside(folder, name))
+    cfg = parse_config(raw)
+    if is_wrapper(raw) and any(folder.glob("*.safetensors")):
+        with ExitStack() as stack:
+            tied = is_tied(open_tensors(folder, stack), cfg.tied_embeddings)
+        return dataclasses.replace(cfg, tied_embeddings=tied)
     if cfg.mtp_layers and not has_tensors(folder, f"model.layers.{cfg.num_layers}."):
         return dataclasses.replace(cfg, mtp_layers=0)
     return cfg
@@ -62,14 +71,18 @@ def read_model_type(folder: Path) -> str:
 
 
 def model_type_in(raw: Mapping[str, Any]) -> str:
-    """Return the family that `model_type` names."""
-    name = str(raw.get("model_type"))
+    """Return the family that `model_type` names, of a vision-language model its text model's."""
+    name = str(text_config(raw).get("model_type"))
     return ALIASES.get(name, name)
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the model that the object in a `config.json` describes; raises as `read_config`."""
-    model_type, supported = model_type_in(raw), ", ".join(FAMILIES)
+    """Return the model that the object in a `config.json` describes; raises as `read_config`.
+
+    A vision-language model's is its text model.
+    """
+    raw = text_config(raw)
+    model_type, supported = model_type_in(raw), ", ".join([*FAMILIES, *WRAPPERS])
     require(model_type in FAMILIES, "model_type", model_type, f"supported are {supported}")
     family = FAMILIES[model_type]
     supported = [family.architecture]
@@ -199,6 +212,9 @@ def _yarn(rope: Mapping[str, Any], factor: float, original: int, family: Family)
         attention_factor=attention_factor,
         mscale_all_dim=nonzero.get("mscale_all_dim", 0.0) if family.latent else 0.0,
         truncate=flag(rope, "truncate", True),
+        query_beta=number(rope, QUERY_BETA)
+        if family.scales_queries and rope.get(QUERY_BETA)
+        else 0.0,
     )
 
 
@@ -314,6 +330,8 @@ def config_dict(
             raw[SHARE] = math.nextafter(raw[SHARE], 1)
     if cfg.rope_scaling is not None:
         raw["rope_scaling"] = _rope_keys(cfg.rope_scaling)
+        if family.scales_queries:
+            raw["rope_scaling"][QUERY_BETA] = cfg.rope_scaling.query_beta
     raw |= {**_window_keys(cfg, family), **family.constants}
     return raw | expert_keys(cfg, model_type) | family.write(cfg)
 

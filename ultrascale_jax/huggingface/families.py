@@ -28,6 +28,9 @@ OPTIONAL = (
 )
 """Fields that only some families have."""
 
+QUERY_BETA = "llama_4_scaling_beta"
+"""Ministral's key of `rope_scaling.query_beta`, beside those of its stretch."""
+
 LOCAL_BASE = "rope_local_base_freq"
 """Gemma's key of `rope_theta_local`."""
 
@@ -236,6 +239,8 @@ class Family:
     """The same, head by head: of linear attention for each head of keys."""
     left_out: str = ""
     """Beginning of the names of tensors that its code ignores."""
+    scales_queries: bool = False
+    """Whether it has a YaRN with `QUERY_BETA` in all its models."""
     norm_offset: float = 0.0
     """Added to the weights of all norms when they are read, because its code multiplies by `norm_offset + weight`."""
 
@@ -572,6 +577,15 @@ def _write_qwen3_next(cfg: ModelConfig) -> dict[str, Any]:
     return keys | {"layer_types": _linear_types(cfg.full_attention_every, cfg.num_layers)}
 
 
+def _ministral3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Ministral 3's keys with the stretch that absent ones mean."""
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
+        stretch = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
+        scales = {"mscale": 1.0, "mscale_all_dim": 1.0, QUERY_BETA: 0.1}
+        return {**raw, "rope_scaling": stretch | scales}
+    return raw
+
+
 DEEPSEEKS_OWN = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModel": "modeling_deepseek.DeepseekV3Model",
@@ -624,6 +638,17 @@ POST_NORMS = {
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", whole_heads=True, constants=NO_BIAS),
     "mistral": Family(architecture="MistralForCausalLM", window="all", num_kv_heads=8),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        window="all",
+        sliding_window=None,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        scales_queries=True,
+        common=_ministral3,
+    ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
         optional=("nope_every",),
@@ -1000,6 +1025,11 @@ def _lacking(name: str, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
             yield "full_attention_every", 0, fix
         if "rope_theta_local" in family.optional and not cfg.rope_theta_local:
             yield "rope_theta_local", 0.0, f"{name} has such layers; set it to model.rope_theta"
+    stretch = cfg.rope_scaling
+    if family.scales_queries and (stretch is None or stretch.kind != "yarn"):
+        yield "rope_scaling", stretch, f"{name} has a YaRN; set it"
+    if not family.scales_queries and stretch is not None and stretch.query_beta:
+        yield "rope_scaling.query_beta", stretch.query_beta, f"{name} has none; use 0"
     for option in OPTIONAL:
         value, default = getattr(cfg, option), getattr(PLAIN, option)
         if option not in family.optional and value != default:

@@ -24,6 +24,7 @@ TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 TRAVELLING = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json", GENERATION),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 """Files that are copied as they are."""
 

@@ -6,8 +6,16 @@ from typing import Any
 
 from ultrascale_jax.huggingface.config import NO_TOKEN_IDS, model_type_in
 from ultrascale_jax.huggingface.experts import count_keys
-from ultrascale_jax.huggingface.families import ALLOWED, FAMILIES, HARMLESS, READ
+from ultrascale_jax.huggingface.families import (
+    ALLOWED,
+    FAMILIES,
+    HARMLESS,
+    QUERY_BETA,
+    READ,
+    Family,
+)
 from ultrascale_jax.huggingface.files import GENERATION, inside, shown, unread_files
+from ultrascale_jax.huggingface.wrappers import text_config
 from ultrascale_jax.storage.foreign import read_json
 
 ROPE_KEYS = {
@@ -30,13 +38,13 @@ def remarks(folder: Path) -> list[str]:
     Raises `UserError` for a `generation_config.json` that is no JSON object.
     """
     twice: list[str] = []
-    raw = read_json(inside(folder, "config.json"), tell=twice.append)
+    raw = text_config(read_json(inside(folder, "config.json"), tell=twice.append))
     model_type = model_type_in(raw)
     unknown = {key for key in raw.keys() - known_keys(model_type) if key[:1] != "_"}
     lines = [f"config.json gives {shown(set(twice))} twice, the same"] if twice else []
     if unknown:
         lines.append(f"config.json has {shown(unknown)}, which mean nothing to {model_type}")
-    lines += _unread_rope(raw)
+    lines += _unread_rope(raw, FAMILIES[model_type])
     lines += _no_tokens("config.json", raw, raw["vocab_size"])
     if (folder / GENERATION).is_file():
         lines += _no_tokens(GENERATION, read_json(inside(folder, GENERATION)), raw["vocab_size"])
@@ -57,14 +65,15 @@ def known_keys(model_type: str) -> set[str]:
     return keys | {key for key, is_read in optional.items() if is_read}
 
 
-def _unread_rope(raw: Mapping[str, Any]) -> Iterator[str]:
+def _unread_rope(raw: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Yield a line for each object of rotary positions that has keys which its type does not read."""
+    scales = (QUERY_BETA, "max_position_embeddings") if family.scales_queries else ()
     for name in ("rope_parameters", "rope_scaling"):
         outer = raw.get(name) or {}
         parts = [part for part in outer.values() if isinstance(part, dict)] or [outer]
         for rope in parts:
             read_keys = ROPE_KEYS[rope.get("rope_type", rope.get("type", "default"))]
-            if unread := rope.keys() - {*ANY_ROPE, *read_keys}:
+            if unread := rope.keys() - {*ANY_ROPE, *read_keys, *scales}:
                 yield f"config.json has {shown(unread)} in {name}, which mean nothing to its rope_type"
 
 

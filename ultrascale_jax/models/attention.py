@@ -68,7 +68,7 @@ class Attention(nnx.Module):
         q_BTNH = self._complete(q_BTNH, "q", "N")
         k_BTKH = self._complete(k_BTKH, "k", "K")
         v_BTKH = checkpoint_name(self._complete(v_BTKH, "v", "K"), "v")
-        q_BTNH = rotate(q_BTNH, inputs.rope, self.cfg.score_scale)
+        q_BTNH = rotate(q_BTNH, inputs.query_rope or inputs.rope, self.cfg.score_scale)
         k_BTKH = rotate(k_BTKH, inputs.rope)
         if self.cfg.qk_norm == "none":  # otherwise `_complete` names what the norm reads
             q_BTNH, k_BTKH = name_product(q_BTNH, "q"), name_product(k_BTKH, "k")

@@ -10,7 +10,7 @@ import numpy as np
 from ultrascale_jax.config import ContextConfig, ModelConfig, MoEConfig, require
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.fp8 import Fp8
-from ultrascale_jax.models.rotary import rotary
+from ultrascale_jax.models.rotary import query_factor, rotary
 from ultrascale_jax.sharding.primitives import reshard
 from ultrascale_jax.sharding.rules import mesh_size
 
@@ -47,6 +47,8 @@ class LayerInputs:
 
     rope: tuple[jax.Array, jax.Array]
     """Cosine and sine of the rotary angles."""
+    query_rope: tuple[jax.Array, jax.Array] | None = None
+    """The same of queries, if they grow with their positions (`rope_scaling.query_beta`)."""
     local_rope: tuple[jax.Array, jax.Array] | None = None
     """The same for layers that are not `full`, if they have others; `of_layer` chooses."""
     full: jax.Array | None = None
@@ -109,6 +111,9 @@ class LayerInputs:
                 [cfg.is_rotary(layer) for layer in range(cfg.num_layers)]
             )
         rope = rotary(positions_BT, cfg)
+        if cfg.rope_scaling is not None and cfg.rope_scaling.query_beta:
+            factor_BT1 = query_factor(positions_BT, cfg.rope_scaling)[:, :, None]
+            settings["query_rope"] = tuple(factor_BT1 * part for part in rope)
         context = NATURAL if context is None else context
         return cls(rope=rope, segment_ids_BT=segment_ids_BT, context=context, **settings)
 

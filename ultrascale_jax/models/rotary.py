@@ -73,6 +73,12 @@ def rotary(
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
+def query_factor(positions_BT: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Return the factor of queries `[B, T]` float32 by `scaling.query_beta`: 1 up to `original_seq_len`."""
+    turns_BT = (positions_BT // scaling.original_seq_len).astype(jnp.float32)
+    return 1 + scaling.query_beta * jnp.log1p(turns_BT)
+
+
 def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array], scale: float = 1.0) -> jax.Array:
     """Rotate queries or keys, times `scale`: the first half of H pairs with the second (Hugging Face's convention).
 

@@ -80,6 +80,12 @@ FAMILIES = {
             "first_window_layer": 1,
         }
     },
+    # Queries grow at every eighth position of a document.
+    "ministral3": {
+        "model": {
+            "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_seq_len=8, query_beta=0.5)
+        }
+    },
     # One loop runs layers with a window and without one.
     "gemma3": {"model": GEMMA3},
     "mixtral": {
@@ -155,6 +161,7 @@ TABLE = {
     "dp2_cp4_gemma3_ring": ({"dp": 2, "cp": 4}, {"remat": "dots"}, "gemma3", RING),
     "ep2_cp4_gemma3_allgather": ({"ep": 2, "cp": 4}, {}, "gemma3", ALLGATHER),
     "cp2_tp4_gemma3_ulysses": ({"cp": 2, "tp": 4}, {"zero": 0}, "gemma3", ULYSSES),
+    "pp2_cp2_tp2_ministral3": ({"pp": 2, "cp": 2, "tp": 2}, {}, "ministral3"),
     # Adapters of attention alone.
     "dp2_cp2_sp2_lora_zero1": (DP_CP_SP, {"zero": 1}, "lora_of_attention"),
     # Preference pairs, with a frozen copy or the base of adapters as reference.

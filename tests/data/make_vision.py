@@ -1,0 +1,124 @@
+"""Write the checkpoints of `tests/data/vision` and the logits of `transformers` for text: make_vision.py FOLDER NAME...
+
+    python tests/data/make_vision.py tests/data/vision gemma3 mistral3 qwen2_5_vl qwen3_vl
+
+It wants torch and transformers, which no test does.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+STRETCH = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+CLIP = VISION | {"model_type": "clip_vision_model", "projection_dim": 16}
+NO_WIDTH = {key: value for key, value in TEXT.items() if key != "head_dim"}
+
+CONFIGS = {
+    "gemma3": {
+        "text_config": TEXT | {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "ministral3", "rope_parameters": STRETCH},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+    "qwen2_vl": {
+        "text_config": NO_WIDTH | {"rope_parameters": MROPE},
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4},
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {
+        "text_config": NO_WIDTH | {"rope_parameters": MROPE},
+        "vision_config": QWEN_VISION,
+    },
+    "qwen3_vl": {
+        "text_config": TEXT | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+        "vision_config": QWEN_VISION | {"num_position_embeddings": 4},
+        "tie_word_embeddings": True,
+    },
+    "llava": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": CLIP},
+    "llava_next": {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": CLIP},
+    "llava_onevision": {
+        "text_config": NO_WIDTH | {"model_type": "qwen2"},
+        "vision_config": VISION | {"model_type": "siglip_vision_model"},
+    },
+    "internvl": {
+        "text_config": TEXT | {"model_type": "qwen3"},
+        "vision_config": VISION | {"model_type": "internvl_vision", "image_size": [8, 8], "patch_size": [4, 4]},
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def main(folder: Path, name: str) -> None:
+    """Write one checkpoint, with tokens and their logits in `expected.npz` beside it."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    config = CONFIG_MAPPING[name](**CONFIGS[name])
+    eager = {"attn_implementation": "eager"}
+    model = AutoModelForImageTextToText.from_config(config, **eager).float()
+    for path, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        norm = 0.0 if name == "gemma3" and "language_model" in path else 1.0
+        values = norm + torch.round(0.2 * values * 64) / 64 if "norm" in path else 0.1 * values
+        with torch.no_grad():
+            parameter.copy_(values)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, **eager)
+    tokens = torch.randint(0, TEXT["vocab_size"], (2, 24), generator=generator)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens, use_cache=False).logits
+    expected = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy()}
+    np.savez_compressed(folder / "expected.npz", **expected)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        main(Path(sys.argv[1]) / name, name)
