@@ -47,6 +47,11 @@ def sizes_of(run: Run) -> Sizes:
     return Sizes(key, value, heads, heads * linear.key_dim * linear.value_dim / BLOCK)
 
 
+def pieces_of(run: Run) -> int:
+    """Count the pieces of a sequence that a rank of cp has, which the rule computes side by side."""
+    return run.context.chunks if run.ring[0] > 1 else 1
+
+
 def named_bytes(run: Run, width: int) -> dict[str, float]:
     """Count the bytes of the layer's tensors that have a name, but for what its norm and its output have.
 
@@ -78,7 +83,8 @@ def backward_bytes(run: Run, width: int) -> float:
         return 0.0
     key, value, _, _ = sizes_of(run)
     tokens = width * (4 * (2 * key + value) + 3 * value) + 8 * value
-    length = min(BLOCK, run.seq_len // run.mesh.cp)
+    pieces = pieces_of(run)
+    length = pieces * min(BLOCK, run.seq_len // run.mesh.cp // pieces)
     heads = run.sequences * linear.value_heads / run.mesh.tensor
     return tokens + BLOCK_BYTES * heads * length * linear.key_dim * linear.value_dim
 
@@ -103,7 +109,7 @@ def exposed_seconds(run: Run, cluster: Cluster) -> float:
     linear, cp = run.shape.linear, run.mesh.cp
     if linear is None or cp == 1:
         return 0.0
-    pieces = run.context.chunks if run.ring[0] > 1 else 1
+    pieces = pieces_of(run)
     heads = run.sequences * linear.value_heads / run.mesh.tensor
     state = linear.key_dim * (linear.key_dim + linear.value_dim)
     ranks = group(run.mesh, ("cp",), cluster.gpus_per_node)
