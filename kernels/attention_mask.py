@@ -35,7 +35,7 @@ class BlockMask:
     """The keys of a block that each query sees; all of them by default."""
 
     positions: tuple[jax.Array, jax.Array] | None = None
-    """Of queries `[B or 1, T]` and keys `[B or 1, S]` int32: a query sees keys up to its own position."""
+    """Positions of queries `[B or 1, T]` and keys `[B or 1, S]` int32: a query sees keys up to its own position."""
     segment_ids: tuple[jax.Array, jax.Array] | None = None
     """Documents of queries `[B, T]` and keys `[B, S]` int32: a query sees only its own."""
     causal: bool = field(default=False, metadata=STATIC)

@@ -103,7 +103,7 @@ class AttentionCall:
     """JAX's name of the device."""
     on_gpu: bool = True
     dtype: str
-    """Of queries and keys; the empty string if they differ."""
+    """Type of queries and keys; the empty string if they differ."""
     queries: int
     """Queries of a row."""
     keys: int

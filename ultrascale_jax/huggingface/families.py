@@ -108,7 +108,7 @@ HARMLESS = frozenset(
         *("attn_implementation", "experts_implementation", "distributed_config"),
         *("initializer_range", "initializer_factor", "init_std", "router_aux_loss_coef"),
         *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing"),
-        # Of layers that no model here has.
+        # Fields of layers that no model here has.
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
         *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
         "time_step_limit",

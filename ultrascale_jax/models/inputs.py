@@ -24,7 +24,7 @@ PLAIN = Lowering.plain()
 
 Cache = tuple[Any, ...]
 """Keys and values `[B, S, K, H]` of earlier positions, or what linear attention keeps of them; how many of these there
-are (int32 scalar) comes last. Of a group of layers it has one such tuple for each before that."""
+are (int32 scalar) comes last. A group of layers has one such tuple for each before that."""
 
 STATIC = {"static": True}
 

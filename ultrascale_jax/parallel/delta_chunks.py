@@ -44,7 +44,7 @@ class Tokens(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What chunks compute without the state, `[c, b, k, r, ...]`; products in the type of the inputs."""
+    """Results of chunks that need no state, `[c, b, k, r, ...]`; products in the type of the inputs."""
 
     queries: jax.Array
     """`[t, h]` that read the state at the chunk's beginning."""

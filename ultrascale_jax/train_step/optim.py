@@ -138,7 +138,7 @@ def first_moments_norm(opt_state: Any) -> jax.Array:
     """Return the norm of the first moments on the device, float32.
 
     If that of all and the square of the gradients' norm are finite, so is the update: AdamW divides the next first
-    moments by at least `optim.eps`, and Muon normalises them. Those in the host's memory are means of gradients that
+    moments by at least `optim.eps`, and Muon normalises them. Moments in the host's memory are means of gradients that
     were finite; reading them would take half as long as the update.
     """
     moments = jax.tree.leaves([mu for _, mu in optax.tree.get_all_with_path(opt_state, "mu")])

@@ -65,6 +65,7 @@ DEEPSEEK = MIXTRAL | {
         groups=4, groups_per_token=2, bias=True,
     ),
 }  # fmt: skip
+EACH = "gate", "up", "down"
 DPO = {"dpo": Dpo(beta=0.5, label_smoothing=0.1), "init_from": "hf:x", "z_loss": 0.0}
 # Sections and their fields. Rows hold several documents, except where the mask is off.
 FAMILIES = {
@@ -123,7 +124,7 @@ FAMILIES = {
         "model": {"experts": Experts(num=4, top_k=2, d_ff=16)},
         "moe": {"aux_weight": 0.1, "z_loss": 0.01},
         "train": DPO
-        | {"lora": Lora(rank=4, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))},
+        | {"lora": Lora(rank=4, targets=("q_proj", *(f"experts.{n}_proj" for n in EACH)))},
     },
     "lora_mtp": {"model": {"mtp_layers": 1}, "train": {"lora": Lora(rank=4), "init_from": "hf:x"}},
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},

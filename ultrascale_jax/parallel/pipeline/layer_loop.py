@@ -52,8 +52,8 @@ class _Layer(NamedTuple):
     """One layer of this rank, as a pass of a tick runs it."""
 
     params: Tree
-    """Its parameters; of stacks that it is not in, another layer's. Those that it reads itself are zeros, shaped like
-    the sums of their gradients, if they have any."""
+    """Its parameters; of stacks that it is not in, another layer's. Parameters that it reads itself are zeros, shaped
+    like the sums of their gradients, if they have any."""
     args: tuple
     """Its other arguments: context, number, and the rows that it reads itself."""
     rows: list

@@ -34,7 +34,7 @@ class Passes:
     input_gradients: float
     """Products of the backward pass that give the gradients of inputs."""
     weight_gradients: float
-    """Those that give the gradients of weights; with adapters of theirs alone."""
+    """Products that give the gradients of weights; with adapters of theirs alone."""
     attention: float
     attention_backward: float
     traffic: float

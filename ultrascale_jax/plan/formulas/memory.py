@@ -162,7 +162,7 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 
     zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers each
     layer, of shards that are cast once, unless each layer sums its gradients in float32. Only zero 2 and 3 shard the
-    sums. What rests in the type of compute needs no cast.
+    sums. Parameters that rest in the type of compute need no cast.
     """
     several, trained = run.microbatches > 1, not run.adapter_params
     width = 4 if run.precision == "fp32" else 2

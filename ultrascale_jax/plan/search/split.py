@@ -1,6 +1,6 @@
 """Find the fewest layers for which a policy of recomputation has to hold beside a faster one.
 
-Of the policies of a mesh the one that fits with gigabytes to spare is often the neighbour of one that misses by a few.
+The policy that fits a mesh with gigabytes to spare is often the neighbour of one that misses by a few.
 Memory is linear in the number of layers under either (`Run.by_policy`), so the number follows from two sums of bytes.
 """
 
