@@ -181,7 +181,7 @@ class SearchReport:
         return Clouds(
             name="search",
             title=f"Candidates: {self.label}",
-            caption=f"{self.search.answer}. The table alone has candidates that need more than {NEAR} times the memory.",
+            caption=f"{self.search.answer}. Only the table has what needs more than {NEAR} times the memory.",
             hollow="by formulas; filled: compiled",
             panels={"": Cloud(**axes, groups=groups, **limit(self.search.cluster.gpu))},
         )
