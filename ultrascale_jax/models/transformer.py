@@ -285,14 +285,16 @@ class Transformer(nnx.Module):
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
     ) -> jax.Array:
-        """Return logits `[B, T, V]` float32, unsharded, of sequences in natural order: for tests and small models;
-        training uses `loss`."""
+        """Return logits `[B, T, V]` float32 of sequences in natural order: for tests and small models; training uses
+        `loss`. A padded vocabulary is gathered, and cut to its words."""
         inputs = LayerInputs.of(
             self.cfg, positions_BT, segment_ids_BT, context=NATURAL, dtype=dtype
         )
         x_BTD = gather_sequence(self(tokens_BT, inputs).x_BRD, "V")
-        logits_BTV = self.unembed(x_BTD, self.head_weight(dtype))
-        return place(logits_BTV, act("BT_"))[..., : self.cfg.vocab_size]
+        logits_BTV, words = self.unembed(x_BTD, self.head_weight(dtype)), self.cfg.vocab_size
+        if logits_BTV.shape[-1] == words:
+            return logits_BTV
+        return place(logits_BTV, act("BT_"))[..., :words]
 
     def unembed(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
         """Return logits `[B, T, V]` float32 of hidden states after the final norm: of `logits` and `generate`."""

@@ -29,7 +29,7 @@ from ultrascale_jax.launch.run_files import METRICS, write_atomic
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens"),
     *("tokens_per_s", "step_s", "tflops_per_device", "mfu", "hbm_gib"),
-    "mtp_loss",
+    *("mtp_loss", "hard_loss", "divergence"),
     *("pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
     *("logp_chosen", "logp_rejected"),
     *("moe_entropy", "moe_load", "moe_max_load", "loss_scale", "spike", "skipped"),
