@@ -104,9 +104,9 @@ def prefetch_scan(
       x: the first layer's input, one array.
       gather: `(params[, constants]) -> gathered` of one layer: its all-gathers, whose transpose is the reduce-scatters.
         On an Explicit mesh `jax.reshard(p, P(None, None))`, or `P(None, None, reduced={axis})` if p is in products
-        only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`. An
-        array that follows from the constants alone has no gradient: frozen parameters are constants.
-      constants: a tree with a leading dim of layers, of any types, whose gradient must not be asked for.
+        only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`.
+      constants: a tree with a leading dim of layers, of any types, as of frozen parameters, whose gradient must not be
+        asked for: no gathered array that follows from it alone has one.
       context: a tree that every layer gets, whose gradient must not be asked for.
       leave_sums: `params -> params` of one layer, typed so that the transpose of `gather` leaves sums over replicas to
         the transpose of this. Without it the transpose of `gather` sums over them too.
@@ -124,12 +124,10 @@ def prefetch_scan(
         `context` is asked for.
     """
     _check_options(layer, gather, lowering, offload)
-    num = _num_layers(params, constants)
     constants = _without_gradient("constants", constants)
     context = _without_gradient("context", context)
     functions = _as_layer(layer, gather, leave_sums)
-    trained = _trained(functions.gather, read_row(params, 0), read_row(constants, 0))
-    scan = _Scan(functions, num, trained, lowering, offload, waits)
+    scan = _Scan(functions, (params, constants), lowering, offload, waits)
 
     @jax.custom_vjp
     def scanned(params, constants, x, context):
@@ -214,20 +212,21 @@ def _trained(gather: Callable[[Any, Any], Any], row: Any, constant: Any) -> list
 
 
 class _Scan:
-    """Forward and backward pass of `num` layers; `trained` says which gathered arrays have gradients."""
+    """Forward and backward pass of all layers."""
 
     def __init__(
         self,
         layer: _Layer,
-        num: int,
-        trained: list[bool],
+        stacks: tuple[Any, Any],
         lowering: Lowering,
         offload: Collection[str],
         waits: bool,
     ):
-        self.layer, self.num, self.trained = layer, num, trained
+        """`stacks` are parameters and constants of all layers; only their types matter."""
+        self.layer, self.num = layer, _num_layers(*stacks)
+        self.trained = _trained(layer.gather, *read_row(stacks, 0))
         self.offload, self.waits = offload, waits
-        self.loop, self.delay = RowLoop(num, lowering), lowering.delay
+        self.loop, self.delay = RowLoop(self.num, lowering), lowering.delay
 
     def forward(self, params, constants, x, context, *, keep: bool):
         """Return the results of `prefetch_scan`, and the residuals of the backward pass."""
