@@ -224,7 +224,6 @@ def test_a_layers_parameters_wait_once_for_the_hops_unless_others_share_their_st
 
     assert gather_s(tp=8) > 3 * gather_s(sp=8)
     assert gather_s(cp=8) > gather_s(dp=8)
-    assert gather_s(lora=Lora(rank=1), sp=8) > 3 * gather_s(sp=8)
 
 
 def test_a_norm_behind_the_mlp_repeats_its_product_unless_that_is_kept():

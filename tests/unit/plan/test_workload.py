@@ -118,7 +118,6 @@ def test_a_rank_holds_as_many_layers_as_the_fullest(layers, virtual, chunk, rank
     [
         ({"pp": {"schedule": "interleaved"}, "microbatches": 3}, "train.microbatches=3"),
         ({"pp": {"schedule": "dualpipe_v"}, "microbatches": 4}, "train.microbatches=4"),
-        ({"model": {"vocab_size": 128258}}, "model.vocab_size=128258"),
         ({"model": {"num_layers": 3}}, "model.num_layers=3"),
     ],
 )
