@@ -131,6 +131,8 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
     If all forward passes come first, the sums of the layers' gradients are not there yet in the loss.
     """
     summed, head = _fixed(run)
+    if run.head_modules:
+        head = _with_modules(run, head, layer)
     living = summed | ring_buffers(run, layer)
     loss = living | head
     if not overlaps_passes(run):
@@ -173,15 +175,19 @@ def _head(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count the loss: a chunk of logits' exponentials, the head and its gradient, the embedding."""
     a, (chunks, exponentials) = layer.width, loss_chunks(run)
     gathers = 2 if run.zero == 3 and run.shards > 1 else 0
-    parts = {
+    return {
         "communication buffers": gathers * a * weights.table,
         "gradients": (4 if chunks > 1 else a) * weights.table * (not run.adapter_params),
         "activations: logits": exponentials,
         "workspace": 4 * a * layer.whole,
     }
-    if run.head_modules:
-        last = run.by_policy[-1][0]
-        kept = sum(kept_bytes([(last, 1)], layer).values()) + mtp_saved_bytes(last, layer)
-        parts["activations: mtp"] = run.head_modules * kept
-        parts["workspace"] += working_set(last, layer)
-    return parts
+
+
+def _with_modules(run: Run, head: dict[str, float], layer: Layer) -> dict[str, float]:
+    """Return `head` with the modules of `model.mtp_layers`, which have the last layer's policy."""
+    last = run.by_policy[-1][0]
+    kept = sum(kept_bytes([(last, 1)], layer).values()) + mtp_saved_bytes(last, layer)
+    return head | {
+        "activations: mtp": run.head_modules * kept,
+        "workspace": head["workspace"] + working_set(last, layer),
+    }
