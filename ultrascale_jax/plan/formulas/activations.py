@@ -107,7 +107,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """
     a, i, policy = layer.width, layer.input_width, run.policy
     residual = layer.residual
-    held = _attention_bytes(run, layer)
+    held = _attention_bytes(run)
     mlp = 2 * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
     on_host = "layer_input" in remat_names(policy)[1]
@@ -134,7 +134,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, float]:
     """Count the bytes of a dense layer's tensors of these names, by kind; `mlp_out` where a norm reads it."""
-    a, attention = layer.width, _attention_bytes(run, layer)
+    a, attention = layer.width, _attention_bytes(run)
     normed = ("attn_norm", "mlp_norm", *(["mlp_out"] * (run.shape.norm_placement != "pre")))
     return {
         "attention": sum(attention.get(name, 0) for name in names),
@@ -143,8 +143,10 @@ def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, floa
     }
 
 
-def _attention_bytes(run: Run, layer: Layer) -> dict[str, float]:
+@of_sizes
+def _attention_bytes(run: Run) -> dict[str, float]:
     """Count the bytes of the named tensors of a mean layer's attention."""
+    layer = layer_of(run)
     a, query, key, share = layer.width, layer.query, layer.key, run.shape.linear_share
     full = {
         "q": a * query,
@@ -160,7 +162,7 @@ def _attention_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 def _products_of_attention(run: Run, layer: Layer) -> float:
     """Count the bytes of a mean layer's attention that `dots` keeps: products with parameters, and its result."""
-    held, share = _attention_bytes(run, layer), run.shape.linear_share
+    held, share = _attention_bytes(run), run.shape.linear_share
     in_memory = (1 - share) * layer.width * layer.query
     # Scores in memory are computed again, and attention's result with them.
     return sum(held.values()) - (0 if layer.statistics else in_memory)
@@ -173,7 +175,7 @@ def _whole_attention(run: Run, layer: Layer) -> float:
     scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
     quantized = query if run.precision == "fp8" else 0
     gates = 8 * query * run.shape.output_gate
-    named = sum(_attention_bytes(run, layer).values()) - a * layer.residual
+    named = sum(_attention_bytes(run).values()) - a * layer.residual
     full = quantized + qk_norms + scores + gates
     return named + (1 - share) * full + share * linear_attention.unnamed_bytes(run, a)
 

@@ -88,9 +88,7 @@ def _fixed(run: Run) -> tuple[dict[str, float], dict[str, float]]:
 def least_bytes(run: Run) -> float:
     """Count the bytes of `run` that no micro-batch and no recomputation changes: a lower bound of the peak."""
     weights = weights_of(run)
-    living = (
-        pipeline_memory.sums(run, weights, layer_of(run)) if run.mesh.pp > 1 else sums(run, weights)
-    )
+    living = pipeline_memory.sums(run) if run.mesh.pp > 1 else sums(run, weights)
     return sum(_fixed(run)[0].values()) + sum(living.values())
 
 

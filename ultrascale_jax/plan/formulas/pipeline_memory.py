@@ -31,8 +31,10 @@ from ultrascale_jax.plan.formulas.parameters import (
 from ultrascale_jax.plan.workload import Run, of_sizes
 
 
-def sums(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+@of_sizes
+def sums(run: Run) -> dict[str, float]:
     """Count parameters in the type of compute, gathered once a step with zero < 3, and float32 sums of gradients."""
+    weights, layer = weights_of(run), layer_of(run)
     whole = weights.blocks + weights.tables
     # The base of adapters rests in the type of compute.
     cast = (run.precision != "fp32" and not run.adapter_params) or 0 < run.zero < 3
@@ -130,10 +132,10 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 
     If all forward passes come first, the sums of the layers' gradients are not there yet in the loss.
     """
-    summed, head = _fixed(run)
+    head = _head(run)
     if run.head_modules:
         head = _with_modules(run, head, layer)
-    living = summed | ring_buffers(run, layer)
+    living = sums(run) | ring_buffers(run, layer)
     loss = living | head
     if not overlaps_passes(run):
         tables = (
@@ -143,13 +145,6 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
         )
         loss["accumulation buffer"] = 4 * tables * (not run.adapter_params)
     return [living | _layers(run, weights, layer), loss]
-
-
-@of_sizes
-def _fixed(run: Run) -> tuple[dict[str, float], dict[str, float]]:
-    """Count what neither recomputation nor stash changes: the sums, and what the loss adds."""
-    weights, layer = weights_of(run), layer_of(run)
-    return sums(run, weights, layer), _head(run, weights, layer)
 
 
 def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
@@ -171,13 +166,14 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     }
 
 
-def _head(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+@of_sizes
+def _head(run: Run) -> dict[str, float]:
     """Count the loss: a chunk of logits' exponentials, the head and its gradient, the embedding."""
-    a, (chunks, exponentials) = layer.width, loss_chunks(run)
-    gathers = 2 if run.zero == 3 and run.shards > 1 else 0
+    layer, table, (chunks, exponentials) = layer_of(run), weights_of(run).table, loss_chunks(run)
+    a, gathers = layer.width, 2 if run.zero == 3 and run.shards > 1 else 0
     return {
-        "communication buffers": gathers * a * weights.table,
-        "gradients": (4 if chunks > 1 else a) * weights.table * (not run.adapter_params),
+        "communication buffers": gathers * a * table,
+        "gradients": (4 if chunks > 1 else a) * table * (not run.adapter_params),
         "activations: logits": exponentials,
         "workspace": 4 * a * layer.whole,
     }
