@@ -170,6 +170,10 @@ def test_limits_are_told_with_commands_that_reach_them(capsys, tmp_path):
     held = ["--mesh", "sp=1,fsdp=-1", "--figure", str(tmp_path / "limits.png")]
     assert "fewest GPUs on this mesh" in text(capsys, *run, *held)
     assert (tmp_path / "limits.png").read_bytes()[:4] == b"\x89PNG"
+    _, sure, *_, moved = answer(capsys, "llama3_8b", "--gpus", "1", "--explain", "limits")[
+        "limits"
+    ]["limits"]
+    assert (sure["gpus"], moved["gpus"]) == (3, 2) and "--optim.offload both" in moved["command"]
 
 
 def test_the_ranks_of_a_pipeline_use_what_they_keep_in_flight(capsys):

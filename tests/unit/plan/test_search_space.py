@@ -17,6 +17,7 @@ from ultrascale_jax.config import (
     Lora,
     MeshConfig,
     UserError,
+    offloads,
     remat_names,
     with_changes,
 )
@@ -144,6 +145,8 @@ def test_layers_offload_what_the_host_has_the_memory_for():
     # An expert has a rank for itself, or two share one.
     assert {remat for remat, _ in offloaded(mixtral, usual, "ep")} == set(OFFLOADED_EXPERTS)
     assert not offloaded(mixtral, usual, "ep", 4)
+    alone = enumerate_runs(llama3_8b, cluster(1), {}).runs
+    assert {run.zero for run in alone if offloads(run.remat)} == {3} < {run.zero for run in alone}
     adapters = dataclasses.replace(
         llama3_8b.train, lora=Lora(rank=16), init_from="hf:folder", remat="full", microbatches=1
     )

@@ -1,5 +1,6 @@
 """Answer `plan memory --explain limits`: the fewest GPUs and the longest sequences that fit."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,12 @@ from ultrascale_jax.plan.hardware import Cluster, find_cluster
 from ultrascale_jax.plan.report.limits import Limit, LimitsReport
 from ultrascale_jax.plan.search import limits
 from ultrascale_jax.plan.search.limits import Reach
-from ultrascale_jax.plan.search.search_space import Choices, named_choices
+from ultrascale_jax.plan.search.search_space import (
+    Choices,
+    named_choices,
+    optimizer_options,
+    with_moments_on_host,
+)
 from ultrascale_jax.plan.workload import Run
 
 
@@ -28,14 +34,37 @@ class Question:
     options: common.Options
     """They name the fields that stay."""
     cluster: Cluster
+    resort: str = ""
+    """Options of the optimizer that are named and not chosen."""
 
     def answer(self) -> LimitsReport:
         """Find the limits; stderr shows the progress."""
         with output.working("looking for the fewest GPUs") as tell:
-            fewest = self._fewest(tell)
-            this_mesh, length = self._longest_on_this_mesh()
-            any_mesh = self._longest_on_any_mesh(length, tell)
-        return LimitsReport(limits=[*fewest, this_mesh, any_mesh])
+            fewest, longest = self._fewest(tell), self._longest(tell)
+            found = [*fewest, *longest, *self._with_moments_on_host(fewest[-1], longest[-1], tell)]
+        return LimitsReport(limits=found)
+
+    def _longest(self, tell: output.Tell) -> list[Limit]:
+        """Return the longest sequences on this mesh and on any."""
+        this_mesh, length = self._longest_on_this_mesh()
+        return [this_mesh, self._longest_on_any_mesh(length, tell)]
+
+    def _with_moments_on_host(
+        self, fewest: Limit, longest: Limit, tell: output.Tell
+    ) -> list[Limit]:
+        """Return the limits with moments in the host's memory, where only they fit: on fewer GPUs, or at any length."""
+        requested, chosen = map(with_moments_on_host, (self.requested, self.chosen))
+        if requested is None or chosen is None:
+            return []
+        resort = optimizer_options(self.requested, requested)
+        other = dataclasses.replace(self, requested=requested, chosen=chosen, resort=resort)
+        fewer = other._fewest(tell)[-1:]
+        lengths = [] if longest.step else other._longest(tell)
+        most = fewest.step.run.num_gpus if fewest.step else float("inf")
+        return [
+            *(found for found in fewer if found.step and found.step.run.num_gpus < most),
+            *(found for found in lengths if found.step),
+        ]
 
     def _named(self, num_gpus: int, *, mesh: bool) -> Choices:
         """Return the fields that the command line names as choices, with `--mesh` or without."""
@@ -99,6 +128,7 @@ class Question:
         return self._limit(question, reach, "no length fits")
 
     def _limit(self, question: str, reach: Reach | None, tried: str) -> Limit:
+        question += f", {self.resort}" * bool(self.resort)
         if reach is None:
             return Limit(question=question, step=None, tried=tried)
         command = train_command(self.options.recipe, reach.config)

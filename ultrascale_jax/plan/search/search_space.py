@@ -415,10 +415,14 @@ _train = cache(changed_train)
 
 
 def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int]]:
-    """Return global batches, ZeRO stages and micro-batches, without two names for one run where neither is pinned."""
+    """Return global batches, ZeRO stages and micro-batches, without two names for one run where neither is pinned.
+
+    On one GPU ZeRO-3 is another run: its layers take turns in the way that offloading asks for.
+    """
     zeros = sorted(choices.get("zero", (0, 1, 2, 3)))
     if mesh.shards == 1:
-        zeros = zeros[:1]
+        alone = all(size == 1 for size in mesh.sizes.values())
+        zeros = [zero for zero in zeros if zero == zeros[0] or (zero == 3 and alone)]
     elif mesh.fsdp > 1 and "fsdp" not in choices:
         zeros = [zero for zero in zeros if zero]
     return [
