@@ -154,7 +154,7 @@ SEVEN_AXES = Row("experts", "pp dp fsdp ep cp sp tp", schedule="afab", remat="fu
 
 ROWS: tuple[Row, ...] = (
     Row("sinks", "pp fsdp cp", schedule="afab", strategy="allgather", zero=2, remat="full", lora=True),
-    Row("qwen3_next", "pp fsdp cp", schedule="afab", strategy="ring", zero=1, remat="selective", plain=True),
+    Row("qwen3_next", "pp fsdp cp", schedule="afab", strategy="ring", zero=1, remat="selective", plain=True, lora=True),
     Row("deepseek", "pp fsdp cp", schedule="afab", strategy="ulysses", zero=0),
     Row("latent", "pp fsdp cp", strategy="allgather", zero=2, remat="dots"),
     Row("sinks", "pp cp tp", strategy="ring", zero=0, remat="full", plain=True),
@@ -233,7 +233,7 @@ NIGHTLY_ROWS: tuple[Row, ...] = (
     Row("sinks", "cp dp ep", "fp8", remat="dots", microbatches=2, lora=True),
     Row("sinks", "cp fsdp sp", "fp8_rowwise", strategy="ulysses", zero=2, remat="dots", microbatches=2, lora=True),
     Row("latent", "ep sp tp", "fp8_rowwise", microbatches=2),
-    Row("linear", "cp fsdp", "bf16", remat="full"),
+    Row("linear", "cp fsdp", "bf16", remat="full", lora=True),
     Row("latent", "cp dp sp", "fp8_block", zero=1, microbatches=2),
     Row("sinks", "cp dp ep", "fp8_block", strategy="ring", zero=1, remat="full", plain=True, microbatches=2, lora=True),
 )  # fmt: skip

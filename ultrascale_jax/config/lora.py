@@ -8,12 +8,15 @@ from ultrascale_jax.config.section import NonNegative, Section, between
 
 Target = Literal[
     "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-    "o_proj", "gate_proj", "up_proj", "down_proj",
+    "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkvz", "in_proj_ba", "out_proj",
     "experts.gate_proj", "experts.up_proj", "experts.down_proj",
 ]  # fmt: skip
 """Projections that can have an adapter, by the names of Hugging Face and PEFT; `experts.`: those of routed experts."""
 
 TARGETS: tuple[Target, ...] = get_args(Target)
+
+LINEAR: tuple[Target, ...] = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+"""Projections of linear attention."""
 
 ROUTED = "experts."
 """Prefix of the projections of routed experts."""
@@ -70,12 +73,15 @@ class Lora(Section, name="train.lora"):
 
 def projections(model: ModelConfig) -> tuple[Target, ...]:
     """Return the projections of a model that can have an adapter."""
-    names = {"o_proj"}
-    if model.latent is None:
-        names |= {"q_proj", "k_proj", "v_proj"}
-    else:
+    names = set()
+    mixers = {model.mixer(layer) for layer in range(model.num_layers)}
+    if "linear" in mixers:
+        names |= set(LINEAR)
+    if "attention" in mixers:
+        names |= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if model.latent is not None:
         names |= {"q_a_proj", "q_b_proj"} if model.latent.q_rank else {"q_proj"}
-        names |= {"kv_a_proj_with_mqa", "kv_b_proj"}
+        names |= {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     if model.dense_layers or model.experts is None or model.experts.shared:
         names |= {"gate_proj", "up_proj", "down_proj"}
     if model.experts is not None:

@@ -166,8 +166,6 @@ class Config(Section, name=""):
         model, train, data = self.model, self.train, self.data
         beta, mtp = "train.dpo.beta", "model.mtp_layers"
         if train.lora.enabled:
-            fix = "adapters are not for models with model.linear; train all parameters"
-            self.require(model.linear is None, "train.lora.rank", fix)
             routed = any(name.startswith(ROUTED) for name in train.lora.targets_of(model))
             if routed and self.kernels.grouped_matmul == "mosaic":
                 self.refuse(

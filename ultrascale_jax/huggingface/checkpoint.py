@@ -393,12 +393,15 @@ def _stored(
             where = (rows[where[0]][1], *where[1:])
         parts.append(gather(arrays[ours], where, table[ours], dtype))
     tensor = table[places[0][0]]
-    if tensor.heads > 1:
-        heads = [part.reshape(tensor.heads, -1, *part.shape[1:]) for part in parts]
-        return np.concatenate(heads, axis=1).reshape(tensor.shape)
     if tensor.part is None or tensor.rows:
-        return np.concatenate(parts)
+        return join_rows(tensor, parts)
     return np.stack(parts, axis=-1).reshape(tensor.shape)
+
+
+def join_rows(tensor: Tensor, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the rows of the parameters that share a tensor as it has them: one below the other, or so in each head."""
+    heads = [part.reshape(tensor.heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(heads, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from ultrascale_jax.kernels.attention import attention
 from ultrascale_jax.models.fp8 import Fp8Weight
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
-from ultrascale_jax.models.linear import add_adapter, linear, map_columns
+from ultrascale_jax.models.linear import linear, map_columns
 from ultrascale_jax.models.projections import projections
 from ultrascale_jax.models.rotary import rotate
 from ultrascale_jax.parallel.adapted import base_of
@@ -92,14 +92,9 @@ class Attention(nnx.Module):
             local_heads = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
             weights.append(map_columns(local_heads, getattr(self, f"w_{name}")[...]))
         dims = [f"BTD,D{letter}H->BT{letter}H" for letter in heads]
-        bases = [base_of(weight) for weight in weights]
-        arrays = [base for base in bases if not isinstance(base, Fp8Weight)]
-        if len(arrays) == len(bases):
-            products = projections(x_BTD, arrays, heads)
-        else:
-            products = [linear(d, x_BTD, base) for d, base in zip(dims, bases, strict=True)]
-        parts = zip(dims, products, weights, strict=True)
-        return [add_adapter(d, y, x_BTD, weight) for d, y, weight in parts]
+        if any(isinstance(base_of(weight), Fp8Weight) for weight in weights):
+            return [linear(d, x_BTD, weight) for d, weight in zip(dims, weights, strict=True)]
+        return projections(x_BTD, weights, heads)
 
     def _complete(self, y: jax.Array, name: str, heads: str) -> jax.Array:
         """Add the bias to queries, keys or values, and normalise them, where the model has that."""

@@ -16,22 +16,29 @@ from flax import nnx
 from ultrascale_jax.config import require
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.models.attention import Attention
+from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.fp8 import is_variable
+from ultrascale_jax.models.layer_group import Row, layers_of
 from ultrascale_jax.models.layers import MLP
+from ultrascale_jax.models.linear_attention import LinearAttention
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, SharedExperts
 from ultrascale_jax.models.transformer import stacked
 from ultrascale_jax.sharding.rules import out_sharding, specs, stored_spec
 
 PLACES: dict[str, tuple[str, ...]] = {
-    **{f"{name}_proj": (f"attn.w_{name}",) for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")},
+    "q_proj": ("attn.w_q", "attn.w_gate"),
+    **{f"{name}_proj": (f"attn.w_{name}",) for name in ("k", "v", "o", "q_a", "q_b", "kv_b")},
     "kv_a_proj_with_mqa": ("attn.w_kv_a",),
     **{
         f"{name}_proj": (f"mlp.w_{name}", f"moe.shared.w_{name}") for name in ("gate", "up", "down")
     },
+    "in_proj_qkvz": tuple(f"linear.w_{name}" for name in "qkvz"),
+    "in_proj_ba": ("linear.w_b", "linear.w_a"),
+    "out_proj": ("linear.w_o",),
     **{f"experts.{name}_proj": (f"moe.w_{name}",) for name in ("gate", "up", "down")},
 }
-"""Paths in a block of the weights of each target."""
+"""Paths in a block of the weights of each target; `linear` is its `attn` where that is linear attention."""
 
 
 class Adapter(nnx.Module):
@@ -97,20 +104,29 @@ def places(model: Any, targets: Iterable[str] = tuple(PLACES)) -> Iterator[Place
     """Yield the weights of these targets in the layers of a model, those of `model.mtp_layers` too."""
     blocks = {f"stacks.{i}": stack for i, stack in enumerate(model.stacks)}
     blocks |= {f"mtp.{i}.block": module.block for i, module in enumerate(getattr(model, "mtp", ()))}
-    for path, block in blocks.items():
-        yield from block_places(block, path, targets)
+    for path, row in blocks.items():
+        yield from row_places(row, path, targets)
 
 
-def block_places(block: Any, path: str, targets: Iterable[str]) -> Iterator[Place]:
-    """Yield the weights of these targets in a block that has this path in the model."""
-    for target in targets:
-        for place in PLACES[target]:
-            outer, _, name = place.rpartition(".")
-            module = block
-            for part in outer.split("."):
-                module = getattr(module, part, None)
-            if hasattr(module, name):
-                yield Place(target, f"{path}.{place}", module, name)
+def row_places(row: Row, path: str, targets: Iterable[str]) -> Iterator[Place]:
+    """Yield the weights of these targets in a row of a stack that has this path in the model."""
+    for depth, block in enumerate(layers_of(row)):
+        inner = path if block is row else f"{path}.layers.{depth}"
+        for target in targets:
+            yield from _block_places(block, inner, target)
+
+
+def _block_places(block: Block, path: str, target: str) -> Iterator[Place]:
+    other = "attn" if isinstance(block.attn, LinearAttention) else "linear"
+    for place in PLACES[target]:
+        outer, _, name = place.rpartition(".")
+        if outer == other:
+            continue
+        outer, module = outer.replace("linear", "attn"), block
+        for part in outer.split("."):
+            module = getattr(module, part, None)
+        if hasattr(module, name):
+            yield Place(target, f"{path}.{outer}.{name}", module, name)
 
 
 def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
@@ -119,16 +135,16 @@ def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
     targets = lora.targets_of(typed.cfg)
     k_stacks, k_modules = jax.random.split(key)
 
-    def make(block: Any, key: jax.Array) -> dict[str, Adapter]:
-        found = list(block_places(block, "", targets))
+    def make(row: Row, key: jax.Array) -> dict[str, Adapter]:
+        found = list(row_places(row, "", targets))
         keys = jax.random.split(key, len(found))
         return {p.path: Adapter(p.weight, lora, k) for p, k in zip(found, keys, strict=True)}
 
-    def add(block: Any, adapters: dict[str, Adapter]) -> None:
-        for place in block_places(block, "", targets):
+    def add(row: Row, adapters: dict[str, Adapter]) -> None:
+        for place in row_places(row, "", targets):
             module = place.module
             fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
-            built_in = type(module) in (Attention, MLA, MLP, MoE, SharedExperts)
+            built_in = type(module) in (Attention, MLA, LinearAttention, MLP, MoE, SharedExperts)
             require(built_in, "train.lora.targets", place.target, fix)
             if not hasattr(module, "lora"):
                 module.lora = Adapters()

@@ -12,13 +12,15 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.kernels.device import match_vma
+from ultrascale_jax.models.linear import Weight, add_adapter
+from ultrascale_jax.parallel.adapted import base_of
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import PRODUCT
 from ultrascale_jax.sharding.rules import act, specs
 
 
-def projections(x_BTD: jax.Array, weights: Sequence[jax.Array], heads: str) -> list[jax.Array]:
-    """Multiply `[B, T, D]` by each of `weights`, `[D, heads, H]`; return `[B, T, heads, H]` of each.
+def projections(x_BTD: jax.Array, weights: Sequence[Weight], heads: str) -> list[jax.Array]:
+    """Multiply `[B, T, D]` by each of `weights`, `[D, heads, H]`, none in fp8; return `[B, T, heads, H]` of each.
 
     `heads` has the letter of each weight's heads.
     """
@@ -26,10 +28,13 @@ def projections(x_BTD: jax.Array, weights: Sequence[jax.Array], heads: str) -> l
     def run(*arrays):
         return _products(*match_vma(*arrays))
 
-    operands = x_BTD, *weights
+    operands = x_BTD, *map(base_of, weights)
     split = tuple(act(f"BT{letter}H") for letter in heads)
     results = smap(run, in_specs=specs(operands), out_specs=split)(*operands)
-    return [checkpoint_name(y, PRODUCT) for y in results]
+    return [
+        add_adapter(f"BTD,D{letter}H->BT{letter}H", checkpoint_name(y, PRODUCT), x_BTD, weight)
+        for letter, y, weight in zip(heads, results, weights, strict=True)
+    ]
 
 
 @jax.custom_vjp

@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.config.lora import ROUTED, Lora, Target
+from ultrascale_jax.config.lora import LINEAR, ROUTED, Lora, Target
 from ultrascale_jax.config.model import FeedForward
 
 MLP_MATRICES = 3
@@ -203,11 +203,15 @@ def _of(model: ModelConfig) -> ModelShape:
     return ModelShape(**fields)
 
 
+type Kind = FeedForward | Literal["full", "linear"]
+"""Layers with a feed-forward layer of this kind, or with linear attention or another one."""
+
+
 class AdapterSide(NamedTuple):
     """A or B of one weight of a layer."""
 
-    of: FeedForward | None
-    """Kind of the layers that have it; none: all."""
+    of: Kind
+    """Kind of the layers that have it."""
     num_params: int
     by_tensor: bool
     """Whether the tensor group splits it, as the base's dim that it has."""
@@ -221,8 +225,8 @@ class AdaptedWeight(NamedTuple):
     """A weight of a layer that has an adapter, or that of all routed experts."""
 
     target: Target
-    of: FeedForward | None
-    """Kind of the layers that have it; none: all."""
+    of: Kind
+    """Kind of the layers that have it."""
     copies: int
     """Experts that have one each; 1: it is none of theirs."""
     rows: tuple[int, str]
@@ -269,7 +273,14 @@ def _bases(shape: ModelShape, target: Target) -> list[tuple]:
         attention["kv_a_proj_with_mqa"] = model, (latent.kv_rank + latent.rope_dim, "whole")
         attention["kv_b_proj"] = of_key, (heads * both, "tensor")
     if target in attention:
-        return [(None, 1, *attention[target])]
+        gates = shape.output_gate and target == "q_proj"
+        return [("full", 1, *attention[target])] * (1 + gates)
+    if target in LINEAR and shape.linear is not None:
+        keys, values = ((width, "tensor") for width in shape.linear_widths)
+        gates = shape.linear.value_heads, "tensor"
+        columns = {"in_proj_qkvz": (keys, keys, values, values), "in_proj_ba": (gates, gates)}
+        into = [(model, width) for width in columns.get(target, ())] or [(values, model)]
+        return [("linear", 1, *sides) for sides in into]
     order = -1 if target.endswith("down_proj") else 1
     widths = [("mlp", 1, shape.d_ff), ("moe", 1, shape.shared_width)]
     if target.startswith(ROUTED) and shape.experts is not None:
@@ -281,7 +292,8 @@ def adapter_params(model: ModelConfig, lora: Lora, *, active: bool = False) -> i
     """Count the parameters of the adapters that `train.lora` gives a model, or those `active` for one token; 0
     without."""
     shape = ModelShape.of(model)
-    rows = {"mlp": shape.layers - shape.moe_layers, "moe": shape.moe_layers, None: shape.layers}
+    rows = {"mlp": shape.layers - shape.moe_layers, "moe": shape.moe_layers}
+    rows |= {"full": shape.layers - shape.linear_layers, "linear": shape.linear_layers}
     total = 0
     for side in adapter_sides(model, lora):
         count = rows[side.of] * side.num_params

@@ -92,8 +92,15 @@ def test_an_export_merges_them_or_has_them_as_peft_names_them(run_dir, tmp_path,
     assert not adapters
     assert "already holds something" in refused(capsys, "convert-hf", run, peft, "--adapters")
     cfg, adapted = load_params(run, make_mesh(MeshConfig(), jax.devices()[:1]), merge=False)
-    with pytest.raises(UserError, match=r"targets='q_proj': lies in model.*qkv_proj.* of phi3"):
-        save_adapters(adapted, cfg.model, cfg.train.lora, peft / "x", base="", model_type="phi3")
+    save_adapters(adapted, cfg.model, cfg.train.lora, tmp_path / "phi3", base="", model_type="phi3")
+    stem = "base_model.model.model.layers.0.self_attn"
+    of_queries = load_file(peft / "adapter_model.safetensors")[f"{stem}.q_proj.lora_B.weight"]
+    joined = load_file(tmp_path / "phi3/adapter_model.safetensors")[
+        f"{stem}.qkv_proj.lora_B.weight"
+    ]
+    queries, others = np.split(joined, [len(of_queries)])
+    np.testing.assert_array_equal(queries, of_queries)
+    assert len(others) and not others.any()
 
 
 def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):

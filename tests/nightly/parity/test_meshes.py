@@ -20,6 +20,7 @@ from ultrascale_jax.config import (
     Experts,
     Keep,
     LatentAttention,
+    LinearAttention,
     Lora,
     MeshConfig,
     ModelConfig,
@@ -127,6 +128,17 @@ FAMILIES = {
         | {"lora": Lora(rank=4, targets=("q_proj", *(f"experts.{n}_proj" for n in EACH)))},
     },
     "lora_mtp": {"model": {"mtp_layers": 1}, "train": {"lora": Lora(rank=4), "init_from": "hf:x"}},
+    "lora_qwen3_next": {
+        "model": {
+            "num_layers": 4,
+            "full_attention_every": 2,
+            "linear": LinearAttention(key_heads=4, value_heads=8, key_dim=4, value_dim=6),
+            "output_gate": True,
+            "qk_norm": "head",
+            "experts": Experts(num=4, top_k=2, d_ff=8, shared=1, shared_gate=True),
+        },
+        "train": {"lora": Lora(rank=4), "init_from": "hf:x"},
+    },
     "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
     # Two modules, with a window and without positions, as the last layer; z_loss is that of their logits too.
     "gemma3_mtp": {
@@ -174,6 +186,10 @@ TABLE = {
     "pp2_cp2_tp2_dpo_lora": ({"pp": 2, "cp": 2, "tp": 2}, {"remat": "full"}, "dpo_lora"),
     "pp2_dp2_cp2_ipo_zero2": ({"pp": 2, "dp": 2, "cp": 2}, {"zero": 2}, "ipo_tied"),
     "ep2_tp2_dpo_lora_experts": ({"ep": 2, "tp": 2}, {"microbatches": 1}, "dpo_lora_experts"),
+    "pp2_ep2_fsdp2_lora_qwen3_next": ({"pp": 2, "ep": 2, "fsdp": 2}, {}, "lora_qwen3_next"),
+    "fsdp2_ep2_tp2_lora_qwen3_next": (
+        {"fsdp": 2, "ep": 2, "tp": 2}, {"remat": "selective"}, "lora_qwen3_next",
+    ),
     "fsdp2_tp2_lora_mtp": ({"fsdp": 2, "tp": 2}, {}, "lora_mtp"),
     # Experts: tensors kept on the host, balance over a micro-batch, an exchange in two levels, groups of experts.
     "ep4_fsdp2_offloaded": (

@@ -27,10 +27,15 @@ MODULES = {
         *("mlp.down_proj", "shared_experts.down_proj", "gate_proj", "up_proj", "down_proj"),
     ],
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj", "w1", "w3", "w2"],
+    "qwen3_next": [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+        *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    ],
 }
 
 
-def config(family: str) -> Config:
+def configured(family: str) -> Config:
     model = read_config(HF / family)
     lora = Lora(rank=4, alpha=6.0, targets=projections(model))
     train = TrainConfig(precision="fp32", lora=lora, init_from="hf:x")
@@ -46,7 +51,7 @@ def random(tree):
 
 def exported(tmp_path: Path, family: str):
     """Export random adapters both ways; return the mesh, the adapters and the base."""
-    cfg = config(family)
+    cfg = configured(family)
     mesh = make_mesh(cfg.mesh, jax.devices()[:4])
     adapters = random(init_state(cfg, mesh, frozen=False).params)
     base = checkpoint.load(HF / family, abstract_state(cfg, mesh).frozen)
@@ -59,6 +64,7 @@ def exported(tmp_path: Path, family: str):
 @pytest.mark.parametrize("family", MODULES)
 def test_both_exports_have_each_adapter(tmp_path, family):
     exported(tmp_path, family)
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     found = load_file(tmp_path / "peft/adapter_model.safetensors")
     saved = stored(tmp_path / "full")
     assert len(found) == 2 * len({name for name in found if ".lora_A." in name})
@@ -66,16 +72,18 @@ def test_both_exports_have_each_adapter(tmp_path, family):
         stem = f"{PREFIX}{name.removesuffix('.weight')}"
         value = weight.astype(np.float32)
         if (a := found.pop(f"{stem}.lora_A.weight", None)) is not None:
-            value = value + 6 / 4 * found.pop(f"{stem}.lora_B.weight") @ a
+            rank = config["rank_pattern"].get(module := stem.rpartition(".")[2], 4)
+            scale = config["alpha_pattern"].get(module, 6) / rank
+            assert len(a) == rank
+            value = value + scale * found.pop(f"{stem}.lora_B.weight") @ a
         np.testing.assert_allclose(saved[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     assert not found
-    written = json.loads((tmp_path / "peft/adapter_config.json").read_text())
-    assert sorted(written["target_modules"]) == sorted(MODULES[family])
+    assert sorted(config["target_modules"]) == sorted(MODULES[family])
 
 
 def test_a_merged_export_has_the_logits_of_its_adapters(tmp_path):
     """Gradients of adapters of every model are those of merged weights (tests/parity/train_step/test_lora.py)."""
-    mesh, adapters, base = exported(tmp_path, "mixtral")
+    mesh, adapters, base = exported(tmp_path, "qwen3_next")
     ids = np.arange(48, dtype=np.int32).reshape(4, 12)
     places = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
 
@@ -91,7 +99,7 @@ def test_a_merged_export_has_the_logits_of_its_adapters(tmp_path):
 
 
 def test_experts_of_one_tensor_are_exported_merged(tmp_path):
-    cfg = config("gpt_oss")
+    cfg = configured("gpt_oss")
     mesh = make_mesh(cfg.mesh, jax.devices()[:4])
     adapters = init_state(cfg, mesh, frozen=False).params
     with (

@@ -15,6 +15,7 @@ from ultrascale_jax.config import (
     DataConfig,
     Experts,
     LatentAttention,
+    LinearAttention,
     MeshConfig,
     ModelConfig,
     TrainConfig,
@@ -89,7 +90,15 @@ DEEPSEEK = {
     **{"num_layers": 3, "num_kv_heads": 4, "head_dim": 12},
     **{"latent": LATENT, "experts": EXPERTS},
 }
+LINEAR = {
+    "num_layers": 2,
+    "full_attention_every": 2,
+    "linear": LinearAttention(key_heads=2, value_heads=4, key_dim=4, value_dim=6),
+    "output_gate": True,
+}
 MODELS = {
+    "linear": LINEAR,
+    "linear_groups": LINEAR | {"num_layers": 4},
     "llama": {"num_layers": 3},
     "experts": {"experts": dataclasses.replace(EXPERTS, dense_layers=0)},
     "routed": DEEPSEEK,
@@ -100,7 +109,7 @@ MODELS = {
 
 def config(model, axes, schedule=None):
     cfg = change(CFG, model=MODELS[model])
-    if model in ("experts", "routed"):
+    if cfg.model.experts is not None:
         lora = dataclasses.replace(cfg.train.lora, targets=projections(cfg.model))
         cfg = change(cfg, train={"lora": lora})
     if schedule:
@@ -110,7 +119,10 @@ def config(model, axes, schedule=None):
 
 @pytest.mark.parametrize(
     ("model", "axes"),
-    [("llama", {"fsdp": 2, "tp": 2}), ("ahead", {"fsdp": 1}), ("experts", {"fsdp": 1})],
+    [
+        ("llama", {"fsdp": 2, "tp": 2}),
+        *((name, {"fsdp": 1}) for name in ("ahead", "experts", "linear")),
+    ],
 )
 def test_gradients_are_the_dense_model_s_projected_on_one_device(model, axes):
     """Rows of parity train adapters on every axis and schedule."""
@@ -182,6 +194,7 @@ def test_the_base_is_frozen_in_the_type_of_compute_without_moments():
         ("routed", {"ep": 2, "tp": 2}, None),
         ("llama", {"pp": 2, "fsdp": 2}, "interleaved"),
         ("routed", {"pp": 2, "ep": 2}, "1f1b"),
+        ("linear_groups", {"pp": 2, "tp": 2}, "1f1b"),
     ],
 )
 def test_the_planner_counts_the_adapters_of_each_model(model, axes, schedule):

@@ -21,7 +21,13 @@ type Product = tuple[float, float, float, float]
 type Gives = Literal["result", "input", "weight"]
 """A product of the forward pass, or the gradient of its input or of its weight."""
 
-PARTS = {"o_proj": "out", "gate_proj": "up", "up_proj": "up", "down_proj": "down"}
+PARTS = {
+    "o_proj": "out",
+    "out_proj": "out",
+    "gate_proj": "up",
+    "up_proj": "up",
+    "down_proj": "down",
+}
 """A target of `train.lora` to the part of `LayerTime.products` that it adds to; the others make queries and keys."""
 
 
@@ -103,7 +109,8 @@ class LayerTime:
     def adapters(self) -> dict[str, list[Product]]:
         """Return the products of a mean layer's adapters, by the part to whose results theirs are added."""
         run, share, found = self.run, self.shape.expert_share, dict[str, list[Product]]()
-        shares = {"mlp": 1 - share, "moe": share, None: 1.0}
+        linear = self.shape.linear_share
+        shares = {"mlp": 1 - share, "moe": share, "full": 1 - linear, "linear": linear}
         for weight in adapted_weights(self.shape, run.lora):
             name = weight.target.removeprefix(ROUTED)
             part = "routed " * (name != weight.target) + PARTS.get(name, "qkv")

@@ -124,7 +124,8 @@ def trained_params(run: Run, weights: Weights) -> float:
     if not run.lora.enabled:
         return sharded_params(run, weights) + weights.padding / (run.shards if run.zero else 1)
     mlp, moe = stack_rows(run)
-    rows, total = {"mlp": mlp, "moe": moe, None: mlp + moe}, 0.0
+    linear, total = run.shape.linear_share * (mlp + moe), 0.0
+    rows = {"mlp": mlp, "moe": moe, "full": mlp + moe - linear, "linear": linear}
     for side in adapter_sides(run.shape, run.lora):
         parts = run.mesh.tensor if side.by_tensor else 1
         shards = run.shards
