@@ -116,6 +116,7 @@ def draw_rope_scaling(rng: random.Random) -> Flags:
         "attention_factor": rng.choice((0.0, 1.2)) if yarn else 0.0,
         "mscale_all_dim": rng.choice((0.0, 1.0)) if yarn else 0.0,
         "truncate": not yarn or rng.random() < 0.5,
+        "query_beta": 0.1 if rng.random() < 0.2 else 0.0,
     }
 
 
