@@ -9,6 +9,8 @@ stretches wait. In zigzag each place of a ring of r has two of 2r chunks, one ea
 The loader hands out the data in this order, once a batch, and the model runs in it: positions go with their tokens.
 """
 
+import itertools
+
 import numpy as np
 
 from ultrascale_jax.config import ContextConfig, Strategy, require, require_type
@@ -44,3 +46,24 @@ def sequence_order(seq_len: int, cp: int, context: ContextConfig | Strategy) -> 
         order[places * early :].reshape(places, piece - early)[::-1],
     )
     return np.concatenate(chunks, axis=1).ravel()
+
+
+def stretches(
+    tokens: int, cp: int, context: ContextConfig
+) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """Return the stretches of neighbouring tokens that each of `cp` ranks holds, one or two.
+
+    Returns:
+        For each stretch its first place among the `tokens` of a rank, and the one behind its last: the same on all
+        ranks. And int64 `[cp, stretches]`, the number of each in the order of the sequence.
+
+    Raises:
+        UserError: as `sequence_order`.
+    """
+    order = sequence_order(tokens * cp, cp, context).reshape(cp, tokens)
+    breaks = np.flatnonzero((np.diff(order, axis=1) != 1).any(axis=0)) + 1
+    ends = [0, *breaks.tolist(), tokens]
+    firsts = order[:, ends[:-1]]
+    return list(itertools.pairwise(ends)), np.argsort(np.argsort(firsts, axis=None)).reshape(
+        firsts.shape
+    )

@@ -5,7 +5,6 @@ kilobytes, and takes those before its own: that is exact in any order of `shardi
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 
 import jax
@@ -16,7 +15,7 @@ from ultrascale_jax.config import ContextConfig, require
 from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import act, mesh_size, specs
-from ultrascale_jax.sharding.sequence_order import sequence_order
+from ultrascale_jax.sharding.sequence_order import stretches
 
 
 def short_convolution(
@@ -47,10 +46,10 @@ def short_convolution(
         if before is not None:
             return _convolve(then, x, taps, before, None, None)
         halo = taps.shape[-1] - 1
-        stretches, preceding = _stretches(x.shape[1], context, halo)
-        sides = zip(*(_halos(a, halo, stretches, preceding) for a in (x, segments)), strict=True)
+        bounds, preceding = _preceding(x.shape[1], context, halo)
+        sides = zip(*(_halos(a, halo, bounds, preceding) for a in (x, segments)), strict=True)
         parts = []
-        for (start, stop), (x_before, ids_before) in zip(stretches, sides, strict=True):
+        for (start, stop), (x_before, ids_before) in zip(bounds, sides, strict=True):
             ids = None if segments is None else segments[:, start:stop]
             parts.append(_convolve(then, x[:, start:stop], taps, x_before, ids, ids_before))
         return jnp.concatenate(parts, axis=1)
@@ -99,39 +98,34 @@ def _backward(then, arrays, gradient):
 _convolve.defvjp(_forward, _backward)
 
 
-type Stretches = list[tuple[int, int]]
-"""First and last place of each run of neighbouring tokens on a rank, the last one excluded; the same on all ranks."""
+type Bounds = list[tuple[int, int]]
+"""First place of each stretch of a rank, and the one behind its last."""
 
 
-def _stretches(tokens: int, context: ContextConfig, halo: int) -> tuple[Stretches, np.ndarray]:
-    """Return the stretches of each rank, and for each rank and stretch the number of the stretch before it, or -1.
+def _preceding(tokens: int, context: ContextConfig, halo: int) -> tuple[Bounds, np.ndarray]:
+    """Return the stretches of a rank, and for each rank and stretch the number of the stretch before it, or -1.
 
     Stretches are numbered rank after rank.
     """
     ranks = mesh_size("cp")
-    order = sequence_order(tokens * ranks, ranks, context).reshape(ranks, tokens)
-    breaks = np.flatnonzero((np.diff(order, axis=1) != 1).any(axis=0)) + 1
-    ends = [0, *breaks.tolist(), tokens]
-    stretches = list(itertools.pairwise(ends))
-    shortest = min(stop - start for start, stop in stretches)
+    bounds, numbers = stretches(tokens, ranks, context)
+    shortest = min(stop - start for start, stop in bounds)
     fix = f"a stretch of a rank of mesh.cp={ranks} has {shortest} tokens, and the convolution reaches back {halo}; "
     fix += "use longer sequences or fewer ranks"
     require(ranks == 1 or shortest >= halo, "data.seq_len", tokens * ranks, fix)
-    lasts = {int(row[stop - 1]): None for row in order for _, stop in stretches}
-    numbers = {last: number for number, last in enumerate(lasts)}
-    preceding = [[numbers.get(int(row[start]) - 1, -1) for start, _ in stretches] for row in order]
-    return stretches, np.array(preceding, np.int32)
+    in_sequence = [-1, *np.argsort(numbers, axis=None).tolist()]
+    return bounds, np.array(in_sequence, np.int32)[numbers]
 
 
 def _halos(
-    x: jax.Array | None, halo: int, stretches: Stretches, preceding: np.ndarray
+    x: jax.Array | None, halo: int, bounds: Bounds, preceding: np.ndarray
 ) -> list[jax.Array | None]:
     """Return the tokens before each stretch of this rank `[B, O - 1, ...]`, zeros before the sequence."""
     if x is None:
-        return [None] * len(stretches)
+        return [None] * len(bounds)
     if len(preceding) == 1:
         return [jnp.zeros_like(x[:, :1], shape=(x.shape[0], halo, *x.shape[2:]))]
-    ends = jnp.stack([x[:, stop - halo : stop] for _, stop in stretches])
+    ends = jnp.stack([x[:, stop - halo : stop] for _, stop in bounds])
     ends = jax.lax.all_gather(ends, "cp", axis=0, tiled=True)
     numbers = jnp.asarray(preceding)[jax.lax.axis_index("cp")]
     return [
