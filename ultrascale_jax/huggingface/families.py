@@ -624,6 +624,22 @@ BLOCK_SPARSE = {
     "moe.w_down": "block_sparse_moe.experts.{}.w2",
 }
 
+QWEN3_NEXT: dict[str, Any] = {
+    "model": {"qk_norm": "head", "output_gate": True},
+    "optional": ("full_attention_every", "rope_dim"),
+    "linear": True,
+    "head_dim": 256,
+    "rotary_share": 0.25,
+    "constants": NO_BIAS,
+    "own_keys": (*LINEAR_KEYS.values(), INTERVAL),
+    "common": _qwen3_next,
+    "read": _read_qwen3_next,
+    "write": _write_qwen3_next,
+    "left_out": "mtp.",
+    "norm_offset": 1.0,
+}
+"""Fields that Qwen3-Next and Qwen3.5 share."""
+
 SHARED_EXPERT = {
     "moe.shared.w_gate": "mlp.shared_expert.gate_proj",
     "moe.shared.w_up": "mlp.shared_expert.up_proj",
@@ -900,13 +916,9 @@ FAMILIES = {
         constants=NO_BIAS,
     ),
     "qwen3_next": Family(
+        **QWEN3_NEXT,
         architecture="Qwen3NextForCausalLM",
-        model={"qk_norm": "head", "output_gate": True},
-        optional=("full_attention_every", "rope_dim"),
-        linear=True,
         num_kv_heads=2,
-        head_dim=256,
-        rotary_share=0.25,
         experts=Experts(num=512, top_k=10, d_ff=512, shared=1, shared_gate=True),
         expert_keys={
             "num": "num_experts",
@@ -916,11 +928,6 @@ FAMILIES = {
             "normalize": "norm_topk_prob",
         },
         dense_list_key="mlp_only_layers",
-        constants=NO_BIAS,
-        own_keys=(*LINEAR_KEYS.values(), INTERVAL),
-        common=_qwen3_next,
-        read=_read_qwen3_next,
-        write=_write_qwen3_next,
         names=SHARED_EXPERT,
         joined=CONVOLUTION,
         joined_by_head=GATED_QUERIES
@@ -928,22 +935,11 @@ FAMILIES = {
             "linear_attn.in_proj_qkvz": ("linear.w_q", "linear.w_k", "linear.w_v", "linear.w_z"),
             "linear_attn.in_proj_ba": ("linear.w_b", "linear.w_a"),
         },
-        left_out="mtp.",
-        norm_offset=1.0,
     ),
     "qwen3_5_text": Family(
+        **QWEN3_NEXT,
         architecture="Qwen3_5ForCausalLM",
-        model={"qk_norm": "head", "output_gate": True},
-        optional=("full_attention_every", "rope_dim"),
-        linear=True,
         num_kv_heads=4,
-        head_dim=256,
-        rotary_share=0.25,
-        constants=NO_BIAS,
-        own_keys=(*LINEAR_KEYS.values(), INTERVAL),
-        common=_qwen3_next,
-        read=_read_qwen3_next,
-        write=_write_qwen3_next,
         names={
             "linear.w_z": "linear_attn.in_proj_z",
             "linear.w_b": "linear_attn.in_proj_b",
@@ -952,8 +948,6 @@ FAMILIES = {
         joined=CONVOLUTION
         | {"linear_attn.in_proj_qkv": ("linear.w_q", "linear.w_k", "linear.w_v")},
         joined_by_head=GATED_QUERIES,
-        left_out="mtp.",
-        norm_offset=1.0,
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
