@@ -201,11 +201,8 @@ def scan_chunks(
     Args:
       function: takes a chunk's hidden states, targets and weights, the `Head`, and of a teacher its hidden states and
         its `Head`; it returns dhead, and (dx, loss, loss), or without gradients (any [M], loss, loss) alone.
-      x_BTD: as of `cross_entropy`.
-      head_DV: the same.
-      targets_BT: the same.
+      x_BTD, head_DV, targets_BT, vocab_size: as of `cross_entropy`.
       weight: a scalar, or `[B, T]`.
-      vocab_size: as of `cross_entropy`.
       teacher: hidden states and head of another model with the same vocabulary.
       width: bytes of a chunk for each logit.
       trained: whether the head is; dhead is none if not.
@@ -234,17 +231,7 @@ def scan_chunks(
                 return dhead_chunk if trained else None, by_token
             return dhead + dhead_chunk, by_token
 
-        # The scan starts from the first chunk's gradient of the head, and not from zeros.
-        dhead, first = visit(None, tuple(value[0] for value in tokens))
-        chunks = [tuple(value[None] for value in first)]
-        if n > 1:
-            # The barrier keeps XLA from computing the exponentials of two chunks at once.
-            later_tokens = tuple(value[1:] for value in tokens)
-            later_tokens, dhead, chunks = jax.lax.optimization_barrier(
-                (later_tokens, dhead, chunks)
-            )
-            dhead, later = jax.lax.scan(visit, dhead, later_tokens)
-            chunks.append(later)
+        dhead, chunks = _visit_each(visit, tokens)
         dx, *losses = (_join(values, B, T) for values in zip(*chunks, strict=True))
         if not with_gradients:  # which has another result in the place of dx
             return dx, tuple(losses)
@@ -258,6 +245,20 @@ def scan_chunks(
     results = (partial[0], partial[1] if trained else None) if with_gradients else act("BT")
     results = results, (act("BT"), act("BT"))
     return smap(local, in_specs=specs(inputs), out_specs=results)(*inputs)
+
+
+def _visit_each(visit: Callable, tokens: Sequence[jax.Array]) -> tuple[Any, list[tuple]]:
+    """Return the sum of the head's gradients over the chunks `[chunks, ...]`, and what each token has, in parts."""
+    # The scan starts from the first chunk's gradient of the head, and not from zeros.
+    dhead, first = visit(None, tuple(value[0] for value in tokens))
+    chunks = [tuple(value[None] for value in first)]
+    if len(tokens[0]) > 1:
+        # The barrier keeps XLA from computing the exponentials of two chunks at once.
+        later_tokens = tuple(value[1:] for value in tokens)
+        later_tokens, dhead, chunks = jax.lax.optimization_barrier((later_tokens, dhead, chunks))
+        dhead, later = jax.lax.scan(visit, dhead, later_tokens)
+        chunks.append(later)
+    return dhead, chunks
 
 
 def _join(chunks: Sequence[jax.Array], rows: int, seq_len: int) -> jax.Array:
