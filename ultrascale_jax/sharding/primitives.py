@@ -133,7 +133,7 @@ def reshard(
 
 
 def take_shard(subscripts: str, x: jax.Array) -> jax.Array:
-    """Shard an activation further, without communication: `take_shard("BD->BT", x)` takes this device's positions."""
+    """Shard an activation further, without communication: `take_shard("BS->BT", x)` takes this device's positions."""
     check_subscripts(subscripts)
     dims, to = subscripts.split("->")
     if not manual():

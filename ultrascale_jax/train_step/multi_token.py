@@ -109,11 +109,11 @@ def shifted(cfg: Config, batch: dict[str, jax.Array], depth: int) -> tuple[jax.A
         """Return at each position the value `depth` positions later in the sequence, and `fill` after its end."""
         if cfg.mesh.cp == 1:
             return jnp.pad(x_BT[:, depth:], ((0, 0), (0, depth)), constant_values=fill)
-        gathered = reshard("BT->BD", x_BT)
+        gathered = reshard("BT->BS", x_BT)
         order = sequence_order(gathered.shape[1], cfg.mesh.cp, cfg.cp)
         places = np.append(np.argsort(order), np.full(depth, len(order)))[order + depth]
-        moved = gathered.at[:, places].get(mode="fill", fill_value=fill, out_sharding=act("BD"))
-        return take_shard("BD->BT", moved)
+        moved = gathered.at[:, places].get(mode="fill", fill_value=fill, out_sharding=act("BS"))
+        return take_shard("BS->BT", moved)
 
     tokens_BT, targets_BT = later(batch["tokens"], 0), later(batch["targets"], -1)
     if "segment_ids" in batch:

@@ -126,10 +126,10 @@ class Distillation(NextToken):
             )
             arguments = batch["targets"], self.weight, taught, cfg.model.vocab_size
             total, *parts = distillation_loss(form, *student, *arguments)
-        return total, Sums(total, terms=dict(zip(DISTILLED, parts, strict=True)))
+        return total, Sums(total, terms=dict(zip(DISTILLATION_TERMS, parts, strict=True)))
 
 
-DISTILLED = ("hard_loss", "divergence")
+DISTILLATION_TERMS = ("hard_loss", "divergence")
 """Names of the parts of the loss of distillation."""
 
 
@@ -203,7 +203,7 @@ def of_run(
         return NextToken(terms=(*used.loss_terms, *used.layer_terms), **same)
     assert reference is not None, "train.distill has a teacher"
     teacher = prepare_params(cfg.teacher, reference)
-    return Distillation(teacher=teacher, terms=(*DISTILLED, *used.layer_terms), **same)
+    return Distillation(teacher=teacher, terms=(*DISTILLATION_TERMS, *used.layer_terms), **same)
 
 
 def preference_objective(

@@ -246,9 +246,8 @@ def working_set(run: Run, layer: Layer) -> float:
         exchanged = a * (2 * layer.query + 3 * layer.key) * (together > 1)
     mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
-    if (
-        shape.linear is not None
-    ):  # the weight gradients of the feed-forward layer wait for those of attention
+    if shape.linear is not None:
+        # The weight gradients of the feed-forward layer wait for those of attention.
         attention = max(attention, mlp + linear_attention.backward_bytes(run, a))
     gathered = 2 if run.mesh.sp > 1 else 0
     # Inputs of the norms behind the half-blocks, once in float32.
