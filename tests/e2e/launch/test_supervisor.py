@@ -122,7 +122,8 @@ def test_one_that_ends_itself_at_its_limit_is_recorded_and_told_as_the_cause(tmp
     (hang,) = told(tmp_path, "hang")
     assert (hang["of"], hang["section"], hang["step"]) == (0, "step", 3)
     assert "Timeout" in Path(hang["stacks"]).read_text()
-    assert read_ledger(tmp_path).seconds["hang"] >= 3.0
+    spent = {name for name, seconds in read_ledger(tmp_path).seconds.items() if seconds > 0}
+    assert spent >= {"hang", "productive", "down"}
     assert "rank 0 made no progress in section step after step 3 (" in capfd.readouterr().out
 
 
