@@ -25,7 +25,7 @@ CHANGES = tuple(f"os.{name}" for name in ("mkdir", "rename", "remove", "rmdir", 
 BOUNDED = settings(
     max_examples=int(os.environ.get("HOSTILE_EXAMPLES", "25")),
     # A bound on a hang, not a speed.
-    deadline=timedelta(seconds=30),
+    deadline=timedelta(seconds=300),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

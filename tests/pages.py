@@ -30,7 +30,7 @@ def running(server):
 
 def request(server, path, **headers):
     """Status, headers and text of an answer; nothing follows a redirection."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     with contextlib.closing(connection):
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()

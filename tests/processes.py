@@ -55,13 +55,15 @@ def kill(run: subprocess.Popen) -> None:
     """Kill a process that leads a session, and what it started there."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(run.pid, signal.SIGKILL)
-    run.wait(timeout=30)
+    run.wait(timeout=300)
     for pipe in (run.stdout, run.stderr):
         if pipe is not None:
             pipe.close()
 
 
-def wait_for[T](condition: Callable[[], T], *processes: subprocess.Popen, seconds: float = 60) -> T:
+def wait_for[T](
+    condition: Callable[[], T], *processes: subprocess.Popen, seconds: float = 300
+) -> T:
     """Wait until `condition()` is true and return its value; fail if one of `processes` ends before."""
     until = time.monotonic() + seconds
     while not (value := condition()):
@@ -82,7 +84,7 @@ def is_alive(pid: int) -> bool:
 JOIN = """
 import sys, jax
 address, process = sys.argv[1:3]
-jax.distributed.initialize(address, 2, int(process), initialization_timeout=60)
+jax.distributed.initialize(address, 2, int(process), initialization_timeout=300)
 """
 
 
@@ -97,7 +99,7 @@ def in_two_processes(
             words = ("-c", JOIN + program, address, rank, *arguments)
             run = stack.enter_context(python(*words, devices=devices, env=variables))
             running.append(run)
-        outputs = [process.communicate(timeout=120) for process in running]
+        outputs = [process.communicate(timeout=300) for process in running]
     return [
         subprocess.CompletedProcess(process.args, process.returncode, *output)
         for process, output in zip(running, outputs, strict=True)

@@ -28,7 +28,7 @@ def train(first, last, pause=0.02):
     while last > first and read_beat(run_dir, rank).step < last:
         time.sleep(0.01)
 
-with Watch(Events(run_dir, rank), hang_s=float(sys.argv[2])) as watch:
+with Watch(Events(run_dir, rank), hang_s=float(sys.argv[2]) * (attempt == 0)) as watch:
     watch.begin(0)
 """
 
@@ -36,7 +36,10 @@ with Watch(Events(run_dir, rank), hang_s=float(sys.argv[2])) as watch:
 def supervise(
     run_dir: Path, body: str, ranks: Sequence[int] = (0, 1), hang_s: float = 0.0, **options
 ) -> Supervisor:
-    """Return the supervisor of processes that run `body` in a `Watch`; `options` are the supervisor's."""
+    """Return the supervisor of processes that run `body` in a `Watch`, whose `hang_s` bounds only their first start.
+
+    `options` are the supervisor's.
+    """
     program = HEAD + textwrap.indent(textwrap.dedent(body), "    ")
     command = [sys.executable, "-c", program, str(run_dir), str(hang_s)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -91,4 +91,4 @@ def test_help_ends_with_its_reader_and_a_run_does_not(body, call, code, said):
     process.stdout.close()
     with process.stderr as errors:
         assert errors.read().endswith(said) if said else errors.read() == b""
-    assert process.wait(timeout=60) == code
+    assert process.wait(timeout=300) == code

@@ -42,5 +42,5 @@ FLAGS = {
 )
 def test_the_scheduler_of_a_job_orders_the_collectives_that_another_one_does_not(how, words):
     with python("-c", CHECKED, how, devices=8, env={"XLA_FLAGS": FLAGS[how]}) as run:
-        out, error = run.communicate(timeout=60)
+        out, error = run.communicate(timeout=300)
     assert out.startswith(words), error

@@ -55,7 +55,7 @@ def run_pair(program: str, code: int, **variables: str) -> list[tuple[str, str]]
             )
             for rank in ("0", "1")
         ]
-        outputs = [run.communicate(timeout=100) for run in runs]
+        outputs = [run.communicate(timeout=300) for run in runs]
     assert [run.returncode for run in runs] == [code, code], outputs
     return outputs
 
@@ -119,7 +119,7 @@ def test_a_process_says_its_cause_itself_without_a_coordinator_and_ends_though_i
     how, code, last
 ):
     with python("-c", STORE, how) as run:
-        out, error = run.communicate(timeout=60)
+        out, error = run.communicate(timeout=300)
     assert (run.returncode, out) == (code, "printed before"), error
     if last is not None:
         assert error.splitlines()[-1] == last
@@ -151,5 +151,5 @@ def test_a_process_that_is_told_to_stop_waits_a_while_for_the_others_and_ends_we
     with python("-c", WAIT, how) as run:
         assert run.stdout is not None and run.stdout.readline() == "waiting\n"
         run.send_signal(signal.SIGTERM)
-        assert run.communicate(timeout=60)[0] == f"{words}\n"
+        assert run.communicate(timeout=300)[0] == f"{words}\n"
     assert run.returncode == 0

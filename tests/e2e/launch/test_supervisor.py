@@ -166,7 +166,7 @@ def test_a_disk_that_does_not_answer_keeps_no_signal_from_the_processes(tmp_path
     with apart(tmp_path, NO_ANSWER, ranks=1) as run:
         wait_for((tmp_path / "silent").exists, run)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(timeout=120) == 5
+        assert run.wait(timeout=300) == 5
 
 
 PATIENT = """
@@ -212,7 +212,7 @@ def test_a_signal_to_the_supervisor_reaches_each_process_once(tmp_path, number):
         if number == signal.SIGTERM:
             wait_for(lambda: told(tmp_path, "told"), run)
             run.send_signal(number)
-        assert run.wait(timeout=60) == 0
+        assert run.wait(timeout=300) == 0
     assert sorted((tmp_path / "signals").read_text().split()) == ["0", "1"]
     assert spawns(tmp_path) == 1
 
@@ -221,5 +221,5 @@ def test_no_process_outlives_its_supervisor(tmp_path):
     with apart(tmp_path, PATIENT) as run:
         pids = [beat.pid for beat in wait_for(lambda: beats(tmp_path), run)]
         run.kill()
-        run.wait(timeout=30)
+        run.wait(timeout=300)
         wait_for(lambda: not any(is_alive(pid) for pid in pids))

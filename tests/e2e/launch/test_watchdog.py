@@ -42,7 +42,7 @@ def test_a_process_without_progress_writes_all_stacks_and_ends(tmp_path, hang):
     {HANGS[hang]}
 """
     with watched(tmp_path, body) as run:
-        error = run.communicate(timeout=60)[1]
+        error = run.communicate(timeout=300)[1]
     assert run.returncode == HUNG
     path = tmp_path / "stacks/rank3.attempt0.txt"
     assert error.startswith("rank 3: the stacks of its threads") and str(path) in error
@@ -55,34 +55,35 @@ import sys, time
 from pathlib import Path
 from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.watchdog import FIRST_S, Watch, limit
-run_dir, slow, sleep_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-FIRST_S[slow] = 0.5
+run_dir, slow, limit_s, sleep_s = Path(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:])
+FIRST_S[slow] = limit_s
 limit("start")
 if slow == "start":
     time.sleep(sleep_s)
 FIRST_S["start"] = 60.0
 with Watch(Events(run_dir, 0)):
-    time.sleep(1.0)
+    time.sleep(limit_s + 0.5)
 if slow == "end":
     time.sleep(sleep_s)
 """
 
 
 @pytest.mark.parametrize(
-    ("slow", "sleep_s", "supervised", "code"),
+    ("slow", "limit_s", "sleep_s", "supervised", "code"),
     [
-        ("start", 600, True, HUNG),
-        ("start", 0, True, 0),
-        ("end", 600, True, HUNG),
-        ("end", 1, False, 0),
+        ("start", 0.1, 600, True, HUNG),
+        # Longer than any machine takes to begin the watch.
+        ("start", 10, 0, True, 0),
+        ("end", 0.1, 600, True, HUNG),
+        ("end", 0.1, 1, False, 0),
     ],
 )
 def test_a_process_that_hangs_before_or_after_its_watch_is_ended_for_its_supervisor(
-    tmp_path, slow, sleep_s, supervised, code
+    tmp_path, slow, limit_s, sleep_s, supervised, code
 ):
     variables = {ATTEMPT: "1"} if supervised else {}
-    with python("-c", OUTSIDE, tmp_path, slow, sleep_s, env=variables) as run:
-        error = run.communicate(timeout=60)[1]
+    with python("-c", OUTSIDE, tmp_path, slow, limit_s, sleep_s, env=variables) as run:
+        error = run.communicate(timeout=300)[1]
     assert run.returncode == code and ("Timeout (0:00:00" in error) is (code == HUNG)
 
 
@@ -96,9 +97,9 @@ NO_ANSWER = """
         with contextlib.suppress(BlockingIOError):
             while True:
                 os.write(watch._stacks, bytes(4096))
+    print(watch._writer.pid, flush=True)
     watch.begin(7)
     watch.beat(8)
-    print(watch._writer.pid, flush=True)
     if silent == "events":
         # Nobody reads it, so its writer waits for ever.
         watch._events.path.unlink(missing_ok=True)
@@ -119,7 +120,7 @@ def test_a_disk_that_does_not_answer_holds_up_neither_the_loop_nor_the_end(tmp_p
                 os.write(error, bytes(4096))
         os.set_blocking(error, True)
     with watched(tmp_path, NO_ANSWER.format(silent=silent), stderr=error) as run:
-        output = run.communicate(timeout=60)[0]
+        output = run.communicate(timeout=300)[0]
     if silent == "stacks":
         os.kill(int(output), signal.SIGKILL)
     assert run.returncode == HUNG

@@ -49,7 +49,7 @@ def srun(tmp_path):
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=300,
         )
         return done.stdout.splitlines()
 
@@ -91,7 +91,7 @@ def test_slurm_runs_the_doctor_on_the_same_nodes(srun):
 
 def test_slurms_own_options_fit_what_the_script_starts():
     text = SLURM.read_text()
-    subprocess.run(["bash", "-n", str(SLURM)], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(SLURM)], check=True, timeout=300)
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert len(options) == text.count("\n#SBATCH")
     assert options["ntasks-per-node"] == "1"

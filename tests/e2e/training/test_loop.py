@@ -270,7 +270,7 @@ def test_sigterm_saves_once_exits_0_and_the_run_resumes(tmp_path):
         assert any(line.startswith("step 1/") for line in process.stdout), process.stderr.read()
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     with Checkpoints(endless) as checkpoints:
         step = checkpoints.latest

@@ -41,7 +41,7 @@ def state():
 
 
 def command(*words, **options):
-    return subprocess.run([*map(str, words)], check=True, timeout=30, **options)
+    return subprocess.run([*map(str, words)], check=True, timeout=300, **options)
 
 
 def fill(folder):
@@ -81,8 +81,8 @@ def freezable_disk(tmp_path):
     )
     yield folder
     os.killpg(thaw.pid, signal.SIGKILL)
-    thaw.wait(timeout=30)
-    subprocess.run(["fsfreeze", "-u", str(folder)], capture_output=True, timeout=30)
+    thaw.wait(timeout=300)
+    subprocess.run(["fsfreeze", "-u", str(folder)], capture_output=True, timeout=300)
     command("umount", folder)
 
 
@@ -174,7 +174,7 @@ def test_a_folder_that_vanishes_is_told_and_no_thread_waits_for_it(tmp_path, mom
         "module['vanish'](pathlib.Path(sys.argv[2]), sys.argv[3])"
     )
     with python("-c", program, __file__, tmp_path, moment, devices=2) as run:
-        assert run.wait(timeout=90) == 0, run.stderr.read()
+        assert run.wait(timeout=300) == 0, run.stderr.read()
 
 
 @needs_mount

@@ -77,7 +77,7 @@ def test_sigterm_ends_the_command_with_exit_code_0(tmp_path):
     try:
         assert any(line.startswith("step 1/") for line in process.stdout)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0, err

@@ -85,7 +85,7 @@ def test_two_processes_whose_folder_vanishes_count_alike_and_end_together(job, t
     """Row 12: after three in a row, with the cause."""
     folder = tmp_path / "run"
     running = job(folder, "--train.steps", "100000", "--checkpoint.every", "50")
-    wait_for(lambda: running.events("saved"), *running.processes, seconds=100)
+    wait_for(lambda: running.events("saved"), *running.processes)
     (folder / "checkpoints").rename(folder / "away")
     (folder / "checkpoints").touch()
     assert "3 in a row" in running.check_ends(70, 70)
@@ -97,11 +97,11 @@ def test_two_jobs_of_two_processes_do_not_share_a_folder(job, tmp_path):
     folder = tmp_path / "run"
     first = job(folder, "--train.steps", "100000")
     lock = folder / "lock"
-    wait_for(lambda: lock.exists() and lock.read_bytes(), *first.processes, seconds=100)
+    wait_for(lambda: lock.exists() and lock.read_bytes(), *first.processes)
     second = job(folder).check_ends(2, 2)
     assert f"is in use by pid {first.processes[0].pid} " in second
     # Before its first step it would have nothing to save.
-    wait_for(first.losses, *first.processes, seconds=100)
+    wait_for(first.losses, *first.processes)
     first.processes[0].send_signal(signal.SIGTERM)
     first.check_ends(0, 0)
     assert lock.read_bytes() == b"" and len(first.checkpoints()) > 0

@@ -66,7 +66,7 @@ def test_sigterm_to_one_rank_or_to_the_groups_of_all_saves_one_checkpoint_and_en
     one = job(tmp_path / "one", *words, fault="term@5@1")
     assert check_saved_once(one) >= 5
     every = job(tmp_path / "all", *words)
-    wait_for(lambda: len(every.steps()) >= 3, *every.processes, seconds=120)
+    wait_for(lambda: len(every.steps()) >= 3, *every.processes)
     for process in every.processes:
         os.killpg(process.pid, signal.SIGTERM)
     check_saved_once(every)
@@ -81,7 +81,7 @@ def test_sigterm_to_one_rank_during_start_up_stops_all_and_is_not_lost(job, tmp_
     if when == "alone":
         assert "waiting for 2 processes" in run.processes[1].stdout.readline()
     else:
-        wait_for(lambda: (tmp_path / "run/lock").read_bytes(), *run.processes, seconds=120)
+        wait_for(lambda: (tmp_path / "run/lock").read_bytes(), *run.processes)
     run.processes[1].send_signal(signal.SIGTERM)
     output = run.check_ends(0, 0)
     step = run.checkpoints()[-1]
@@ -93,7 +93,7 @@ def test_sigterm_to_one_rank_during_start_up_stops_all_and_is_not_lost(job, tmp_
 def test_a_second_signal_during_the_save_costs_no_checkpoint(job, tmp_path, second):
     """Row 6: the save completes or leaves its temporary folder; the newest complete checkpoint is resumed."""
     run = job(tmp_path / "run", "--checkpoint.every", "4", *ENDLESS)
-    (before, *_) = wait_for(run.checkpoints, *run.processes, seconds=120)
+    (before, *_) = wait_for(run.checkpoints, *run.processes)
     for process in run.processes:
         process.send_signal(signal.SIGTERM)
     # The save has begun when a folder is there that was not, complete or not; or it is over.

@@ -76,7 +76,7 @@ def test_an_error_that_a_restart_cannot_mend_is_not_restarted(launch):
 def test_sigterm_to_the_supervisor_saves_once_and_ends_all(launch):
     run = launch("--train.steps", "100000")
     (supervisor,) = run.processes
-    wait_for(lambda: len(run.steps()) > 3, supervisor, seconds=150)
+    wait_for(lambda: len(run.steps()) > 3, supervisor)
     supervisor.send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM after step" in run.check_ends(0)
     assert len(run.events("spawn")) == 1 and len(run.events("told")) == 1
@@ -86,10 +86,10 @@ def test_sigterm_to_the_supervisor_saves_once_and_ends_all(launch):
 def test_a_killed_supervisor_leaves_no_orphans(launch):
     run = launch("--train.steps", "100000")
     (supervisor,) = run.processes
-    beats = wait_for(lambda: all_beats(run), supervisor, seconds=150)
+    beats = wait_for(lambda: all_beats(run), supervisor)
     supervisor.kill()
-    supervisor.wait(timeout=30)
-    wait_for(lambda: not any(is_alive(beat.pid) for beat in beats), seconds=30)
+    supervisor.wait(timeout=300)
+    wait_for(lambda: not any(is_alive(beat.pid) for beat in beats))
 
 
 def test_a_soak_of_three_minutes_loses_no_bit_and_no_second(tmp_path):

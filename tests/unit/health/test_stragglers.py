@@ -1,10 +1,9 @@
 """Which process is slow. tests/nightly/faults/test_supervisor.py compares two real ones."""
 
-import time
-
 import numpy as np
 import pytest
 
+from tests.clock import Clock
 from tests.faults.tiny import config as TINY
 from ultrascale_jax.health.stragglers import StragglerCheck, stragglers, summary
 from ultrascale_jax.hooks import Run
@@ -41,7 +40,8 @@ def no_batches():
     yield from ()
 
 
-def test_what_a_process_waits_for_its_devices_is_not_its_own(tmp_path):
+def test_what_a_process_waits_for_its_devices_is_not_its_own(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
     events, check = Events(tmp_path, 0), StragglerCheck(3)
     run = Run(
         TINY,
@@ -57,14 +57,16 @@ def test_what_a_process_waits_for_its_devices_is_not_its_own(tmp_path):
     )
     check.on_start(run)
     run.step = 1
+    clock.sleep(0.5)
     with run.waiting_for_devices():
-        time.sleep(0.2)
+        clock.sleep(2.0)
     check.after_step(run)
-    time.sleep(0.2)
+    clock.sleep(30.0)
     check.on_resume(run)
     run.step = 2
+    clock.sleep(1.0)
     check.after_step(run)
-    assert check.steps[0] >= 0.2 > check.own[0] and check.steps[1] < 0.2
+    assert (check.steps, check.own) == ([2.5, 1.0], [0.5, 1.0])
     run.step = 3
     check.after_step(run)
     assert check.steps == []

@@ -1,10 +1,10 @@
 """The ledger gives every second of a run to one class."""
 
 import os
-import time
 
 import pytest
 
+from tests.clock import Clock
 from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.goodput import (
@@ -18,22 +18,10 @@ from ultrascale_jax.launch.goodput import (
 from ultrascale_jax.launch.watchdog import Watch
 
 
-class Clock:
-    """The wall's and the monotonic seconds of these tests."""
-
-    now = 1e9
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now - 9e8)
-    monkeypatch.setattr(time, "time", lambda: clock.now)
     monkeypatch.setattr(watchdog, "_process_age_s", lambda: 3.0)
-    return clock
+    return Clock(monkeypatch)
 
 
 def tries(run_dir, body, *, killed=False, **options):

@@ -223,7 +223,7 @@ def test_the_disk_keeps_what_is_being_uploaded_and_the_newest_goes_next(
 
     def slow(self, path, name):
         begun.set()
-        assert go.wait(timeout=60)
+        assert go.wait(timeout=300)
         upload(self, path, name)
 
     monkeypatch.setattr(Remote, "upload", slow)
@@ -231,7 +231,7 @@ def test_the_disk_keeps_what_is_being_uploaded_and_the_newest_goes_next(
     with Checkpoints(cfg, Events(tmp_path / "a", 0)) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
-            assert begun.wait(timeout=60)
+            assert begun.wait(timeout=300)
         assert (folder / "1").is_dir() and (folder / "3").is_dir()
         assert "step 2 gets no copy: uploads are slower" in capsys.readouterr().out
         go.set()
