@@ -58,13 +58,6 @@ def test_costs_change_the_bubble_and_not_the_table(capsys):
     assert slow["bubble"]["lockstep"] == pytest.approx(3 * 3 / (4 * 8))
 
 
-def test_auto_is_made_for_costs_and_memory(capsys):
-    found = answer(capsys, "auto", "--costs", "1,1,1", "--memory-cap", "4")
-    assert max(found["in_flight"]) <= 4
-    free = answer(capsys, "auto", "--costs", "1,1,1")
-    assert free["bubble"]["lockstep"] <= found["bubble"]["lockstep"]
-
-
 def test_a_table_is_written_and_read_again(tmp_path, capsys):
     path = tmp_path / "own.csv"
     said = text(capsys, "zb_uniform", "--virtual", "2", "--csv", str(path))

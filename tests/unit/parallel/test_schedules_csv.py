@@ -17,7 +17,6 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.parallel.pipeline.schedules import build, of_config
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
-from ultrascale_jax.plan.schedules.from_costs import from_costs
 from ultrascale_jax.plan.schedules.measures import formula
 from ultrascale_jax.plan.schedules.text import write_csv
 
@@ -164,9 +163,10 @@ def legal(rows):
 
 @st.composite
 def tables(draw):
-    p, m, v = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 2))
-    cost = [draw(st.floats(0.1, 10)) for _ in range(3)]
-    return from_costs(p, m, *cost, v + draw(st.integers(0, 9)), virtual=v)
+    p, m = draw(st.integers(2, 4)), draw(st.integers(1, 6))
+    name = draw(st.sampled_from(("afab", "1f1b", "zb_h1", "zb_uniform")))
+    grouped = name == "zb_uniform" and m >= p
+    return build(name, p, m, draw(st.integers(1, 2)) if grouped else 0)
 
 
 @given(data=st.data(), table=tables())

@@ -1,8 +1,8 @@
 """Show pipeline schedules as tables: `ultrascale plan schedule [NAME|FILE.csv] --ranks 4 --microbatches 8`.
 
-Without a name it compares all schedules; with one it prints the table and its numbers. `auto` makes a table for --costs
-and --memory-cap. --csv writes a table that you can edit and train with: --pp.schedule FILE.csv. --figure draws the
-table and the micro-batches that each rank keeps, or all schedules.
+Without a name it compares all schedules; with one it prints the table and its numbers. --csv writes a table that you
+can edit and train with: --pp.schedule FILE.csv. --figure draws the table and the micro-batches that each rank keeps, or
+all schedules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,6 @@ from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.report.layout import line, table
 from ultrascale_jax.plan.report.schedules import comparison, drawing
-from ultrascale_jax.plan.schedules.from_costs import from_costs
 from ultrascale_jax.plan.schedules.measures import Runtime, bubble, formula, in_flight, w_queue
 from ultrascale_jax.plan.schedules.text import as_text, write_csv
 
@@ -55,7 +54,7 @@ class Options(common.Answer):
     """Options of `ultrascale plan schedule`."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|FILE.csv")] = ""
-    """Name of a schedule, a table, or `auto`, made for the costs; without it all schedules side by side."""
+    """Name of a schedule, or a table; without it all schedules side by side."""
     ranks: Annotated[Count | None, command_line.option("N", "4")] = None
     """Pipeline ranks (p); a table brings its own."""
     microbatches: Annotated[Count | None, command_line.option("N", "8")] = None
@@ -64,8 +63,6 @@ class Options(common.Answer):
     """Stages of one rank (v)."""
     costs: Annotated[str, tyro.conf.arg(metavar="F,B,W")] = "1,1,1"
     """Times of forward pass, input gradient and weight gradient of one micro-batch on one rank."""
-    memory_cap: Annotated[Count | None, command_line.option("N", "1F1B's")] = None
-    """For `auto`: most chunks that a rank may keep at once."""
     runtime: Annotated[Runtime, tyro.conf.arg(metavar="NAME")] = "lockstep"
     """Runtime that the figure shows: lock step, as this trainer runs, or true dependencies alone."""
     csv: Annotated[Path | None, command_line.option("FILE.csv")] = None
@@ -75,8 +72,6 @@ class Options(common.Answer):
         super().__post_init__()
         named = self.name != ""
         require(self.csv is None or named, "csv", str(self.csv), "name one schedule")
-        cap, auto = self.memory_cap, self.name == "auto"
-        require(cap is None or auto, "memory_cap", cap, "means nothing without the name auto")
         if self.name.lower().endswith(".csv"):
             for name in ("ranks", "microbatches", "virtual"):
                 value = getattr(self, name)
@@ -107,16 +102,12 @@ def times(text: str) -> Costs:
     return f, b, w
 
 
-def schedule_of(options: Options, costs: Costs) -> Schedule:
+def schedule_of(options: Options) -> Schedule:
     """Return the schedule that the options ask for."""
     name, p, m = options.name, options.ranks or 4, options.microbatches or 8
     if name.lower().endswith(".csv"):
         return read_csv(Path(name))
-    if name == "auto":
-        virtual = options.virtual or 1
-        cap = options.memory_cap or 2 * p + (virtual - 1) * p
-        return from_costs(p, m, *costs, cap, virtual=virtual)
-    fix = f"choose one of {', '.join(SCHEDULES)}, auto, or a table FILE.csv"
+    fix = f"choose one of {', '.join(SCHEDULES)}, or a table FILE.csv"
     require(name in SCHEDULES, "schedule", name, fix)
     return schedules.build(name, p, m, options.virtual or 0)
 
@@ -196,7 +187,7 @@ def one(options: Options) -> One:
     """Return the schedule that the options name."""
     costs = times(options.costs)
     with output.working("making the schedule"):
-        return One(tables=[schedule_of(options, costs)], costs=costs, runtime=options.runtime)
+        return One(tables=[schedule_of(options)], costs=costs, runtime=options.runtime)
 
 
 def overview(options: Options) -> Overview:

@@ -77,30 +77,20 @@ def _fused(name: str, ranks: int, groups: Sequence[int], *, virtual: int, split:
     return Schedule(name=name, ranks=p, virtual=v, microbatches=m, split=split).with_ticks(ticks)
 
 
-def one_f_one_b_order(
-    rank: int, microbatches: int, warmup: int, defer: int | None = None
-) -> list[Cell]:
-    """Return 1F1B with one operation a cell: `warmup` forwards, then a forward and a backward in turn.
-
-    With `defer` the W of each microbatch comes so many microbatches after its B; without it, there is no W.
-    """
-    m = microbatches
-    order: list[Cell] = [{"F": (i, rank)} for i in range(warmup)]
-    for i in range(m):
-        if warmup + i < m:
-            order.append({"F": (warmup + i, rank)})
-        order.append({"B": (i, rank)})
-        if defer is not None and i >= defer:
-            order.append({"W": (i - defer, rank)})
-    if defer is not None:
-        order += [{"W": (i, rank)} for i in range(max(0, m - defer), m)]
-    return order
-
-
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Run ZB-H1 (arXiv 2401.10241): 1F1B's order and memory, rank r defers each W by r microbatches."""
     p, m = ranks, microbatches
-    orders = [one_f_one_b_order(rank, m, min(m, p - 1 - rank), defer=rank) for rank in range(p)]
+    orders: list[list[Cell]] = []
+    for rank in range(p):
+        warmup = min(m, p - 1 - rank)
+        order: list[Cell] = [{"F": (i, rank)} for i in range(warmup)]
+        for i in range(m):
+            if warmup + i < m:
+                order.append({"F": (warmup + i, rank)})
+            order.append({"B": (i, rank)})
+            if i >= rank:
+                order.append({"W": (i - rank, rank)})
+        orders.append(order + [{"W": (i, rank)} for i in range(max(0, m - rank), m)])
     return pack(Schedule(name="zb_h1", ranks=p, microbatches=m, split=True), orders)
 
 
