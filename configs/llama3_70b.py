@@ -4,26 +4,15 @@
 are faster: `--mesh dp=2,fsdp=256,sp=2`, or `--mesh auto`.
 """
 
-from ultrascale_jax.config import (
-    AUTO,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LogConfig,
-    MeshConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.configs import shapes
+from ultrascale_jax.configs.pretraining import pretraining
 
-config = Config(
-    model=shapes.LLAMA3_70B,
-    mesh=MeshConfig(fsdp=-1, sp=2),
-    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=8192),
-    optim=OptimConfig(lr=1.5e-4, warmup_steps=2000),
-    train=TrainConfig(
-        steps=100_000, global_batch=512, microbatches=AUTO, remat="auto", eval_every=1000
-    ),
-    checkpoint=CheckpointConfig(every=500),
-    log=LogConfig(run_dir="out/llama3_70b"),
+config = pretraining(
+    "llama3_70b",
+    shapes.LLAMA3_70B,
+    MeshConfig(fsdp=-1, sp=2),
+    seq_len=8192,
+    global_batch=512,
+    lr=1.5e-4,
 )

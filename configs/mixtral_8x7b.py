@@ -6,28 +6,16 @@ further, short rounds. From 512 GPUs on, with fewer rows from rank to rank, chan
 `moe.capacity_factor` of 1.125 or 1.25.
 """
 
-from ultrascale_jax.config import (
-    AUTO,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LogConfig,
-    MeshConfig,
-    MoEConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from ultrascale_jax.config import MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
+from ultrascale_jax.configs.pretraining import pretraining
 
-config = Config(
-    model=shapes.MIXTRAL_8X7B,
-    mesh=MeshConfig(fsdp=-1, ep=8),
-    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
-    optim=OptimConfig(lr=2e-4, warmup_steps=2000),
-    train=TrainConfig(
-        steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
-    ),
+config = pretraining(
+    "mixtral_8x7b",
+    shapes.MIXTRAL_8X7B,
+    MeshConfig(fsdp=-1, ep=8),
+    seq_len=4096,
+    global_batch=1024,
+    lr=2e-4,
     moe=MoEConfig(aux_weight=0.02, capacity_factor=1.0625),
-    checkpoint=CheckpointConfig(every=500),
-    log=LogConfig(run_dir="out/mixtral_8x7b"),
 )

@@ -5,28 +5,16 @@ balancing loss is that of its `config.json`. Buffers are for balanced routing; w
 of an eighth.
 """
 
-from ultrascale_jax.config import (
-    AUTO,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LogConfig,
-    MeshConfig,
-    MoEConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from ultrascale_jax.config import MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
+from ultrascale_jax.configs.pretraining import pretraining
 
-config = Config(
-    model=shapes.QWEN3_30B_A3B,
-    mesh=MeshConfig(fsdp=-1, ep=8),
-    data=DataConfig(source="tokens:data/fineweb", tokenizer="data/tokenizer.json", seq_len=4096),
-    optim=OptimConfig(lr=3e-4, warmup_steps=2000),
-    train=TrainConfig(
-        steps=100_000, global_batch=1024, microbatches=AUTO, remat="auto", eval_every=1000
-    ),
+config = pretraining(
+    "qwen3_30b_a3b",
+    shapes.QWEN3_30B_A3B,
+    MeshConfig(fsdp=-1, ep=8),
+    seq_len=4096,
+    global_batch=1024,
+    lr=3e-4,
     moe=MoEConfig(aux_weight=0.001, capacity_factor=1.0625),
-    checkpoint=CheckpointConfig(every=500),
-    log=LogConfig(run_dir="out/qwen3_30b_a3b"),
 )

@@ -18,15 +18,16 @@ from ultrascale_jax.storage.foreign import read_json
 
 DEFAULT_RECIPE = "demo"
 
+PARTS = ("pretraining", "shapes")
+"""Files of `configs/` that are no recipes: recipes are made of them."""
+
 OTHER_LANGUAGES = (".yaml", ".yml", ".toml", ".ini", ".cfg", ".ipynb")
 """Suffixes of files that hold settings for other programs."""
 
 
 def recipes() -> list[str]:
     """Return the names of the recipes in `configs/`."""
-    return [
-        module.name for module in pkgutil.iter_modules(configs.__path__) if module.name != "shapes"
-    ]
+    return [m.name for m in pkgutil.iter_modules(configs.__path__) if m.name not in PARTS]
 
 
 def load_recipe(name: str) -> Config:
