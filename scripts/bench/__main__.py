@@ -1,11 +1,10 @@
 """Time the trainer and its kernels: `python -m scripts.bench SUITE [--out FILE.json] [--steps N] [--tiny]`.
 
-    peer       the recipe gpt_peer on one core of this machine's CPU, against the same model in bare JAX. They take
-               turns, two steps each, so all see the same disturbances; tokens per second of CPU time is the figure to
-               compare, since it says little about what else the machine is doing.
-    kernels    each part of a run that has a kernel, forward and backward, on shapes of Llama 3 and of experts, against
-               XLA's own version or cuDNN, and against the rates at which this GPU copies and multiplies.
-    pipelines  the bubble of every schedule, on 2, 4 and 8 fake CPU devices with layers that sleep 0.8 s (44 minutes).
+    peer     the recipe gpt_peer on one core of this machine's CPU, against the same model in bare JAX. They take
+             turns, two steps each, so all see the same disturbances; tokens per second of CPU time is the figure to
+             compare, since it says little about what else the machine is doing.
+    kernels  each part of a run that has a kernel, forward and backward, on shapes of Llama 3 and of experts, against
+             XLA's own version or cuDNN, and against the rates at which this GPU copies and multiplies.
 
 Every part is a process of its own, so that no part shares a device or a cache with another.
 """
@@ -19,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.bench import kernels, pipelines, trainers
+from scripts.bench import kernels, trainers
 from scripts.bench.report import Report, Row
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import UserError
@@ -70,16 +69,7 @@ def bench_kernels(report: Report, steps: int, tiny: bool) -> None:
         report.add(*rows)
 
 
-def bench_pipelines(report: Report, _: int, tiny: bool) -> None:
-    """Time the schedules on as many fake devices as ranks."""
-    for ranks in (2,) if tiny else (2, 4, 8):
-        environ = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(ranks)}
-        for microbatches in (4,) if tiny else (8, 16):
-            ms = 2.0 if tiny else 800.0
-            report.add(*in_process(environ, pipelines.measure, ranks, microbatches, ms))
-
-
-SUITES = {"peer": bench_peer, "kernels": bench_kernels, "pipelines": bench_pipelines}
+SUITES = {"peer": bench_peer, "kernels": bench_kernels}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         default=12,
         metavar="N",
-        help="steps to time, 2 or more (peer, kernels)",
+        help="steps to time, 2 or more",
     )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on any device")
     options = parser.parse_args(argv)

@@ -31,11 +31,6 @@ COLUMNS = {
     "temporary_gb": ("temporary GB", ".2f"),
     "peak_gb": ("peak GB", ".2f"),
     "compile_s": ("compile s", ".1f"),
-    "seconds": ("step s", ".2f"),
-    "bubble": ("bubble", ".1%"),
-    "table_bubble": ("by its table", ".1%"),
-    "formula": ("as published", ".1%"),
-    "tick_ms": ("empty tick ms", ".2f"),
     "reason": ("fault", ""),
 }
 """Figures of a row that the table shows: heading and format."""

@@ -35,12 +35,3 @@ def test_the_suite_kernels_runs_without_a_gpu_by_xla(tmp_path):
     assert bench.main(["kernels", "--tiny", "--steps", "2", "--out", str(path)]) == 0
     rows = json.loads(path.read_text())["results"]
     assert len(rows) == 9 and all("of_roofline" in row for row in rows[3:])
-
-
-def test_the_benchmark_of_bubbles_measures_every_schedule(tmp_path, capsys):
-    path = tmp_path / "pipelines.json"
-    assert bench.main(["pipelines", "--tiny", "--out", str(path)]) == 0
-    rows = {row["contestant"]: row for row in json.loads(path.read_text())["results"]}
-    assert len(rows) == 7
-    assert rows["zb_uniform, v 2"]["table_bubble"] == pytest.approx(2 / 24)
-    assert "zb_uniform, v 2" in capsys.readouterr().out
