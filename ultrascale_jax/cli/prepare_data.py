@@ -1,4 +1,4 @@
-"""Text, JSON lines, Parquet or ArrayRecord into token shards for `data.source=tokens:DIR`.
+"""Text, JSON lines or Parquet into token shards for `data.source=tokens:DIR`.
 
     ultrascale prepare-data --input 'books/*.txt' --out tokens/books
     ultrascale prepare-data --input 'c4/*.json.gz' --out tokens/c4 --tokenizer tokenizer.json
@@ -59,8 +59,8 @@ class Options(Section):
 
     input: str
     """Path, or pattern of files, also s3://BUCKET/DIR/* and hf://datasets/OWNER/NAME/DIR/*: .jsonl, .ndjson and .json
-    have a document in a line, .parquet and .array_record in a row or record, others are one of text; gzip and Zstandard
-    around JSON lines and text are decompressed."""
+    have a document in a line, .parquet in a row, others are one of text; gzip and Zstandard around JSON lines and text
+    are decompressed."""
     out: str | Path
     """Folder for the shards; of s3://BUCKET/DIR a copy stays in the cache of this host."""
     tokenizer: str = "bytes"

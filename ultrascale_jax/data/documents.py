@@ -1,4 +1,4 @@
-"""Read documents from files, also of object storage: text, JSON lines (also compressed), Parquet and ArrayRecord.
+"""Read documents from files, also of object storage: text, JSON lines (also compressed) and Parquet.
 
 Every reader yields a document and about how many bytes of the file were read so far, and holds a part of the file at
 a time. The suffix, in any case, tells the form of the documents, and the first bytes tell compression. A fault raises
@@ -7,7 +7,6 @@ a time. The suffix, in any case, tells the form of the documents, and the first 
 
 import codecs
 import contextlib
-import functools
 import gzip
 import io
 import json
@@ -41,23 +40,11 @@ TABLES = {".csv": "CSV", ".tsv": "CSV with tabs"}
 CHUNK_BYTES = 1 << 20
 """Bytes that are read at once."""
 
-EXAMPLE = """
-name: "example.proto"
-message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
-message_type { name: "Features"
-  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" } }
-message_type { name: "Entry" field { name: "key" number: 1 type: TYPE_STRING }
-  field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" } }
-message_type { name: "Feature" field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" } }
-message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
-"""
-"""The parts of tensorflow/core/example/{example,feature}.proto that can hold text."""
-
 
 def read_file(path: File, field: str) -> Iterator[tuple[str, int]]:
     """The documents of a file in the form that its suffix tells; `field` holds their text."""
     readers = dict.fromkeys(JSON_LINES, read_json_lines)
-    readers |= {".parquet": read_parquet, ".array_record": read_array_record}
+    readers |= {".parquet": read_parquet}
     return readers.get(kind_of(path), read_text)(path, field)
 
 
@@ -304,57 +291,3 @@ def _check_column(schema: Any, field: str, path: File) -> None:
     fix = "cast it to string" if "binary" in str(kind) else "write it as text"
     fix = f"give another --text-field of {texts}, or {fix}" if texts else fix
     require(is_text(kind), "input", str(path), f"has {kind}, not text, in {field!r}; {fix}")
-
-
-def read_array_record(path: File, field: str) -> Iterator[tuple[str, int]]:
-    """The text of every record: a JSON object, or a tf.train.Example as TensorFlow Datasets write them."""
-    from array_record.python import array_record_module
-
-    fix = "ArrayRecord is read from a disk; download the file first"
-    require(not isinstance(path, RemoteFile), "input", str(path), fix)
-    size, where = path.stat().st_size, f"{begin_of(path)} record"
-    try:
-        reader = array_record_module.ArrayRecordReader(str(path))
-        count = reader.num_records()
-        for first in range(0, count, 1024):
-            records = reader.read(range(first, min(first + 1024, count)))
-            for number, record in enumerate(records, start=first + 1):
-                has = f"{where} {number}"
-                document = parse_json(record, has) if record[:1] == b"{" else parse_example(record)
-                yield text_of(document, field, has), size * number // count
-        reader.close()  # one that could not open the file would raise here again
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        with _open(path, begin_of(path)) as raw:
-            _refuse(format_of(raw.read(HEAD_BYTES)), f"{begin_of(path)} is")
-        words = " ".join(str(error).split())
-        raise UserError(f"{begin_of(path)} is no ArrayRecord, or damaged ({words})") from error
-
-
-@functools.cache
-def _example() -> tuple[Any, type[Exception]]:
-    """The message class tf.train.Example, and the error of bytes that are none."""
-    from google.protobuf import (
-        descriptor_pb2,
-        descriptor_pool,
-        message,
-        message_factory,
-        text_format,
-    )
-
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(EXAMPLE, descriptor_pb2.FileDescriptorProto()))
-    kind = message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
-    return kind, message.DecodeError
-
-
-def parse_example(record: bytes) -> dict[str, str]:
-    """The features of a tf.train.Example that hold one text; `ValueError` for bytes of another message."""
-    kind, damaged = _example()
-    try:
-        features = kind.FromString(record).features.feature
-    except damaged as error:
-        raise ValueError("a record is neither JSON nor a tf.train.Example") from error
-    lists = ((entry.key, entry.value.bytes_list.value) for entry in features)
-    return {key: values[0].decode(errors="replace") for key, values in lists if len(values) == 1}

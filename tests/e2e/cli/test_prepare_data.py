@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from array_record.python import array_record_module
 
 from tests.chats import CHATML, turns, write_bpe, write_lines, write_template
 from tests.commands import refused, ultrascale
@@ -65,27 +64,6 @@ def test_text_json_lines_and_parquet_become_the_same_documents_in_order(finished
     assert index.shards["documents"].sum() == len(TEXTS)
 
 
-def example(**features: bytes) -> bytes:
-    """A tf.train.Example, written by hand: each feature a list of one string of bytes."""
-
-    def field(content: bytes) -> bytes:
-        assert len(content) < 128  # the length is one byte
-        return bytes([0x0A, len(content)]) + content
-
-    entries = [
-        field(name.encode()) + b"\x12" + field(field(field(value)))[1:]
-        for name, value in features.items()
-    ]
-    return field(b"".join(field(entry) for entry in entries))
-
-
-def write_array_record(path, records):
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for record in records:
-        writer.write(record)
-    writer.close()
-
-
 def json_lines(texts):
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
@@ -94,7 +72,7 @@ def zstd(content):
     return pyarrow.Codec("zstd").compress(content, asbytes=True)
 
 
-def test_compressed_files_and_array_records_hold_the_same_documents(tmp_path):
+def test_compressed_files_hold_the_same_documents(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))
@@ -103,9 +81,7 @@ def test_compressed_files_and_array_records_hold_the_same_documents(tmp_path):
     (folder / "b.json.gz").write_bytes(b"".join(members))
     frames = [zstd(json_lines(part)) for part in (TEXTS[10:15], TEXTS[15:20])]
     (folder / "c.jsonl.zst").write_bytes(b"".join(frames))
-    write_array_record(folder / "d.array_record", json_lines(TEXTS[20:30]).splitlines())
-    records = [example(id=b"7", text=text.encode()) for text in TEXTS[30:]]
-    write_array_record(folder / "e.array_record", records)
+    (folder / "d.jsonl").write_bytes(json_lines(TEXTS[20:]))
     prepare(Options(input=f"{folder}/*", out=tmp_path / "out", workers=1))
     documents = read_documents(tmp_path / "out", ByteTokenizer())
     assert documents == [[*text.encode(), 0] for text in TEXTS]
