@@ -42,7 +42,7 @@ from ultrascale_jax.train_step.state import (
     fresh_state,
     init_state,
 )
-from ultrascale_jax.training.describe import parallelism
+from ultrascale_jax.training.describe import pipeline_notes
 from ultrascale_jax.training.evaluation import Evaluation, PreferenceEvaluation
 from ultrascale_jax.training.metrics import COLUMNS, RunLog
 from ultrascale_jax.training.profiler import Profiler
@@ -91,7 +91,7 @@ def _enter(
     check_term_names(model, {*COLUMNS, "time"})
     check_kernels(cfg, mesh.devices.flat[0])
     chosen(cfg.log.to)  # raises where a package is missing
-    notes = parallelism(cfg)
+    notes = pipeline_notes(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     loader = make_loader(cfg)
     evaluation = loader.evaluation()

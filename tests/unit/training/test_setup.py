@@ -7,34 +7,13 @@ import pytest
 
 from tests.faults.tiny import config as TINY
 from tests.runs import change, run
-from ultrascale_jax.config import Experts, UserError
+from ultrascale_jax.config import UserError
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.kernels.document_classes import max_documents
-from ultrascale_jax.training.describe import parallelism
 from ultrascale_jax.training.evaluation import mean_loss
 from ultrascale_jax.training.setup import fit_documents, fit_loaders
 
 BASE = change(TINY, mesh={"fsdp": 1})
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ulysses", "text"),
-    [
-        ("zigzag", 1, "zigzag over cp=4, 8 tokens a GPU"),
-        ("ring", 2, "ring over cp=4 (a ring of 2 x ulysses 2), 8 tokens a GPU"),
-        ("ulysses", 1, "ulysses over cp=4, 8 tokens a GPU"),
-        ("allgather", 4, "ulysses over cp=4, 8 tokens a GPU"),
-    ],
-)
-def test_context_parallelism_is_described(strategy, ulysses, text):
-    cfg = change(BASE, mesh={"cp": 4}, cp={"strategy": strategy, "ulysses": ulysses})
-    assert parallelism(cfg) == [f"context parallelism: {text}"]
-
-
-def test_experts_are_described_and_a_plain_run_is_not():
-    cfg = change(BASE, mesh={"ep": 4}, model={"experts": Experts(num=8, top_k=2)})
-    assert parallelism(cfg) == ["experts: 2 of 8 for each token, 2 on a GPU, ep=4"]
-    assert parallelism(BASE) == []
 
 
 def test_a_run_that_cannot_be_is_refused_before_anything_is_written(tmp_path):
