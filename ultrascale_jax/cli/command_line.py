@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 import tyro
+from tyro import _strings
 from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from ultrascale_jax.checkpoint.run_metadata import config_text
@@ -74,11 +75,15 @@ PHRASES = {
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """An option without a value."""
 
-SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
+SWITCH_VALUES = dict.fromkeys(("true", "yes", "on", "1"), True)
+SWITCH_VALUES |= dict.fromkeys(("false", "no", "off", "0"), False)
 """Values that people give to a switch, which takes none."""
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
 """Constructors of tyro: the library's, and ours of numbers and recomputation."""
+
+# tyro 1.0 looks for lines to join before it takes their indentation away, and so joins none of a docstring's.
+_strings.remove_single_line_breaks = lambda helptext: " ".join(helptext.split())
 
 
 def option(metavar: str, absent: str = "none"):
@@ -397,8 +402,9 @@ def read[T](
         if stop.code == 0:
             raise
         complaint = _unboxed(report.getvalue())
-        hint = _hint(complaint, [*options_of(default or form)], prog)
-        fix = expanded(complaint, arguments) or complaint + hint
+        options = [*options_of(default or form)]
+        fix = expanded(complaint, arguments) or _of_switch(complaint, arguments, options)
+        fix = fix or complaint + _hint(complaint, options, prog)
         raise UserError(fix) from None
     # A `Config` has done so itself.
     chosen: Any = made.options if isinstance(made, Command) else made
@@ -422,6 +428,23 @@ def _unboxed(box: str) -> str:
     return complaint
 
 
+def _of_switch(complaint: str, arguments: Sequence[str], options: Sequence[str]) -> str:
+    """Return an error that a switch got a value, with the switch that means it; empty for another `complaint`."""
+    value = complaint.partition("Unrecognized options: ")[2].partition(", ")[0]
+    pairs = [
+        *itertools.pairwise(arguments),
+        *(word.split("=", 1) for word in arguments if "=" in word),
+    ]
+    option = next((o for o, v in pairs if v == value and o.startswith("--")), "")
+    if not option or value.lower() not in SWITCH_VALUES:
+        return ""
+    on = re.sub(r"^(--(?:.*\.)?)no-", r"\1", option)
+    off = re.sub(r"([^-.][^.]*)$", r"no-\1", on)
+    means_on = SWITCH_VALUES[value.lower()] == (option == on)
+    fix = f"write {on if means_on else off}" if means_on or off in options else f"leave {on} out"
+    return f"{option} is a switch and takes no value: {fix}"
+
+
 def _hint(complaint: str, options: Sequence[str], prog: str) -> str:
     """Return the fix to follow tyro's one-line `complaint` of options that it does not know, or nothing."""
     if not complaint.startswith("Unrecognized"):
@@ -432,8 +455,6 @@ def _hint(complaint: str, options: Sequence[str], prog: str) -> str:
     first = prog.replace("[RECIPE]", misplaced[0] if misplaced else "").strip()
     hint = f"; the recipe comes first: {first} ..." if misplaced and "[RECIPE]" in prog else ""
     unknown = [word for word in words if word.startswith("-") or "=" in word]
-    if words[0].lower() in SWITCH_VALUES:
-        return "; a switch takes no value: --a.x turns it on, --a.no-x off"
     if unknown and (names := meant(f"--{unknown[0].lstrip('-')}", options)):
         return f"{hint}; did you mean {' or '.join(names)}?"
     return hint or (f"; see {first} --help" if unknown else "")

@@ -1,4 +1,4 @@
-"""Completion of commands and options for a shell, by tyro: `source <(ultrascale --completion bash)`."""
+"""Completion of commands, recipes and options for a shell, by tyro: `source <(ultrascale --completion bash)`."""
 
 import contextlib
 import dataclasses
@@ -11,28 +11,35 @@ import tyro
 from tyro.extras import SubcommandApp
 
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe
+from ultrascale_jax.cli.recipes import DEFAULT_RECIPE, load_recipe, recipes
 from ultrascale_jax.config import require
 
 SHELLS = ("bash", "zsh")
 
 
 def print_script(shell: str, commands: Mapping[str, Any]) -> None:
-    """Print the script that completes `commands`, the verbs below them and all their options in `shell`.
+    """Print the script that completes `commands`, the verbs below them, recipes and all their options in `shell`.
 
     Args:
       shell: `bash` or `zsh`; another is a `UserError`.
       commands: modules by name; each has `Options`, or `verbs`, which returns the options of each verb.
     """
     require(shell in SHELLS, "completion", shell, f"choose {' or '.join(SHELLS)}")
-    app = SubcommandApp()
+    app, with_recipe = SubcommandApp(), list[tuple[str, ...]]()
+
+    def add(to: SubcommandApp, path: tuple[str, ...], options: type) -> None:
+        runs_recipe = issubclass(options, command_line.Options)
+        form: Any = _form(options) if runs_recipe else options
+        to.command(form, name=path[-1])
+        with_recipe.extend([path] * runs_recipe)
+
     for name, module in commands.items():
         if not hasattr(module, "verbs"):
-            app.command(_form(module.Options), name=name)
+            add(app, (name,), module.Options)
             continue
         below = SubcommandApp()
         for verb, options in module.verbs().items():
-            below.command(_form(options), name=verb)
+            add(below, (name, verb), options)
         app.command(below, name=name)
     arguments = ["--tyro-print-completion", shell]
     script = io.StringIO()
@@ -40,20 +47,27 @@ def print_script(shell: str, commands: Mapping[str, Any]) -> None:
         with contextlib.redirect_stdout(script):
             app.cli(prog="ultrascale", args=arguments, config=(tyro.conf.AvoidSubcommands,))
     finally:
-        print(re.sub(r"(?m)^COMPLETION_SPEC = .*", _in_one_line, script.getvalue()), end="")
+        code = _recipes_below(with_recipe)
+        print(
+            re.sub(r"(?m)^COMPLETION_SPEC = .*\n", lambda spec: spec[0] + code, script.getvalue()),
+            end="",
+        )
 
 
-def _in_one_line(options: re.Match[str]) -> str:
-    """Join the lines of the options' texts, each of which the shell would offer as a word."""
-    return re.sub(r"\\n\s*", " ", options[0])
+def _recipes_below(paths: list[tuple[str, ...]]) -> str:
+    """Return Python that adds the recipes to the script's tree of commands, each with the options of its command."""
+    return f"""\
+for path in {paths}:
+    command = COMPLETION_SPEC
+    for word in path:
+        command = command["subcommands"][word]
+    command["subcommands"] = dict.fromkeys({recipes()}, {{**command, "description": "recipe"}})
+"""
 
 
 def _form(options: type) -> Any:
-    """Return the dataclass of a command: its options and, if it runs a recipe, the recipe and all its fields."""
-    if not issubclass(options, command_line.Options):
-        return options
+    """Return the dataclass of a command that runs a recipe: its options, and all fields of the recipe."""
     fields = [
-        ("recipe", tyro.conf.Positional[str], DEFAULT_RECIPE),
         ("options", Annotated[options, tyro.conf.arg(name="")], options()),
         ("config", Annotated[Any, tyro.conf.arg(name="")], load_recipe(DEFAULT_RECIPE)),
     ]

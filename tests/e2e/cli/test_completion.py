@@ -23,10 +23,13 @@ def completed(script: str, *words: str) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_commands_verbs_options_and_values(capsys):
+def test_bash_completes_commands_verbs_recipes_options_and_values(capsys):
     made = script(capsys, "bash")
     assert completed(made, "ultrascale", "insp") == ["inspect"]
     assert completed(made, "ultrascale", "plan", "mem") == ["memory"]
+    assert completed(made, "ultrascale", "train", "llama3_70") == ["llama3_70b"]
+    assert completed(made, "ultrascale", "plan", "memory", "gpt_o") == ["gpt_oss_20b"]
+    assert "auto: what `plan search` recommends" in made, "a text of several lines is one line"
     assert completed(made, "ultrascale", "train", "debug", "--train.st") == ["--train.steps"]
     options = completed(made, "ultrascale", "train", "debug", "--")
     assert options and all(option.startswith("--") for option in options)

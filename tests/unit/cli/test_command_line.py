@@ -235,8 +235,10 @@ def test_what_a_configuration_cannot_mean_is_one_line(capsys, line, said):
         ("--moe.bound=2", "--moe.bound=2; see ultrascale train --help"),
         ("--no-train.zero", "options: --no-train.zero; see ultrascale train --help"),
         ("--data.document-mask=maybe", "options: maybe"),
-        ("--data.document-mask False", "options: False; a switch takes no value: --a.x turns"),
-        ("--data.document-mask yes", "options: yes; a switch takes no value"),
+        ("--data.document-mask False", "takes no value: write --data.no-document-mask"),
+        ("--data.no-document-mask=true", "takes no value: write --data.no-document-mask"),
+        ("--data.document-mask yes", "is a switch and takes no value: write --data.document-mask"),
+        ("--print-config no", "takes no value: leave --print-config out"),
         ("debug train.global-batch=8", "did you mean --train.global-batch?"),
         ("debug -train.steps 8", "did you mean --train.steps?"),
         (
