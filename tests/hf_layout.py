@@ -46,7 +46,7 @@ def stored(folder):
 def in_hugging_face_layout(model, cfg, model_type=""):
     """The same from our parameters: written out here once more, independently of the table."""
     tensors = separate_tensors(model, cfg)
-    if model_type == "qwen3_5_text":
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         return apart(tensors, cfg)
     if model_type not in ("phi3", "granitemoehybrid"):
         return tensors

@@ -243,6 +243,20 @@ def qwen3_5_text() -> transformers.PretrainedConfig:
     return transformers.Qwen3_5TextConfig(**LINEAR, num_hidden_layers=2, layer_types=kinds)
 
 
+def qwen3_5_moe_text() -> transformers.PretrainedConfig:
+    """Two layers, the second with full attention; experts, and a shared one that a gate weighs."""
+    kinds = ["linear_attention", "full_attention"]
+    return transformers.Qwen3_5MoeTextConfig(
+        **{key: value for key, value in LINEAR.items() if key != "intermediate_size"},
+        num_hidden_layers=2,
+        layer_types=kinds,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
@@ -259,6 +273,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2_moe": qwen2_moe,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5_text,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
 }
 
 
@@ -288,7 +303,7 @@ def main(folder: Path, family: str) -> None:
     generator, config = torch.Generator().manual_seed(1), FAMILIES[family]()
     eager = {"attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **eager).float()
-    zero_centred = ("gemma3_text", "qwen3_next", "qwen3_5_text")
+    zero_centred = ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     norm = 0.0 if config.model_type in zero_centred else 1.0
     biases = [pair for pair in model.named_buffers() if pair[0].endswith("bias")]
     for name, tensor in (*model.named_parameters(), *biases):

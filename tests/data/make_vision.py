@@ -1,6 +1,6 @@
 """Write the checkpoints of `tests/data/vision` and the logits of `transformers` for text: make_vision.py FOLDER NAME...
 
-    python tests/data/make_vision.py tests/data/vision gemma3 mistral3 qwen2_5_vl qwen3_vl
+    python tests/data/make_vision.py tests/data/vision gemma3 mistral3 qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5_moe
 
 It wants torch and transformers, which no test does.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -56,6 +57,17 @@ STRETCH = {
 }
 CLIP = VISION | {"model_type": "clip_vision_model", "projection_dim": 16}
 NO_WIDTH = {key: value for key, value in TEXT.items() if key != "head_dim"}
+NO_MLP = {key: value for key, value in TEXT.items() if key != "intermediate_size"}
+EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "rope_parameters": MROPE
+    | {"mrope_interleaved": True, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+}
 
 CONFIGS = {
     "gemma3": {
@@ -82,6 +94,19 @@ CONFIGS = {
         "vision_config": QWEN_VISION | {"num_position_embeddings": 4},
         "tie_word_embeddings": True,
     },
+    "qwen3_vl_moe": {
+        "text_config": TEXT | EXPERTS | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+        "vision_config": QWEN_VISION | {"num_position_embeddings": 4},
+    },
+    "qwen3_5": {
+        "text_config": TEXT | LINEAR,
+        "vision_config": QWEN_VISION | {"num_position_embeddings": 4},
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe": {
+        "text_config": NO_MLP | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 12},
+        "vision_config": QWEN_VISION | {"num_position_embeddings": 4},
+    },
     "llava": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": CLIP},
     "llava_next": {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": CLIP},
     "llava_onevision": {
@@ -96,6 +121,24 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def published(name: str, folder: Path) -> None:
+    """Rewrite the experts as they are published: all of a layer in two tensors, Qwen3-VL-MoE's transposed."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if name == "qwen3_vl_moe":
+        tensors |= {key: value.mT for key, value in tensors.items() if ".mlp.experts." in key}
+    for gate in [key for key in tensors if key.endswith("experts.0.gate_proj.weight")]:
+        stem = gate.removesuffix("0.gate_proj.weight")
+
+        def together(matrix: str, stem: str = stem) -> torch.Tensor:
+            return torch.stack([tensors.pop(f"{stem}{i}.{matrix}.weight") for i in range(4)])
+
+        tensors[f"{stem}gate_up_proj"] = torch.cat([together("gate_proj"), together("up_proj")], 1)
+        tensors[f"{stem}down_proj"] = together("down_proj")
+    contiguous = {key: value.contiguous() for key, value in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
+
+
 def main(folder: Path, name: str) -> None:
     """Write one checkpoint, with tokens and their logits in `expected.npz` beside it."""
     torch.manual_seed(0)
@@ -105,11 +148,13 @@ def main(folder: Path, name: str) -> None:
     model = AutoModelForImageTextToText.from_config(config, **eager).float()
     for path, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
-        norm = 0.0 if name == "gemma3" and "language_model" in path else 1.0
+        zero_centred = name in ("gemma3", "qwen3_5", "qwen3_5_moe") and "linear_attn" not in path
+        norm = 0.0 if zero_centred and "language_model" in path else 1.0
         values = norm + torch.round(0.2 * values * 64) / 64 if "norm" in path else 0.1 * values
         with torch.no_grad():
             parameter.copy_(values)
     model.save_pretrained(folder)
+    published(name, folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, **eager)
     tokens = torch.randint(0, TEXT["vocab_size"], (2, 24), generator=generator)

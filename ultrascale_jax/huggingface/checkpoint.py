@@ -42,7 +42,7 @@ from ultrascale_jax.huggingface.files import (
     shown,
 )
 from ultrascale_jax.huggingface.mxfp4 import dequantized
-from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, tensors
+from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, fuse_experts, tensors
 from ultrascale_jax.huggingface.wrappers import Wrapper, is_wrapper, text_tensors
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.models.transformer import Transformer
@@ -82,6 +82,7 @@ def _load(folder: Path, abstract: Transformer) -> Transformer:
     with ExitStack() as stack:
         files = dequantized(open_tensors(folder, stack))
         files = text_tensors(files) if wrapped else files
+        table = fuse_experts(table, cfg, files)
         _check_tensors(files, table, cfg, family)
 
         def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -159,7 +160,8 @@ def _read_one(
     if tensor.heads > 1:
         piece = _rows_of_heads(view, tensor, where)
     elif tensor.rows:
-        where[0] = slice(where[0].start + tensor.first_row, where[0].stop + tensor.first_row)
+        ours, first = where[tensor.axis], tensor.first_row
+        where[tensor.axis] = slice(ours.start + first, ours.stop + first)
         piece = view[tuple(where)]
     elif tensor.part is not None:
         where[-1] = slice(2 * where[-1].start, 2 * where[-1].stop)
@@ -278,8 +280,8 @@ def save(
     """Write `model` as a Hugging Face folder that `transformers` loads.
 
     Every process calls it and the first one writes; it holds one file of at most `max_shard_bytes`
-    (and at least one tensor). `model_type` is the family to write; None is the first one that computes this
-    model. `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
+    (and at least one tensor). `model_type` is the family to write; None is that of `around`, or the first one
+    that computes this model. `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
     of `config.json`. The files `beside`, by name, such as a tokenizer, are put into the folder, which appears
     complete or not at all. `around` is the folder of the vision-language model from which
     `model` was read: its other tensors are copied, and its `config.json` is kept. Raises `ValueError` where no family
@@ -287,6 +289,8 @@ def save(
     """
     _check_save(path, model, cfg, max_shard_bytes, dtype)
     path = Path(path)
+    if around is not None:
+        model_type = model_type or read_model_type(Path(around))
     family = family_of(cfg, model_type)
     config = config_dict(
         cfg,
@@ -297,6 +301,9 @@ def save(
     table, wrapper = tensors(cfg, family), None if around is None else Wrapper(Path(around))
     _check_parameters(model, table)
     if wrapper is not None:
+        with ExitStack() as stack:
+            files = text_tensors(open_tensors(wrapper.folder, stack))
+            table = fuse_experts(table, cfg, files)
         context = {"max_position_embeddings": max_position_embeddings}
         config = wrapper.config_with(dtype=dtype, torch_dtype=dtype, **context)
         names, token_ids = wrapper.names(), {}
@@ -400,6 +407,8 @@ def _stored(
 
 def join_rows(tensor: Tensor, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Return the rows of the parameters that share a tensor as it has them: one below the other, or so in each head."""
+    if tensor.axis:
+        return np.concatenate(parts, axis=tensor.axis)
     heads = [part.reshape(tensor.heads, -1, *part.shape[1:]) for part in parts]
     return np.concatenate(heads, axis=1).reshape(-1, *parts[0].shape[1:])
 

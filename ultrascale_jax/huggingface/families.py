@@ -559,6 +559,11 @@ def _qwen3_next(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return raw | {INTERVAL: every}
 
 
+def _qwen3_5_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Qwen3.5-MoE's keys with a width of layers without experts, of which it has none."""
+    return _qwen3_next({"intermediate_size": raw.get("moe_intermediate_size", 512), **raw})
+
+
 def _linear_types(every: int, num_layers: int) -> list[str]:
     return [FULL if every and (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
 
@@ -639,6 +644,17 @@ QWEN3_NEXT: dict[str, Any] = {
     "norm_offset": 1.0,
 }
 """Fields that Qwen3-Next and Qwen3.5 share."""
+
+QWEN3_5 = QWEN3_NEXT | {
+    "names": {
+        "linear.w_z": "linear_attn.in_proj_z",
+        "linear.w_b": "linear_attn.in_proj_b",
+        "linear.w_a": "linear_attn.in_proj_a",
+    },
+    "joined": CONVOLUTION | {"linear_attn.in_proj_qkv": ("linear.w_q", "linear.w_k", "linear.w_v")},
+    "joined_by_head": GATED_QUERIES,
+}
+"""Fields that Qwen3.5 and Qwen3.5-MoE share."""
 
 SHARED_EXPERT = {
     "moe.shared.w_gate": "mlp.shared_expert.gate_proj",
@@ -936,18 +952,18 @@ FAMILIES = {
             "linear_attn.in_proj_ba": ("linear.w_b", "linear.w_a"),
         },
     ),
-    "qwen3_5_text": Family(
-        **QWEN3_NEXT,
-        architecture="Qwen3_5ForCausalLM",
-        num_kv_heads=4,
-        names={
-            "linear.w_z": "linear_attn.in_proj_z",
-            "linear.w_b": "linear_attn.in_proj_b",
-            "linear.w_a": "linear_attn.in_proj_a",
+    "qwen3_5_text": Family(**QWEN3_5, architecture="Qwen3_5ForCausalLM", num_kv_heads=4),
+    "qwen3_5_moe_text": Family(
+        **QWEN3_5 | {"common": _qwen3_5_moe, "names": QWEN3_5["names"] | SHARED_EXPERT},
+        architecture="Qwen3_5MoeForCausalLM",
+        num_kv_heads=2,
+        experts=Experts(num=256, top_k=8, d_ff=512, shared=1, shared_gate=True),
+        expert_keys={
+            "num": "num_experts",
+            "top_k": "num_experts_per_tok",
+            "d_ff": "moe_intermediate_size",
+            SHARED_WIDTH: "shared_expert_intermediate_size",
         },
-        joined=CONVOLUTION
-        | {"linear_attn.in_proj_qkv": ("linear.w_q", "linear.w_k", "linear.w_v")},
-        joined_by_head=GATED_QUERIES,
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",

@@ -41,6 +41,8 @@ class Tensor:
     """Number of ours among the parameters that share the tensor; none: it is all ours."""
     rows: tuple[int, ...] = ()
     """Rows of each of them, one below the other; empty: two have its even and its odd columns."""
+    axis: int = 0
+    """Dim of the tensor that the rows are along."""
     heads: int = 1
     """Heads that have their rows of all of them side by side."""
     offset: float = 0.0
@@ -72,7 +74,8 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
         if self.rows:
-            return (sum(self.rows), *self.own_shape[1:])
+            before, after = self.own_shape[: self.axis], self.own_shape[self.axis + 1 :]
+            return (*before, sum(self.rows), *after)
         *others, columns = self.own_shape
         return (*others, columns if self.part is None else 2 * columns)
 
@@ -157,6 +160,40 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
     )
     if not cfg.tied_embeddings:
         table["head"] = Tensor(name="lm_head.weight", dims="DV", stored="VD", sizes=sizes)
+    return table
+
+
+FUSED = {
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", None),
+}
+"""Tensor of all experts of a layer that holds each of an expert's matrices, and the matrix's number there."""
+
+
+def fuse_experts(
+    table: Mapping[str, Tensor], cfg: ModelConfig, files: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the table of a folder with these `files`, which may have all experts of a layer in two tensors.
+
+    So Qwen3.5-MoE is published, and Qwen3-VL-MoE with their last two dims exchanged.
+    """
+    table = dict(table)
+    for ours, tensor in table.items():
+        stem, _, matrix = tensor.name.removesuffix(".weight").rpartition(".{}.")
+        whole, part = FUSED.get(matrix, ("", None))
+        if not tensor.experts or not whole or tensor.stack is None:
+            continue
+        one = replace(tensor, name=f"{stem}.{whole}", stored=f"E{tensor.stored}", part=part)
+        name = one.names(cfg.stacks[tensor.stack][0])[0]
+        if name not in files:
+            continue
+        shape = tuple(files[name].get_slice(name).get_shape())
+        stored = [one, replace(one, stored=one.dims)]
+        if part is not None:
+            rows = (tensor.sizes["F"],) * 2
+            stored = [replace(form, rows=rows, axis=form.stored.index("F")) for form in stored]
+        table[ours] = next((form for form in stored if form.shape == shape), stored[0])
     return table
 
 

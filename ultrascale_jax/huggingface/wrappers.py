@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ultrascale_jax.config import require
+from ultrascale_jax.huggingface.experts import ALIAS
 from ultrascale_jax.huggingface.families import FAMILIES
 from ultrascale_jax.huggingface.files import inside, open_tensors
 from ultrascale_jax.storage.foreign import read_json
@@ -35,6 +37,8 @@ class Text(NamedTuple):
     """The entry of `FAMILIES` that computes it."""
     defaults: Mapping[str, Any]
     """Meaning of absent keys, where it is not that of `Family`."""
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    """Keys that its code does not read."""
 
 
 SIZES = (
@@ -51,6 +55,18 @@ _QWEN2_VL = _sizes(
     *(152064, 8192, 29568, 80, 64, 32768),
     **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
 )
+_QWEN3_VL_MOE = _sizes(
+    *(151936, 2048, 5632, 24, 16, 128000),
+    **{"num_key_value_heads": 16, "rope_theta": 5e5, "moe_intermediate_size": 1408},
+    **{"num_experts": 60, "num_experts_per_tok": 4},
+)
+_QWEN3_5_MOE = {
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+}
 
 TEXTS = {
     "llama": Text("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
@@ -62,6 +78,9 @@ TEXTS = {
     "qwen2_vl_text": Text("qwen2", _QWEN2_VL),
     "qwen2_5_vl_text": Text("qwen2", _QWEN2_VL),
     "qwen3_vl_text": Text("qwen3", _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=5e5)),
+    "qwen3_vl_moe_text": Text("qwen3_moe", _QWEN3_VL_MOE, {"norm_topk_prob": True}),
+    "qwen3_5_text": Text("qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768)),
+    "qwen3_5_moe_text": Text("qwen3_5_moe_text", _QWEN3_5_MOE),
 }
 """Text models by the name in `text_config`."""
 
@@ -75,6 +94,9 @@ WRAPPERS = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 }
 """Vision-language models by `model_type`: their class, and the text model where `text_config` names none."""
 
@@ -104,8 +126,9 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     keys = {key: value for key, value in text.items() if not key.startswith(visual)}
     tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     fixed = {"architectures": [FAMILIES[kind.family].architecture], "model_type": kind.family}
-    defaults = {k: value for k, value in kind.defaults.items() if k not in _rope_of(keys)}
-    return {**defaults, **_plain_rope(keys), **fixed, "tie_word_embeddings": tied}
+    said = {*keys, *_rope_of(keys)}
+    defaults = {k: v for k, v in kind.defaults.items() if not {k, ALIAS.get(k)} & said}
+    return {**defaults, **_plain_rope(keys), **kind.fixed, **fixed, "tie_word_embeddings": tied}
 
 
 def text_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -35,7 +35,10 @@ OTHERS = (
 )
 """Names that the files read, but that no ported family has."""
 
-WITH_VISION = ("Gemma3Config", "Qwen3_5Config", "Qwen3_5VisionConfig")
+WITH_VISION = (
+    *("Gemma3Config", "Qwen3_5Config", "Qwen3_5VisionConfig"),
+    *("Qwen3_5MoeConfig", "Qwen3_5MoeVisionConfig"),
+)
 
 
 @functools.cache
