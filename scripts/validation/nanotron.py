@@ -105,7 +105,7 @@ class Allocator:
 
 
 FITTED = Allocator(fixed=0.135, activations=1.161, logit=9.10, hidden=6.52, queue=94.9)
-"""`fit` of the calibration rows, in `tests/unit/scripts/test_nanotron.py`, which repeats it."""
+"""Least squares of the calibration rows."""
 
 
 def reserved_bytes(run: Run, *, stage: int | None = None, allocator: Allocator = FITTED) -> float:

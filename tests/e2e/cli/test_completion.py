@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.commands import refused, ultrascale
+from tests.commands import ultrascale
 
 
 def script(capsys, shell: str) -> str:
@@ -35,9 +35,3 @@ def test_bash_completes_commands_verbs_recipes_options_and_values(capsys):
     assert options and all(option.startswith("--") for option in options)
     assert "--max-shard-gib" in completed(made, "ultrascale", "convert-hf", "--max")
     assert "fp8" in completed(made, "ultrascale", "train", "--train.precision", "f")
-
-
-def test_zsh_gets_a_script_and_another_shell_an_error(capsys):
-    made = script(capsys, "zsh")
-    assert made.startswith("#compdef ultrascale") and "--train.steps" in made
-    assert refused(capsys, "--completion", "fish") == "completion='fish': choose bash or zsh\n"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -13,10 +12,8 @@ import tokenizers
 import transformers
 
 from tests import runs
-from tests.commands import ultrascale
-from tests.hf_layout import assert_same_tensors, changed, stored
+from tests.hf_layout import assert_same_tensors, stored
 from tests.paths import HF
-from tests.tokenizers import write_tokenizer
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict
@@ -165,15 +162,6 @@ def test_a_run_with_a_tokenizer_of_its_own_describes_it_for_transformers(tmp_pat
         tokenizer_files(Config(data=data), tmp_path, 32)
 
 
-def test_an_export_says_where_its_tokenizer_begins_a_text_as_the_run_did_not(tmp_path, capsys):
-    path = write_tokenizer(tmp_path / "own", {"<s>": True, "</s>": True}, post="<s> $A")
-    for kind in ("bos", "none"):
-        data = DataConfig(tokenizer=str(path), special_tokens=kind)
-        tokenizer_files(Config(data=data), tmp_path, 32)
-        told = capsys.readouterr().err
-        assert ("special_tokens=none; in text of the exported" in told) == (kind == "none")
-
-
 def test_servers_are_told_every_token_that_ends_an_answer(tmp_path):
     """Of a checkpoint's own generation_config.json, or of none; the template comes with shards of conversations too."""
     made = tokenizers.Tokenizer.from_str(word_tokenizer("a", "</s>"))
@@ -199,30 +187,3 @@ def test_servers_are_told_every_token_that_ends_an_answer(tmp_path):
         own = {"temperature": 0.6, "eos_token_id": given}
         (run_dir / "generation_config.json").write_text(json.dumps(own))
         assert generation() == own | {"eos_token_id": expected}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "config", "file", "said"),
-    [
-        ({}, {"num_hidden_layers": 3}, None, "missing from the checkpoint"),
-        (
-            {"model.norm.weight": np.full(64, np.nan, np.float32)},
-            {},
-            None,
-            "weight.*must be finite",
-        ),
-        ({}, {}, "model.safetensors", "not a whole safetensors file"),
-    ],
-)
-def test_a_checkpoint_that_a_run_cannot_begin_with_is_refused_in_one_line(
-    tmp_path, capsys, tensors, config, file, said
-):
-    """Row 23 of the matrix of faults."""
-    folder = changed("llama3", tmp_path / "hf", tensors, **config)
-    if file is not None:
-        (folder / file).write_text("{")
-    words = ("--train.init-from", f"hf:{folder}", "--log.run-dir", tmp_path / "run")
-    assert ultrascale("train", "demo", *words, "--mesh", "fsdp=8") == 2
-    error = capsys.readouterr().err
-    assert re.search(f"^error: .*{said}", error, re.MULTILINE) and "Traceback" not in error
-    assert not (tmp_path / "run/checkpoints/0").exists()

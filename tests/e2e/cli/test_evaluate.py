@@ -13,13 +13,12 @@ from tests import runs
 from tests.chats import write_lines
 from tests.commands import refused
 from tests.paths import HF
-from tests.tokenizers import write_tokenizer
-from ultrascale_jax.cli.evaluate import main, read_questions
+from ultrascale_jax.cli.evaluate import main
 from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, TrainConfig, UserError
 from ultrascale_jax.data.held_out import ALL
 from ultrascale_jax.data.samples import PackedSamples
 from ultrascale_jax.data.sources import open_sources
-from ultrascale_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
+from ultrascale_jax.data.tokenizer import ByteTokenizer
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.models.transformer import Transformer
@@ -145,15 +144,6 @@ def test_loss_and_choices_are_those_of_the_logits_on_one_device(
         assert results(capsys, folder, str(folder / "run"))["sources"] == found["sources"]
         main([str(folder / "run"), "--source", f"text:{folder}/one/*"])
         assert f"{found['sources']['one']['loss']:.4f}" in capsys.readouterr().out
-
-
-def test_a_question_begins_as_any_text_and_its_choices_follow_it(tmp_path):
-    (tmp_path / "q.jsonl").write_text(json.dumps(QUESTIONS[0] | {"question": "2</s>"}))
-    added = {"<s>": True, "</s>": True}
-    tokenizer = JsonTokenizer(write_tokenizer(tmp_path, added, post="<s> $A"))
-    [question] = read_questions(str(tmp_path / "q.jsonl"), tokenizer, 300, 64)
-    assert question.question[0] == 256 and 257 not in question.question
-    assert [tokenizer.decode(choice) for choice in question.choices] == QUESTIONS[0]["choices"]
 
 
 @pytest.mark.parametrize("pair", [([1], [256]), ([-1], [2]), ([10**6, 1], [2])])

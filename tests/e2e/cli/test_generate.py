@@ -80,12 +80,6 @@ def test_what_cannot_be_done_is_told_in_one_line(run_dir, capsys, words, said):
     assert said in refused(capsys, "generate", run_dir, "--prompt", "def f", *words)
 
 
-def test_a_chat_needs_a_template_and_text_a_prompt(run_dir, capsys):
-    assert "give --prompt TEXT" in refused(capsys, "generate", run_dir)
-    said = refused(capsys, "generate", run_dir, "--chat")
-    assert "tokenizer='bytes': has no chat template" in said
-
-
 CHATML = """{% for m in messages %}{{ "<|im_start|>" + m.role + " " + m.content + "<|im_end|>" }}{% endfor %}
 {% if add_generation_prompt %}{{ "<|im_start|>assistant " }}{% endif %}"""
 

@@ -88,15 +88,6 @@ def test_attention_is_checked_on_every_gpu_and_other_parts_where_a_kernel_of_our
     assert experts.sizes == (8192, 2, 4096, 14336)
 
 
-def test_windows_and_blocks_of_a_ring_are_checked_where_a_run_has_them():
-    ring = "llama3_8b --mesh fsdp=2,cp=4 --train.global-batch 16 --train.microbatches 1 --train.remat full"
-    assert checked(ring, 8)[0]["attention"].check == "ring_block"
-    ulysses = checked(f"{ring} --cp.strategy ulysses", 8)[0]["attention"]
-    assert (ulysses.check, ulysses.sizes) == ("plain", (4096, 8, 2, 128))
-    window = checked(f"{DENSE} --model.sliding-window 1024", 8)[0]["attention"]
-    assert window.options == {"window": 1024, "documents": True, "sinks": False}
-
-
 def test_on_the_cpu_nothing_is_checked(tmp_path):
     cfg, options = command_line.parse(["demo"], prog="train", options=command_line.JobOptions)
     kernel_check.check_run(cfg, options, None, pytest.fail, Events(tmp_path, 0))

@@ -43,15 +43,6 @@ def test_the_best_is_that_of_plan_search(found, capsys):
     assert all(row["step_s"] > best["step_s"] and "slower" in row["why"] for row in slower)
 
 
-def test_failures_take_days_and_are_told(capsys):
-    run = ["guide", "debug", "--gpus", "2", "--mesh", "fsdp=2", "--price", "2"]
-    plan.main([*run, "--failure-hours", "500", "--restart-s", "600", "--storage-gbs", "1"])
-    shown = capsys.readouterr().out
-    assert "with a failure every 250 h" in shown and "goodput 99.9" in shown
-    plan.main(run)
-    assert "Times are by formula, without failures." in capsys.readouterr().out
-
-
 def test_another_cluster_is_worth_what_makes_the_training_cost_the_same(found):
     rows = {row["what"]: row for row in found["other_clusters"]}
     assert "0.5 x the network" not in rows  # all in one node
@@ -67,11 +58,3 @@ def test_the_text_tells_the_three_steps(capsys):
     for words in ("Step 1: fit", "Step 2: reach", "Step 3: maximise", "1.5 M tokens"):
         assert words in text
     assert "ultrascale plan compile debug --mesh" in text
-
-
-def test_a_model_that_fits_nowhere_says_so(capsys):
-    with pytest.raises(SystemExit, match="1"):
-        plan.main(["guide", "llama3_405b", "--gpus", "8", "--train.global-batch", "8"])
-    text = capsys.readouterr().out
-    assert "nothing fits: the closest" in text
-    assert "ruled out" in text

@@ -10,7 +10,6 @@ import pytest
 
 from ultrascale_jax.cli import plan
 from ultrascale_jax.config import GPU_MEMORY_SHARE
-from ultrascale_jax.plan.report.memory import NOTHING
 
 LINKS = ["--cluster", "1x8,64,12"]
 PINNED = ["--train.remat", "full", "--train.microbatches", "1"]
@@ -44,12 +43,6 @@ def test_parts_add_up_to_the_peak_and_the_timeline_reaches_it(capsys):
     assert max(size for _, size in found["timeline"]) == found["peak_bytes"]
     assert found["verdict"] == "fits"
     assert all(size >= 0 for size in found["parts"].values())
-
-
-def test_a_run_that_fits_says_how_much_is_left(capsys):
-    found = answer(capsys, *FITS)
-    left = (found["usable_bytes"] - found["peak_bytes"]) / 2**30
-    assert f"fits, {left:.1f} GiB left" in text(capsys, *FITS)
 
 
 @pytest.mark.parametrize(
@@ -89,26 +82,6 @@ def test_a_run_close_to_the_limit_is_unsure_and_the_hint_fits_for_certain(capsys
         shown,
     )
     assert answer(capsys, *close)["hints"][0]["verdict"] == "fits"
-
-
-def test_the_speed_of_exactly_this_configuration(capsys):
-    """Also of one that does not fit; the rates follow from the step."""
-    question = [
-        "llama3_8b",
-        "--mesh",
-        "pp=8",
-        "--train.remat",
-        "none",
-        "--train.microbatches",
-        "32",
-    ]
-    found = answer(capsys, *question)
-    assert found["verdict"] == "does not fit"
-    assert sum(found["time_s"].values()) == pytest.approx(found["step_s"])
-    assert found["tokens_per_s_gpu"] == pytest.approx(512 * 8192 / 8 / found["step_s"])
-    assert found["mfu"] == pytest.approx(found["tflops_per_s_gpu"] / 989.4)
-    rates = f"{found['tokens_per_s_gpu']:,.0f} tokens/s and {found['tflops_per_s_gpu']:,.0f} TFLOP/s a GPU"
-    assert f"by formula {found['step_s']:.3g} s a step, {rates}" in text(capsys, *question)
 
 
 def test_a_checkpoint_its_host_and_the_bill_of_exactly_this_configuration(capsys):
@@ -194,61 +167,3 @@ def test_the_ranks_of_a_pipeline_use_what_they_keep_in_flight(capsys):
         every = answer(capsys, *many, "--pp.schedule", schedule)["ranks"]
         assert [row["in_flight"] for row in every] == chunks
     assert answer(capsys, *FITS)["ranks"] == []
-
-
-def test_the_hint_of_a_run_that_fits_keeps_more(capsys):
-    arguments = [*FITS, "--train.remat", "full", "--gpu", "h200"]
-    hint = answer(capsys, *arguments)["hints"][0]["options"]
-    assert hint.startswith("--train.remat ")
-    assert f"there is room for {hint}" in text(capsys, *arguments)
-    assert answer(capsys, *arguments, *shlex.split(hint))["verdict"] == "fits"
-
-
-def test_what_is_open_is_chosen_and_told_on_stderr(capsys):
-    plan.main(["memory", "llama3_8b", "--json"])
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["verdict"] == "fits"
-    assert captured.err.startswith("--train.remat selective --train.microbatches 64 ")
-    assert captured.err.count("\n") == 1
-    plan.main(["memory", "llama3_405b", "--gpus", "8", "--mesh", "auto", "--json"])
-    captured = capsys.readouterr()
-    assert (
-        json.loads(captured.out)["verdict"] == "does not fit"
-        and "nothing fits 8 x h100" in captured.err
-    )
-
-
-def test_a_host_without_the_memory_for_what_is_offloaded_does_not_fit(capsys):
-    arguments = [
-        "llama3_70b",
-        "--gpus",
-        "512",
-        "--mesh",
-        "dp=4,fsdp=128",
-        "--train.microbatches",
-        "1",
-    ]
-    arguments += ["--train.remat", "save:q,k,v,attn_core,attn_out+offload:gate,up"]
-    found, shown = answer(capsys, *arguments), text(capsys, *arguments)
-    assert found["verdict"] == "fits" and found["host_bytes"] / 2**30 == 70
-    assert "activations in the host's memory" in shown and "70.00" in shown and "192.00" in shown
-    small = [*arguments, "--cluster", "64x8,450,50,512,63"]
-    assert answer(capsys, *small)["verdict"] == "does not fit"
-    assert "does not fit, 22.0 GiB of the host's memory short; try --train.remat" in text(
-        capsys, *small
-    )
-
-
-def test_a_run_that_nothing_helps_says_so(capsys):
-    arguments = ["llama3_405b", "--gpus", "8", "--mesh", "fsdp=8"]
-    assert answer(capsys, *arguments)["hints"] == []
-    assert f"GiB short; {NOTHING}" in text(capsys, *arguments)
-
-
-def test_the_figure_is_a_picture_and_nothing_else_can_be_asked_for(capsys, tmp_path):
-    path = tmp_path / "memory.png"
-    assert text(capsys, *FITS, "--figure", str(path)).endswith(f"wrote {path}\n")
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(SystemExit):
-        plan.main(["memory", "--figure", "memory.svg"])
-    assert "figure='memory.svg': must end in .png" in capsys.readouterr().err

@@ -52,21 +52,6 @@ def test_links_are_those_of_the_groups(capsys):
     assert rows["sp"]["sent_bytes"] == (8 + 3) * 2 * tokens * 8192 * 7 / 8 * layers * microbatches
 
 
-@pytest.mark.parametrize(
-    ("remat", "repeated"),
-    [("none", 0), ("selective", 2), ("save:gate,up", 3)],
-)
-def test_sp_gathers_a_layers_inputs_again_where_its_backward_pass_needs_them(
-    capsys, remat, repeated
-):
-    run = ["llama3_8b", "--gpus", "8", "--mesh", "sp=8", "--train.global-batch", "1"]
-    run += ["--train.microbatches", "1", "--train.remat", remat]
-    (sp,) = answer(capsys, *run)["axes"]
-    # 4 layers of it, compiled: gathers and scatters of 1.06 + 1.06, 1.56 + 1.06, 1.56 + 1.31 GiB with none, selective
-    # and full, among them 0.25 of the embedding and the head.
-    assert sp["sent_bytes"] == (8 + repeated) * 2 * 8192 * 4096 * 7 / 8 * 32
-
-
 def test_zero_leaves_dp_its_shards_and_gathers_experts_over_fsdp_and_cp_alone(capsys):
     mesh = ["--mesh", "dp=2,fsdp=2,ep=4,cp=2", "--model.num-layers", "2", "--train.remat", "full"]
     run = ["--gpus", "32", "--train.global-batch", "32", "--train.microbatches", "1", *mesh]
@@ -79,18 +64,6 @@ def test_zero_leaves_dp_its_shards_and_gathers_experts_over_fsdp_and_cp_alone(ca
     assert rows["fsdp"]["sent_bytes"] == pytest.approx(6 * (routed / 4 * 3 / 4 + dense * 15 / 16))
     assert rows["fsdp"]["splits"] == "batch, state by ZeRO-3 over fsdp*ep*cp"
     assert len(rows["fsdp"]["group"]) == 16 and len(rows["dp"]["group"]) == 2
-
-
-def test_experts_over_nodes_have_one_network_card_a_gpu_and_a_dense_ep_splits_as_fsdp(capsys):
-    run = ["--train.remat", "full", "--train.microbatches", "1", "--train.global-batch", "64"]
-    found = answer(capsys, "deepseek_v3", "--gpus", "64", "--mesh", "ep=64", *run)
-    # ZeRO gathers what all tokens meet on a ring with eight cards a node.
-    rows = {row["axis"]: (row["nodes"], row["gb_per_second"]) for row in found["axes"]}
-    assert rows == {"fsdp": (8, 400.0), "ep": (8, 50.0)}
-    state, dense = answer(capsys, "llama3_8b", "--mesh", "ep=8", *run)["axes"]
-    assert (state["axis"], state["splits"]) == ("fsdp", "state by ZeRO-3 over ep")
-    assert (dense["axis"], dense["splits"], dense["gb_per_second"]) == ("ep", "batch", 450)
-    assert state["sent_bytes"] > 0 and dense["sent_bytes"] is None
 
 
 def test_the_table_and_the_picture(capsys, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from ultrascale_jax.cli import plan
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.plan.schedules.text import as_text, write_csv
+from ultrascale_jax.plan.schedules.text import as_text
 
 
 def answer(capsys, *arguments):
@@ -51,13 +51,6 @@ def test_one_schedule_is_shown_with_its_table(capsys):
     assert found["table"][0] == [{"F": [0, 0]}, {}]
 
 
-def test_costs_change_the_bubble_and_not_the_table(capsys):
-    equal, slow = (answer(capsys, "zb_uniform", "--costs", c) for c in ("1,1,1", "1,2,1"))
-    assert equal["table"] == slow["table"]
-    assert equal["bubble"]["lockstep"] == pytest.approx(2 * 3 / (3 * 8))
-    assert slow["bubble"]["lockstep"] == pytest.approx(3 * 3 / (4 * 8))
-
-
 def test_a_table_is_written_and_read_again(tmp_path, capsys):
     path = tmp_path / "own.csv"
     said = text(capsys, "zb_uniform", "--virtual", "2", "--csv", str(path))
@@ -74,13 +67,3 @@ def test_a_figure_is_drawn_of_one_schedule_and_of_all(tmp_path, capsys):
         said = text(capsys, *name, *few, "--figure", str(path), "--runtime", "dependencies")
         assert said.endswith(f"wrote {path}\n")
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_an_illegal_entry_is_named(tmp_path, capsys):
-    path = tmp_path / "own.csv"
-    write_csv(schedules.build("1f1b", 2, 2), path)
-    path.write_text(path.read_text().replace("1F0", "1F1", 1))
-    with pytest.raises(SystemExit):
-        plan.main(["schedule", str(path)])
-    error = capsys.readouterr().err
-    assert "row 2" in error and "1F1" in error and error.count("\n") == 1

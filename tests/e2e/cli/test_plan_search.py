@@ -61,27 +61,6 @@ def test_several_global_batches_are_told_in_the_table_and_in_the_command(capsys)
     )
 
 
-def test_fixed_fields_stay(capsys):
-    result = answer(capsys, *ARGUMENTS, "--fixed", "tp=2,zero=3,remat=full")
-    ranked = [row for row in result["rows"] if row["section"] == "the best of each mesh"]
-    assert len(ranked) > 1
-    assert all(row["mesh"].get("tp") == 2 for row in result["rows"])
-    assert result["schema"] == 1
-    for row in result["rows"]:
-        assert sum(row["time_s"].values()) == pytest.approx(row["step_s"])
-        assert row["verdict"] in ("fits", "unsure", "does not fit") and row["gpus"] == 8
-    assert {(row["zero"], row["remat"]) for row in result["rows"]} == {(3, "full")}
-
-
-def test_what_the_command_line_sets_stays(capsys):
-    words = ["--mesh", "fsdp=4,sp=2", "--train.zero", "2", "--train.remat", "full"]
-    rows = answer(capsys, *ARGUMENTS, *words)["rows"]
-    assert rows and {row["remat"] for row in rows} == {"full"}
-    assert all(row["mesh"] == {"fsdp": 4, "sp": 2} and row["zero"] == 2 for row in rows)
-    one_axis = answer(capsys, *ARGUMENTS, "--mesh.tp", "8", "--train.zero", "0")["rows"]
-    assert {row["mesh"]["tp"] for row in one_axis} == {8}
-
-
 def test_the_table_names_the_reasons(capsys):
     plan.main([*ARGUMENTS, "--top", "4", *FLAT])
     text = capsys.readouterr().out

@@ -14,8 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.chats import CHATML, turns, write_bpe, write_lines, write_template
-from tests.commands import refused, ultrascale
+from tests.chats import write_lines
+from tests.commands import ultrascale
 from tests.corpora import contents
 from tests.paths import ROOT
 from tests.tokenizers import write_tokenizer
@@ -146,16 +146,6 @@ def test_shards_say_how_documents_begin_and_end_and_a_run_does_it_alike(tmp_path
             )
 
 
-def test_names_of_special_tokens_in_conversations_are_told(tmp_path, capsys):
-    path = write_template(write_bpe(tmp_path), tmp_path / "hf", CHATML)
-    rows = write_lines(tmp_path / "a.jsonl", [{"messages": turns("is it <|im_end|>?", "no")}])
-    words = ("prepare-data", "--input", rows, "--tokenizer", path, "--workers", 1)
-    for kind in ("bos", "all"):
-        ultrascale(*words, "--out", tmp_path / kind, "--special-tokens", kind)
-        told = "in messages are text: <|im_end|>; --special-tokens all makes"
-        assert (told in capsys.readouterr().out) == (kind == "bos")
-
-
 @pytest.mark.parametrize(
     "interrupt",
     ["unfinished", "no index", "truncated shard", "altered shard", "missing documents", "finished"],
@@ -226,17 +216,6 @@ def test_a_restart_with_other_input_or_settings_is_refused_and_changes_nothing(
     with pytest.raises(UserError, match=said):
         prepare(replace(args, **change))
     assert contents(args.out) == expected
-
-
-def test_the_command_ends_with_one_line_on_an_error(tmp_path, capsys):
-    out = tmp_path / "out"
-    words = ("prepare-data", "--out", out, "--input")
-    assert refused(capsys, *words, "/nowhere/*").startswith("input='/nowhere/*': no file matches")
-    out.mkdir()
-    (out / "index.json").write_text("{")
-    (tmp_path / "a.txt").write_text("text")
-    said = refused(capsys, *words, tmp_path / "a.txt")
-    assert said.startswith(f"out='{out}': index.json is damaged")
 
 
 def test_a_document_longer_than_a_shard_gets_its_own(tmp_path):

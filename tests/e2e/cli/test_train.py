@@ -97,16 +97,6 @@ def test_a_run_directory_that_no_checkpoint_could_be_read_from_is_refused_at_onc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_schedule_that_cannot_be_is_refused_before_the_run_starts(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    words = (*TINY, "--mesh", "pp=2,fsdp=4", "--log.run-dir", "run", "--pp.schedule")
-    said = refused(capsys, *words, "bad.csv")
-    assert said.startswith("pp.schedule='bad.csv': row 2 (rank 1), column 1 (tick 0)")
-    assert refused(capsys, *words, "no.csv").startswith("pp.schedule='no.csv': there is no such")
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.csv"]
-
-
 @pytest.mark.parametrize(
     ("command", "platform"), [("train", "cuda"), ("doctor", "no-such-platform")]
 )

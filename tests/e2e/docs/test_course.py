@@ -1,7 +1,5 @@
 """The course: its blocks print what the pages say, and commands of the pages draw the figures."""
 
-from pathlib import Path
-
 import pytest
 
 from scripts import course
@@ -34,48 +32,3 @@ def test_every_figure_is_there_is_small_and_is_shown_by_the_page_that_draws_it()
     assert drawn == shown
     assert set(kept) == set().union(*shown.values())
     assert {name for name, size in kept.items() if size > 200_000} == set()
-
-
-PAGE = """\
-# A page
-
-```console
-$ python \\
-    -c 'print(1); print(2)'
-1
-2
-$ python -c 'print("a 1.5 s\\nb 2 s\\nc 3 s")'
-...
-b 2 s
-...
-```
-
-```python
-x = 4
-print(x)
-```
-
-```text
-4
-```
-
-```python
-print(x + 1)
-```
-"""
-
-
-@pytest.fixture
-def page(tmp_path) -> Path:
-    path = tmp_path / "page.md"
-    path.write_text(PAGE)
-    return path
-
-
-def test_update_writes_what_blocks_print_and_keeps_selections(page):
-    page.write_text(PAGE.replace("\n1\n2\n", "\n").replace("b 2 s\n", "b 1,7.5 s\n"))
-    with pytest.raises(course.Failed, match=r"page.md:4: python -c"):
-        course.check(page)
-    course.update(page)
-    assert page.read_text() == PAGE + "```text\n5\n```\n"
-    assert course.check(page).startswith("4 blocks print what it says")

@@ -69,10 +69,6 @@ def test_a_gradient_whose_norm_overflows_is_named():
     assert place == "in the gradients of stacks.0.attn.w_v, layer 1 from 0"
 
 
-def test_a_sound_step_has_none():
-    assert find({"fsdp": 2}, {}) == "nowhere when it was computed again"
-
-
 def test_a_run_that_diverges_says_where(tmp_path, monkeypatch):
     monkeypatch.setattr(skipped_steps, "MOST_IN_A_ROW", 2)
     cfg = in_folder(change(TINY, mesh={"fsdp": 2}, optim={"lr": 1e30, "clip_norm": 0.0}), tmp_path)

@@ -19,13 +19,11 @@ from ultrascale_jax.config import (
     Keep,
     LatentAttention,
     MeshConfig,
-    PipelineConfig,
     RopeScaling,
     Split,
     UserError,
 )
 from ultrascale_jax.configs.debug import config as debug
-from ultrascale_jax.configs.demo import config as demo
 from ultrascale_jax.launch import host_memory
 from ultrascale_jax.plan.auto import Host, cluster_of
 from ultrascale_jax.plan.formulas.costs import HOST_SHARE
@@ -34,15 +32,6 @@ from ultrascale_jax.plan.formulas.costs import HOST_SHARE
 def parse(line: str):
     """Configuration and options of `ultrascale train LINE`."""
     return command_line.parse(shlex.split(line), prog="ultrascale train", options=train.Options)
-
-
-def test_no_words_are_the_demo():
-    assert parse("") == (demo, train.Options())
-
-
-def test_the_first_word_is_a_recipe_or_a_module_that_exposes_one():
-    assert parse("debug")[0] == parse("configs.debug")[0] == debug
-    assert parse("llama3-8b")[0] == parse("llama3_8b")[0]
 
 
 def model(**fields):
@@ -83,11 +72,6 @@ def test_any_dotted_field_is_replaced_and_the_others_stay(line, expected):
     assert parse(f"debug {line}")[0] == expected
 
 
-@pytest.mark.parametrize("text", ["dots", str(SPLIT.others), str(SPLIT), f"{SPLIT.others}:3+full"])
-def test_a_policy_of_recomputation_is_printed_as_it_is_read(text):
-    assert str(command_line.parse_remat(text)) == text
-
-
 def test_changes_of_a_section_are_written_as_words_that_make_them():
     latent = LatentAttention(kv_rank=16, rope_dim=4, v_dim=8)
     changed = replace(debug.model, experts=EXPERTS, latent=latent, num_kv_heads=8, head_dim=12)
@@ -108,13 +92,6 @@ def test_mesh_replaces_the_recipes_mesh_and_a_dotted_axis_changes_it(line, mesh)
     assert parse(f"llama3_70b {line}")[0].mesh == mesh
 
 
-def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
-    line = "debug --mesh pp=4,fsdp=2 --pp.schedule interleaved --pp.virtual 2 --pp.stash input"
-    cfg, _ = parse(f"{line} --train.microbatches 16 --train.global-batch 32")
-    assert cfg.pp == PipelineConfig(schedule="interleaved", virtual=2, stash="input")
-    assert cfg.check(8) == cfg
-
-
 @pytest.mark.parametrize(
     ("line", "groups"),
     [
@@ -128,12 +105,6 @@ def test_a_pipeline_is_a_mesh_axis_a_schedule_and_micro_batches():
 def test_tokens_go_to_experts_in_parts_as_large_as_the_recipes_on_another_mesh(line, groups):
     """`deepseek_v3` has 8 parts of 8 ranks."""
     assert parse(f"deepseek_v3 {line}")[0].moe.a2a_groups == groups
-
-
-def test_run_dir_fake_devices_and_profile_are_options_of_the_run():
-    cfg, options = parse("--log.run-dir out/x --fake-devices 8 --profile 10:13 --mesh auto")
-    assert (cfg.log.run_dir, cfg.mesh, options.mesh) == ("out/x", demo.mesh, "auto")
-    assert (options.fake_devices, options.profile_steps) == (8, (10, 13))
 
 
 def test_what_is_open_is_chosen_for_the_devices_that_jax_finds():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.corpora import corpus_of, write_random_shards
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data import corpus as corpora
-from ultrascale_jax.data.corpus import block_bounds
 from ultrascale_jax.data.held_out import ALL, HeldOut, Split
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.samples import PackedSamples, Shuffled
@@ -99,12 +98,6 @@ def test_both_sides_of_a_large_corpus_hold_every_document_once(lengths, borders,
         assert ((hashes[documents] < limit) == side).all()
         seen += stream
     assert max(Counter(seen).values(), default=1) == 1 and len(seen) >= sum(lengths) - 2
-
-
-def test_blocks_are_bounded_by_shards_and_documents():
-    assert block_bounds(np.full(5, 1)).tolist() == [0, 2, 4, 5]
-    assert block_bounds(np.full(5, 6)).tolist() == [0, 1, 2, 3, 4, 5]
-    assert block_bounds(np.array([100, 1, 1, 1])).tolist() == [0, 1, 2, 4]
 
 
 @pytest.fixture

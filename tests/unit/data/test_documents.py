@@ -17,9 +17,8 @@ import pyarrow.orc
 import pyarrow.parquet
 import pytest
 
-from ultrascale_jax.config import DataConfig, UserError
+from ultrascale_jax.config import UserError
 from ultrascale_jax.data.documents import read_file
-from ultrascale_jax.data.sources import open_sources
 
 ROWS = '{"text": "one"}\n{"text": "tw\u00f6"}\n'
 TEXTS = ["one", "tw\u00f6"]
@@ -89,15 +88,6 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_format_that_is_not_read_is_called_by_its_name_under_any_suffix(tmp_path, name):
-    for suffix in ("jsonl", "txt", "jsonl.gz", "zst", "PARQUET"):
-        path = tmp_path / f"a.{suffix}"
-        path.write_bytes(FORMATS[name])
-        with pytest.raises(UserError, match=rf"^input='{path}': is {name}, which is not read as"):
-            texts(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -123,54 +113,6 @@ def test_an_input_that_is_not_read_is_told_the_fix_that_mends_it(tmp_path, name,
     with pytest.raises(UserError, match=rf"^input='{path}': .*{said}") as caught:
         texts(path)
     assert "set_int_max_str_digits" not in str(caught.value)
-
-
-def column(values):
-    return pyarrow.table({"text": values, "body": ["a"]})
-
-
-NOT_UTF8 = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        (column(pyarrow.array([b"a"])), "has binary, not text, in 'text'; .*cast it to string"),
-        (column(pyarrow.array([["a"]])), "has list.*, not text, in 'text'; .* write it as text"),
-        (
-            column(pyarrow.array([7])),
-            r"has int64, .*; give another --text-field of \['body'\], or ",
-        ),
-        (column(pyarrow.array([None], pyarrow.string())), "row 1 has no text in 'text', .* null"),
-        (pyarrow.table({"body": ["a"]}), r"has no column 'text' but \['body'\]; give another"),
-        (
-            pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text"] * 2),
-            "has 2 columns 'text'; leave one",
-        ),
-        (
-            column(pyarrow.Array.from_buffers(pyarrow.string(), 1, NOT_UTF8)),
-            "has text that is not UTF-8",
-        ),
-    ],
-)
-def test_a_column_without_text_is_told_its_type(tmp_path, table, said):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(table, path)
-    with pytest.raises(UserError, match=rf"^input='{path}': {said}"):
-        texts(path)
-
-
-def test_a_source_of_texts_names_formats_too(tmp_path):
-    for content, said in ((ROWS.encode(), "holds JSON lines"), (FORMATS["xz"], "is xz, ")):
-        (tmp_path / "a.txt").write_bytes(content)
-        with pytest.raises(UserError, match=rf"^data.source='text:.*': {tmp_path}/a.txt {said}"):
-            open_sources(DataConfig(source=f"text:{tmp_path}/*"), 256)
-
-
-def test_texts_that_begin_like_a_format_are_texts(tmp_path):
-    for text in ("ORCHIDS bloom", "PARTS", "[1] a note", '{"a": 1}', "{", "a, b", "<p>", "]"):
-        (tmp_path / "a.txt").write_text(text)
-        assert texts(tmp_path / "a.txt") == [text]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet"])

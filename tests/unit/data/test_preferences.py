@@ -16,7 +16,7 @@ from ultrascale_jax.data.corpus import open_shards
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.preferences import NEXT, render_pair
 from ultrascale_jax.data.shards import load_index, write_index
-from ultrascale_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
+from ultrascale_jax.data.tokenizer import JsonTokenizer
 
 TOKENIZER = DATA / "trl" / "tokenizer.json"
 
@@ -143,9 +143,3 @@ def test_rows_hold_both_answers_of_each_pair_once_an_epoch(tmp_path):
     left_out = [int(note.split(": ")[1].split(" of ")[0]) for note in loader.notes + held_out.notes]
     assert sum(left_out) == count - len(fits)
     assert f"are left out: longer than data.seq_len={seq_len} with both answers" in loader.notes[0]
-
-
-def test_bytes_have_offsets_in_characters():
-    [(ids, spans)] = ByteTokenizer().encode_with_offsets(["a\u20acb"])
-    assert bytes(ids.tolist()).decode() == "a\u20acb"
-    assert spans.tolist() == [[0, 1], [1, 2], [1, 2], [1, 2], [2, 3]]

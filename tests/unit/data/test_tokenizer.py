@@ -205,21 +205,6 @@ def test_a_folder_names_its_tokenizer_and_a_byte_order_mark_is_taken_off(tmp_pat
     assert JsonTokenizer(path).fingerprint == plain.fingerprint
 
 
-@pytest.mark.parametrize("other", ["tokenizer.model", "tekken.json"])
-def test_a_tokenizer_in_another_format_is_refused_with_the_command_that_converts_it(
-    tmp_path, other
-):
-    (tmp_path / other).touch()
-    for name in (tmp_path, tmp_path / "tokenizer.json"):
-        said = rf"{other} is not read; make .*from_pretrained\('{tmp_path}'\)"
-        with pytest.raises(UserError, match=said):
-            load_tokenizer(str(name))
-
-
-def test_tokens_take_the_smallest_type_that_holds_the_vocabulary():
-    assert [token_dtype(size) for size in (256, 257, 65536, 65537)] == ["u1", "u2", "u2", "u4"]
-
-
 def test_documents_are_encoded_whole_and_alike_whatever_the_file_says(bpe_path, tmp_path):
     cutting = Tokenizer.from_file(str(bpe_path))
     cutting.enable_truncation(2)

@@ -6,7 +6,6 @@ from PIL import Image
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Point
-from ultrascale_jax.figures.figure import number
 from ultrascale_jax.figures.mesh_map import AxisMap, MeshMap
 from ultrascale_jax.figures.pipeline import Operation, Pipeline, Pipelines
 from ultrascale_jax.figures.roofline import Roofline, Spot
@@ -73,12 +72,6 @@ KINDS = [
 ]
 
 
-def test_a_number_has_three_digits():
-    values = (0.0, 0.00012, 0.123, 7.456, 41.72, 318.4, 40150.0, 12)
-    texts = ["0", "0.00012", "0.12", "7.46", "41.7", "318", "40,150", "12"]
-    assert [number(v) for v in values] == texts
-
-
 @pytest.mark.parametrize("figure", KINDS, ids=lambda figure: type(figure).__name__)
 def test_a_figure_becomes_a_small_file_that_has_its_caption_and_is_always_the_same(
     figure, tmp_path
@@ -105,26 +98,12 @@ def test_a_stack_has_its_parts_from_the_bottom_up_and_one_beyond_the_limit_is_cu
     assert texts == ["↑312"] and ax.get_ylim()[1] == pytest.approx(1.12 * 2.5 * 72)
 
 
-def test_the_roof_of_an_operation_is_the_memorys_or_the_highest_peak():
-    assert [ROOFLINE.roof(spot) for spot in ROOFLINE.spots] == [2.0, 18.0]
-    assert ROOFLINE.roof(Spot(name="c", intensity=99, speed=1, kind="k")) == 20.0
-
-
 def test_a_rank_of_a_pipeline_keeps_a_micro_batch_until_its_backward_pass():
     (operations, kept), texts = painted(PIPELINE)
     lines = {line.get_label(): line.get_xydata().tolist() for line in kept.lines}
     assert lines["rank 0"] == [[0, 0], [0, 1], [6, 0]]
     assert lines["rank 1"] == [[0, 0], [1, 1], [4, 0]]
     assert texts == ["0"] * 4 and operations.get_xlim() == (0, 6)
-
-
-def test_a_step_with_loops_is_also_shown_operation_by_operation():
-    loop = Event(name="while", start=0.0, duration=0.5, kind="loop")
-    assert STREAMS.detail is None
-    inside = Streams(
-        **TEXT, streams={"compute": [loop, *STREAMS.streams["communication"]]}, step_s=1.0
-    )
-    assert inside.detail == (0.5, 1.0) and len(painted(inside)[0]) == 2
 
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch):

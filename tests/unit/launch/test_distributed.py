@@ -1,6 +1,5 @@
 """The environment of a process, and the devices of its job."""
 
-import jax
 import pytest
 
 from ultrascale_jax.config import GPU_MEMORY_SHARE, DistConfig, UserError
@@ -9,7 +8,6 @@ from ultrascale_jax.launch.distributed import (
     CPU_FLAGS,
     GPU_FLAGS,
     check_devices,
-    describe_job,
     set_environment,
 )
 
@@ -32,19 +30,6 @@ def test_a_cpu_gets_its_own_flags_and_threads_and_no_share_of_memory():
     chosen = {"JAX_PLATFORMS": "cpu", "NPROC": "3"}
     set_environment(chosen)
     assert chosen["NPROC"] == "3"
-
-
-def test_a_job_with_other_devices_than_expected_is_refused_by_process():
-    check_devices(None, DistConfig(expect_devices=jax.device_count()))
-    with pytest.raises(
-        UserError, match=r"^dist.expect_devices=9: the job has 8 devices \(cpu; proc"
-    ):
-        check_devices(None, DistConfig(expect_devices=9))
-
-
-def test_the_first_line_of_a_run_says_how_many_processes_and_devices_it_has():
-    assert describe_job(None) == "1 process, 8 devices (cpu)"
-    assert describe_job(Launch(method="slurm")) == "1 process (slurm), 8 devices (cpu)"
 
 
 def test_gpus_that_slurm_gave_and_jax_does_not_see_are_missed(monkeypatch):

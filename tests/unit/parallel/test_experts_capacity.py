@@ -15,7 +15,6 @@ from ultrascale_jax.parallel.experts.capacity import (
     capacity,
     expert_capacity_factor,
     hit_fraction,
-    later_rows,
     scaled,
 )
 
@@ -67,12 +66,6 @@ def test_rows_are_a_multiple_of_8_and_no_more_than_tokens(tokens, expected, boun
     assert capacity(tokens, expected, bound) == rows
 
 
-@pytest.mark.parametrize(("first", "rows"), [(8, 8), (64, 8), (72, 16), (8704, 1088)])
-def test_a_later_round_has_an_eighth_of_the_first_ones_rows(first, rows):
-    assert later_rows(first) == rows
-    assert later_rows(4 * first, 32) == rows
-
-
 def test_an_expert_alone_on_its_rank_has_less_room():
     """The sum over 4 ranks deviates half as much from its mean as the rows of one."""
     experts, moe = Experts(num=4, top_k=2), MoEConfig(capacity_factor=1.25)
@@ -113,7 +106,3 @@ def test_two_exchanges_first_between_nodes_and_then_inside():
 def test_as_many_nodes_as_ranks_are_one_exchange(nodes):
     moe = MoEConfig(a2a_groups=nodes)
     assert a2a_stages(moe, EXPERTS, 8, 64) == a2a_stages(MoEConfig(), EXPERTS, 8, 64)
-
-
-def test_no_exchange_on_one_rank():
-    assert a2a_stages(MoEConfig(), EXPERTS, 1, 64) == []

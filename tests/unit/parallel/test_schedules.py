@@ -1,6 +1,5 @@
 """Schedules are legal, their bubbles and peaks are those of the literature, and tables that cannot run are refused."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -8,19 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale_jax.config import (
-    SCHEDULES,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainConfig,
     UserError,
 )
 from ultrascale_jax.parallel.pipeline.orders import forward_only
 from ultrascale_jax.parallel.pipeline.schedules import (
     build,
     layer_order,
-    of_config,
     stack_orders,
     stage_layers,
 )
@@ -41,10 +33,6 @@ RANKS = (2, 3, 4, 7, 12)
 ANY_MICROBATCHES = ("afab", "1f1b", "zb_uniform", "zb_h1", "zb_v")
 COSTS = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.7), (1, 2, 1))
 approx = pytest.approx
-
-
-def own_virtual(name):
-    return PipelineConfig(schedule=name).stages_per_rank
 
 
 def atomic_bubble(schedule, f, b, w, both):
@@ -80,20 +68,6 @@ def test_every_schedule_is_legal_for_any_number_of_microbatches_that_it_allows(p
                 build(name, p, m, v)
             if m % p == 0:
                 build(name, p, m, v, group=m)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_table_has_every_operation_once_on_its_stages_rank(name):
-    schedule = build(name, 4, 8)
-    v = own_virtual(name)
-    ops = [op[1:] for op in schedule.ops()]
-    kinds = "FBW" if name.startswith("zb") or name == "dualpipe_v" else "FB"
-    wanted = {
-        (rank, kind, i, schedule.stage_of(rank, chunk))
-        for rank, kind, i, chunk in itertools.product(range(4), kinds, range(8), range(v))
-    }
-    assert set(ops) == wanted
-    assert len(ops) == len(wanted)
 
 
 def test_a_loop_and_a_v_place_stages():
@@ -206,14 +180,6 @@ def test_peaks_in_flight_are_those_of_theory(p):
     assert in_flight(build("dualpipe_v", p, 2 * p)) == (2 * p + 1,) * p
 
 
-@pytest.mark.parametrize("v", [2, 3, 4])
-@pytest.mark.parametrize("p", [2, 4, 7, 16])
-def test_interleaving_holds_more_the_longer_the_group(p, v):
-    for group in (p, 2 * p, 4 * p):
-        held = [min((v - 1) * group + 2 * (p - rank), 4 * p * v) for rank in range(p)]
-        assert in_flight(build("interleaved", p, 4 * p, v, group)) == tuple(held)
-
-
 @pytest.mark.parametrize("v", [1, 2])
 def test_zb_uniform_defers_the_weight_gradients_of_rank_r_by_r_ticks(v):
     schedule = build("zb_uniform", 4, 8, v)
@@ -221,36 +187,6 @@ def test_zb_uniform_defers_the_weight_gradients_of_rank_r_by_r_ticks(v):
     begun = {(rank, *op): tick for tick, rank, kind, *op in schedule.ops() if kind == "B"}
     for tick, rank, kind, *op in schedule.ops():
         assert kind != "W" or tick - begun[(rank, *op)] == rank
-
-
-def test_nothing_is_held_where_there_is_no_backward():
-    schedule = forward_only(4, 2, "loop", 8)
-    assert in_flight(schedule) == w_queue(schedule) == held(schedule) == (0, 0, 0, 0)
-    assert bubble(schedule) == approx(3 / 16)
-
-
-@pytest.mark.parametrize(
-    "name, phases",
-    [("afab", "F B"), ("1f1b", "F FB B"), ("interleaved", "F FB B"), ("zb_uniform", "F FB FBW BW")],
-)
-@pytest.mark.parametrize("p, m", [(2, 8), (4, 8), (8, 24)])
-def test_lock_step_schedules_have_few_runs_of_equal_ticks(name, phases, p, m):
-    schedule = build(name, p, m)
-    kinds = ("".join(k for k in "FBW" if any(k in cell for cell in row)) for row in schedule.ticks)
-    assert " ".join(kind for kind, _ in itertools.groupby(kinds)) == phases
-
-
-@given(
-    name=st.sampled_from(SCHEDULES),
-    p=st.integers(1, 6),
-    rounds=st.integers(2, 4),
-    cost=st.tuples(*[st.floats(0.1, 10)] * 3),
-)
-@settings(max_examples=20)
-def test_the_more_a_runtime_waits_the_larger_the_bubble(name, p, rounds, cost):
-    schedule = build(name, p, p * rounds)
-    least, most = (bubble(schedule, *cost, runtime) for runtime in ("dependencies", "lockstep"))
-    assert -1e-9 <= least <= most + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -305,12 +241,6 @@ def test_an_illegal_entry_is_named(changes, entry, why):
     with pytest.raises(ScheduleError) as error:
         moved(schedule, changes).check()
     assert str(error.value) == f"schedule: {entry}: {why}"
-
-
-def test_a_tick_without_a_cell_for_every_rank_is_refused():
-    schedule = build("1f1b", 2, 2)
-    with pytest.raises(ScheduleError, match="tick 0: 1 cells for 2 ranks"):
-        schedule.with_ticks([schedule.ticks[0][:1], *schedule.ticks[1:]]).check()
 
 
 def test_a_weight_gradient_waits_for_its_backward_but_may_share_its_tick():
@@ -411,11 +341,6 @@ def test_dense_layers_have_rows_of_their_own_and_the_others_their_positions(
     assert most == max(counts)
 
 
-def test_uneven_layers_are_padded_at_the_end_of_their_stage():
-    assert layer_order(2, 2, "v", 6) == (0, 1, 5, None, 2, 3, 4, None)
-    assert sum(layer is None for layer in layer_order(8, 1, "loop", 81)) == 7
-
-
 def test_text_of_fused_ticks_has_a_line_for_each_kind():
     assert as_text(build("1f1b", 2, 2)).splitlines() == [
         "rank 0  F 0 1 . . .",
@@ -423,21 +348,3 @@ def test_text_of_fused_ticks_has_a_line_for_each_kind():
         "rank 1  F . 0 1 . .",
         "        B . . 0 1 .",
     ]
-
-
-def test_text_marks_the_chunk():
-    assert as_text(forward_only(2, 2, "v", 2)).splitlines() == [
-        "rank 0   F0.0 F1.0    . F0.1    . F1.1",
-        "rank 1      . F0.0 F0.1 F1.0 F1.1    .",
-    ]
-
-
-def test_a_run_has_the_schedule_of_its_config():
-    cfg = Config(
-        model=ModelConfig(num_layers=8),
-        mesh=MeshConfig(pp=2, fsdp=1),
-        train=TrainConfig(microbatches=4),
-        pp=PipelineConfig(schedule="interleaved", virtual=2),
-    )
-    assert of_config(cfg) == build("interleaved", 2, 4, 2)
-    assert of_config(dataclasses.replace(cfg, pp=PipelineConfig())) == build("1f1b", 2, 4)

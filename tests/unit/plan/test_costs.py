@@ -56,17 +56,6 @@ def test_attention_reaches_the_measured_speeds():
     assert tflops(backward=True, head_dim=64) == pytest.approx(307, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    "kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-)
-def test_more_bytes_and_a_slower_network_take_longer(kind):
-    group = over(4)
-    slower = find_cluster("64x8,450,25", "h100", 512)
-    small, large = (costs.collective_seconds(PLAYBOOK, kind, s, group) for s in (1e6, 1e9))
-    assert 0 < small < large < costs.collective_seconds(slower, kind, 1e9, group)
-    assert costs.collective_seconds(PLAYBOOK, kind, 1e9, over(1)) < large
-
-
 def test_a_small_all_reduce_goes_along_a_tree():
     scalar = [costs.collective_seconds(PLAYBOOK, "all-reduce", 4, over(n)) for n in (2, 8, 32)]
     # Each four times as many ranks are two more levels.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -78,28 +77,6 @@ def test_the_zero_stages_by_hand():
     assert parts(3)["gradients"] == 2 * blocks / 8 + 2 * table
 
 
-def test_more_shards_higher_stages_more_recomputation_and_narrower_numbers_take_less():
-    names = ("q", "k", "v", "attn_core")
-    policies = (
-        "none",
-        "selective",
-        "dots",
-        Keep(saved=(*names, "gate")),
-        Keep(saved=names),
-        Keep(saved=names[:3], offloaded=("gate", "up")),
-        "full",
-        Keep(offloaded=("layer_input",)),
-    )
-    for series in (
-        [peak({"fsdp": n}) for n in (1, 2, 8, 64, 512)],
-        [peak(zero=zero, microbatches=2, remat="full") for zero in (0, 1, 2, 3)],
-        [peak(remat=remat) for remat in policies],
-        [peak(precision=precision) for precision in ("fp32", "bf16", "fp8")],
-        [peak(moment_bytes=width) for width in (8, 6)],
-    ):
-        assert all(later < earlier for earlier, later in pairwise(series))
-
-
 def test_the_host_holds_what_is_offloaded_of_one_micro_batch():
     run = run_8b(
         {"fsdp": 4, "sp": 2},
@@ -143,13 +120,6 @@ def test_moments_of_the_layers_matrices_rest_on_the_host(optim, width):
     assert step.step_s - before.step_s == pytest.approx(costs.host_seconds(cluster.gpu, 2 * moved))
     saved = checkpoint(run, cluster.gpu)
     assert HostMemory.of(step, saved, cluster).moment_bytes == 8 * moved
-
-
-def test_sequence_parallelism_splits_the_residual_stream_and_tensor_parallelism_does_not():
-    tp, sp = (layer_of(run_8b({axis: 8})) for axis in ("tp", "sp"))
-    assert sp.residual == tp.residual / 8
-    assert (sp.ffn, sp.query, sp.key) == (tp.ffn, tp.query, tp.key)
-    assert saved_bytes(run_8b({"sp": 8}, remat="full"), sp)["layer inputs"] == 2 * 4096 * 1024
 
 
 def test_kv_heads_are_repeated_for_a_larger_tensor_group():

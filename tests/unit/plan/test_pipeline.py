@@ -8,8 +8,6 @@ from ultrascale_jax.parallel.pipeline.program import assemble
 from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.pipeline import Key
-from ultrascale_jax.plan.formulas.step_time import estimate
-from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.schedules.measures import bubble, in_flight, w_queue
 from ultrascale_jax.plan.workload import Run
@@ -56,17 +54,6 @@ def test_the_counts_are_those_of_the_executors_program(schedule):
         assert program.every[name].sum() <= times <= len(made.ticks)
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_memory_is_flat_in_the_microbatches_or_linear(p):
-    def kept(schedule, m, virtual=0):
-        return pipeline.counts(run(schedule, p, m, virtual)).peaks["in_flight"]
-
-    assert [kept("afab", m) for m in (16, 32, 500)] == [16, 32, 500]
-    assert {kept("1f1b", m) for m in (16, 32, 500)} == {2 * p}
-    assert {kept("interleaved", m, 2) for m in (16, 32, 512)} == {3 * p}
-    assert {kept("zb_h1", m) for m in (16, 32, 500)} == {p}
-
-
 @pytest.mark.parametrize(("schedule", "virtual"), CASES)
 def test_the_lock_step_bubble_of_a_few_segments_is_the_tables(schedule, virtual):
     made = build(schedule, 4, 12, virtual)
@@ -78,13 +65,3 @@ def test_the_lock_step_bubble_of_a_few_segments_is_the_tables(schedule, virtual)
         assert bubble(made, *costs) >= drawn > bubble(build("1f1b", 4, 12), *costs)
     else:
         assert bubble(made, *costs) == pytest.approx(drawn)
-
-
-def test_zero_bubble_and_interleaving_are_not_slower_than_1f1b_where_they_are_recommended():
-    cluster = find_cluster(None, "h100", 8)
-    for m in (8, 16, 64):
-        times = {
-            name: estimate(run(name, 4, m, virtual), cluster).parts["bubble"]
-            for name, virtual in (("1f1b", 0), ("interleaved", 2), ("zb_uniform", 2))
-        }
-        assert times["zb_uniform"] < times["interleaved"] < times["1f1b"]

@@ -130,23 +130,6 @@ def test_a_pipeline_is_recommended_with_a_schedule_for_lock_step():
     assert only.ranking and only.winner is None
 
 
-def test_every_verdict_has_its_reason(predicted):
-    search = predicted
-    sections = search.rows(5)
-    verdicts = [verdict for _, verdict in sections["the best of each mesh"]]
-    assert verdicts.count("best") == 1 and len(verdicts) == 5
-    best = search.winner
-    assert {c.run.mesh for c, _ in sections["one change to the best"]} == {best.run.mesh}
-    for candidate, verdict in (row for section in sections.values() for row in section):
-        if not candidate.best.may_fit:
-            need = f"{candidate.best.peak_bytes / GIB:.1f} of {search.usable_bytes / GIB:.1f} GiB"
-            assert verdict == f"does not fit: it needs {need}"
-        elif candidate is not best:
-            share = candidate.formula.step_s / best.formula.step_s - 1
-            words = f"{abs(share):.1%} slower: " if share > 0 else f"{abs(share):.1%} faster: "
-            assert (words if abs(share) >= 0.001 else "as fast") in verdict
-
-
 def test_of_several_global_batches_the_one_with_the_most_tokens_a_second_wins():
     fixed = "fsdp=8,zero=3,microbatches=1,remat=full,global_batch="
     small, large, both = (searched(llama3_8b, 8, f"{fixed}{n}") for n in ("8", "16", "8,16"))
@@ -197,16 +180,6 @@ def test_promising_kinds_are_compiled_in_turn_before_more_of_the_fastest():
     assert kinds[5:] == fastest * 3
 
 
-@pytest.mark.parametrize(("num_gpus", "cp", "exchanges"), [(8, 4, {1, 4}), (64, 16, {1, 8})])
-def test_heads_are_exchanged_within_a_node(num_gpus, cp, exchanges):
-    cfg = longer(llama3_8b, 2**16)
-    search = searched(cfg, num_gpus, f"pp=1,dp=1,tp=1,sp=1,cp={cp},zero=3")
-    assert {c.run.context.ulysses for c in search.ranking} == exchanges
-    assert configured(cfg, search.ranking[0].run).cp == search.ranking[0].run.context
-    one = searched(cfg, num_gpus, f"pp=1,dp=1,tp=1,sp=1,cp={cp},zero=3,ulysses=2")
-    assert {c.run.context.ulysses for c in one.ranking} == {2}
-
-
 def test_what_does_not_fit_or_compile_after_all_loses():
     search = searched(llama3_8b, 8, FLAT)
     answers = iter([ran(200 * GIB), NotCompiled("it crashed"), ran(step_s=30.0)])
@@ -240,25 +213,6 @@ def test_formulas_are_corrected_by_what_was_compiled_of_their_kind():
         faster = before[c.run] < before[search.winner.run] * 0.99
         if faster and not c.compiled and search.step_s(c) > search.step_s(search.winner) * 1.01:
             assert "slower, by formula alone -" in verdict
-
-
-def test_if_nothing_compiled_fits_more_is_tried():
-    search = searched(llama3_8b, 8, FLAT)
-    assert len(compiled(search, lambda cfg: ran(200 * GIB), 2)) == 4
-    assert search.winner.compiled is None
-
-
-def test_a_machine_that_cannot_compile_is_not_asked_for_ever():
-    search = searched(llama3_8b, 8, FLAT)
-    best = search.winner.run
-
-    def evaluate(cfg):
-        raise NotCompiled("no plugin")
-
-    assert len(compiled(search, evaluate, 6)) == 2
-    assert search.winner.run == best
-    verdicts = [v for _, v in search.rows(3)["the best of each mesh"]]
-    assert verdicts[0] == "best"
 
 
 def longer(cfg, seq_len):
@@ -313,18 +267,6 @@ def test_the_public_search_gives_the_ranking_with_the_recommended_candidate_firs
     assert {c.run for c in ranked} == {c.run for c in whole.ranking}
     cfg = ranked[0].configured(llama3_8b).check(8)
     assert cfg.mesh == ranked[0].run.mesh and not cfg.train.auto
-
-
-@pytest.mark.parametrize(
-    ("fixed", "message"),
-    [
-        ({"tensor": 8}, "fixed='tensor': is no field of a candidate: pp, "),
-        ({"tp": 3}, "nothing is legal on 8"),
-    ],
-)
-def test_the_public_search_refuses_unknown_fields_and_what_is_never_legal(fixed, message):
-    with pytest.raises(UserError, match=message):
-        search_meshes(llama3_8b, find_cluster(None, "h100", 8), fixed=fixed)
 
 
 @pytest.mark.parametrize(

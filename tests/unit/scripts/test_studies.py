@@ -32,15 +32,3 @@ def test_a_variant_that_is_not_legal_is_left_out():
     assert {panel: list(by_x) for panel, by_x in steps.items()} == {"tp": ["8"], "dp": ["8", "64"]}
     figure = studies.heat(study)
     assert set(figure.cells) <= {("tp", "8"), ("dp", "8"), ("dp", "64")}
-
-
-def test_the_command_writes_a_picture_or_says_why_not(tmp_path, capsys):
-    path = tmp_path / "zero.png"
-    words = "lines llama3_8b --gpus {x} --train.zero {panel} --panels 1 3 --x 8 16 --out".split()
-    studies.main([*words, str(path)])
-    assert f"wrote {path}" in capsys.readouterr().out and path.read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(SystemExit):
-        studies.main(
-            "time llama3_8b --gpus 8 --mesh {panel} --panels tp=3 --x 1 --out x.png".split()
-        )
-    assert "tp=3" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 
 from tests.states import some_state
@@ -49,8 +48,3 @@ def test_tensors_by_name_change_no_gradient():
     found, expected = gradients_by(NAMED), gradients_by("none")
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
-
-
-def test_a_name_that_no_block_makes_is_refused():
-    with pytest.raises(ValueError, match=r"train\.remat\.saved=\('querry',\): must be"):
-        with_policy(Keep(saved=("querry",)))

@@ -75,31 +75,6 @@ def test_the_command_line_of_the_page_brings_the_state_back(answers):
     assert again.plan(begun)["state"] == again.plan({})["state"] == found["state"]
 
 
-MISTAKES = [
-    ({"mesh.tp": "3"}, "mesh", "3 does not divide 64 devices"),
-    ({"mesh.fsdp": "-1", "mesh.dp": "-1"}, "mesh.fsdp", "only one axis may be -1"),
-    ({"gpus": "many"}, "gpus", "must be a whole number"),
-    ({"train.microbatches": "7"}, "train.global_batch", "must be divisible by"),
-    ({"train.remat": "save:secrets"}, "train.remat", "'secrets' is none of"),
-    ({"gpu": "a100", "train.precision": "fp8"}, "precision", "fp8"),
-    ({"cluster": "p5", "gpu": "b200"}, "cluster", "its GPUs are h100, not b200"),
-    # What reads a file, or runs it, where a command line names it.
-    ({"recipe": "/etc/evil.py"}, "recipe", "choose one of"),
-    ({"gpu": "h100:/etc/passwd"}, "gpu", "choose one of"),
-    ({"cluster": "/etc/passwd"}, "cluster", "choose one of"),
-    ({"pp.schedule": "/etc/passwd.csv", "mesh.pp": "2"}, "pp.schedule", "must be one of"),
-    ({"data.source": "tokens:/etc"}, "data.source", "is no field of the page"),
-    ({"train.remat": "</script><script>"}, "train.remat", "must be none, selective"),
-]
-
-
-@pytest.mark.parametrize(("state", "field", "words"), MISTAKES)
-def test_a_mistake_is_one_error_that_names_its_field(answers, state, field, words):
-    error = answers.plan(state)["error"]
-    assert error["field"] == field and words in error["text"] and "\n" not in error["text"]
-    assert answers.sweep(state | {"over": "train.zero"}).get("error", error) == error
-
-
 def test_a_sweep_has_the_numbers_of_its_states_and_keeps_errors_beside_them(answers):
     for over in SWEEPS:
         points = answers.sweep({"over": over, "train.microbatches": "4"})["points"]

@@ -52,11 +52,6 @@ def test_a_foreign_host_is_refused_even_with_the_token(server, host):
     assert status == 421 and "hello" not in text
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9000", "[::1]:9000", "10.1.2.3"])
-def test_a_tunnel_may_have_another_port_and_a_number_is_nobodys_name(server, host):
-    assert get(server, "/echo?say=hello", Host=host)[0] == 200
-
-
 @pytest.mark.parametrize(
     ("path", "status"),
     [

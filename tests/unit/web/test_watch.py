@@ -80,10 +80,6 @@ def test_an_event_is_a_sentence_and_no_python(kind, details, text, tmp_path):
     assert not set("{}[]'") & set(said)
 
 
-def test_an_event_without_details_or_rank_names_its_writer():
-    assert watch.sentence({"kind": "anew", "host": "node-1"}) == "(supervisor on node-1)"
-
-
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         watch.main([str(tmp_path)])
