@@ -72,15 +72,7 @@ def linear_cross_entropy(
         offset = lax.axis_index(axes) * V if axes else 0
     x, targets = x.reshape(-1, D), _as_int32(targets).reshape(-1)
     weight = jnp.reshape(weight, -1) if jnp.ndim(weight) else weight
-    rows, _, depth = TILE
-    needs = {
-        "bfloat16": x.dtype == head.dtype == jnp.bfloat16,
-        f"M in multiples of {rows}": len(x) % rows == 0,
-        f"D in multiples of {depth}": D % depth == 0,
-        f"V in multiples of {ALIGNED}": V % ALIGNED == 0,
-    }
-    got = f"{x.dtype} and {head.dtype}, M={len(x)}, D={D}, V={V}"
-    fused = takes_mosaic("loss", implementation, needs, got)
+    fused = _takes_kernels(implementation, x, head)
     vocab_size = V * lax.axis_size(axes) if vocab_size is None else vocab_size
     # A target that does not count, or is no word of this shard, hits no column.
     columns = jnp.where(targets >= 0, targets - offset, -1)
@@ -94,6 +86,19 @@ def linear_cross_entropy(
     weights = jnp.where(is_word, jnp.where(targets >= 0, weight, 0.0), jnp.nan)
     loss = jnp.sum(weights * (lse - target_logit))
     return loss + z_loss * jnp.sum(weights * jnp.square(lse)), loss
+
+
+def _takes_kernels(implementation: str, x: jax.Array, head: jax.Array) -> bool:
+    """Return whether the kernels multiply x `[M, D]` by the head."""
+    M, (D, V), (rows, _, depth) = len(x), head.shape, TILE
+    needs = {
+        "bfloat16": x.dtype == head.dtype == jnp.bfloat16,
+        f"M in multiples of {rows}": M % rows == 0,
+        f"D in multiples of {depth}": D % depth == 0,
+        f"V in multiples of {ALIGNED}": V % ALIGNED == 0,
+    }
+    got = f"{x.dtype} and {head.dtype}, M={M}, D={D}, V={V}"
+    return takes_mosaic("loss", implementation, needs, got)
 
 
 def _as_int32(targets: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     )
     from ultrascale_jax.parallel.experts.exchange import expert_exchange, expert_layer
     from ultrascale_jax.parallel.pipeline.executor import Pipelined, pipeline
-    from ultrascale_jax.parallel.pipeline.loss import pipeline_loss, pipeline_value_and_grad
+    from ultrascale_jax.parallel.pipeline.loss import pipeline_loss
     from ultrascale_jax.parallel.pipeline.orders import forward_only
     from ultrascale_jax.parallel.pipeline.schedules import build as build_schedule
     from ultrascale_jax.parallel.pipeline.schedules import layer_order
@@ -150,7 +150,7 @@ _HOME = {
     "sharding.sequence_order": "sequence_order",
     "parallel.experts.exchange": "expert_exchange expert_layer",
     "parallel.pipeline.executor": "Pipelined pipeline",
-    "parallel.pipeline.loss": "pipeline_loss pipeline_value_and_grad",
+    "parallel.pipeline.loss": "pipeline_loss",
     "parallel.pipeline.orders": "forward_only",
     "parallel.pipeline.schedules": "build_schedule layer_order",
     "parallel.pipeline.stages": "Stages",

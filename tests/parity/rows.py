@@ -88,9 +88,9 @@ MODELS: dict[str, dict[str, Any]] = {
 BALANCED = {"aux_weight": 0.1, "aux_over": "sequence", "z_loss": 0.01}
 OFFLOADED = Keep(saved=("q",), offloaded=("layer_input", "gate"))
 BY_LAYER = (
-    Split(first="full", layers=1, others="selective"),
-    Split(first="full", layers=3, others="none"),
-    Split(first=OFFLOADED, layers=4, others="dots"),
+    Split(first="full", layers=1, last="selective"),
+    Split(first="full", layers=3, last="none"),
+    Split(first=OFFLOADED, layers=4, last="dots"),
 )
 ADAPTERS = {"lora": Lora(rank=4, rslora=True), "init_from": "hf:x"}
 

@@ -167,9 +167,9 @@ def test_a_section_refuses_what_it_cannot_mean_by_field_value_and_fix(section, f
         (lambda: MeshConfig(dp=-1), "mesh.fsdp=-1"),
         (lambda: Keep(), "train.remat=Keep(saved=(), offloaded=())"),
         (lambda: Keep(saved=("q", "nothing")), "train.remat.saved=('q', 'nothing')"),
-        (lambda: Split(first="full", layers=0, others="dots"), "train.remat.layers=0"),
-        (lambda: Split(first="dots", layers=2, others="dots"), "train.remat='dots:2+dots'"),
-        (lambda: Split(first="auto", layers=2, others="dots"), "train.remat='auto:2+dots'"),
+        (lambda: Split(first="full", layers=0, last="dots"), "train.remat.layers=0"),
+        (lambda: Split(first="dots", layers=2, last="dots"), "train.remat='dots:2+dots'"),
+        (lambda: Split(first="auto", layers=2, last="dots"), "train.remat='auto:2+dots'"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(make, named):
@@ -177,7 +177,7 @@ def test_parts_that_do_not_fit_together_are_refused(make, named):
         make()
 
 
-EIGHT = Split(first="full", layers=8, others="dots")
+EIGHT = Split(first="full", layers=8, last="dots")
 PP4 = {"mesh__pp": 4, "pp__schedule": "interleaved", "train__microbatches": 4}
 CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
 PACKED = {"kernels__attention": "cudnn_packed", "train__precision": "bf16"}
@@ -415,7 +415,7 @@ def test_a_configuration_that_is_not_chosen_yet_is_refused(field, value):
 
 def test_two_policies_are_those_of_consecutive_layers():
     keep = Keep(saved=("q",), offloaded=("gate",))
-    remat = Split(first="full", layers=3, others=keep)
+    remat = Split(first="full", layers=3, last=keep)
     assert by_layer(remat, 8) == [("full", 3), (keep, 5)]
     assert by_layer(remat, 3) == [("full", 3)]
     assert by_layer("dots", 8) == [("dots", 8)]

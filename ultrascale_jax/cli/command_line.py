@@ -136,7 +136,7 @@ def parse_remat(text: str) -> Remat:
     if (split := SPLIT.fullmatch(text)) is None:
         return _layer_remat(text, text)
     first, others = (_layer_remat(split[part], text) for part in ("first", "others"))
-    return Split(first=first, layers=int(split["layers"]), others=others)
+    return Split(first=first, layers=int(split["layers"]), last=others)
 
 
 SPLIT = re.compile(r"(?P<first>.+):(?P<layers>\d{1,9})\+(?P<others>.+)", re.ASCII)

@@ -61,20 +61,20 @@ class Split:
     """Policy of the first layers."""
     layers: Count
     """Number of these, in a pipeline of each stage's."""
-    others: Policy | Keep
+    last: Policy | Keep
     """Policy of the others."""
 
     def __post_init__(self):
         check_fields("train.remat", self)
-        for policy in (self.first, self.others):
+        for policy in (self.first, self.last):
             fix = "auto chooses for all layers; use it alone"
             require(policy != "auto", "train.remat", str(self), fix)
         fix = f"has one policy; use {self.first}"
-        require(self.first != self.others, "train.remat", str(self), fix)
+        require(self.first != self.last, "train.remat", str(self), fix)
 
     def __str__(self) -> str:
         """Return what the command line reads: `full:12+selective`."""
-        return f"{self.first}:{self.layers}+{self.others}"
+        return f"{self.first}:{self.layers}+{self.last}"
 
 
 type Remat = LayerRemat | Split
@@ -82,7 +82,7 @@ type Remat = LayerRemat | Split
 
 def policies(remat: Remat) -> tuple[LayerRemat, ...]:
     """Return the policies that layers have, from the first layer on."""
-    return (remat.first, remat.others) if isinstance(remat, Split) else (remat,)
+    return (remat.first, remat.last) if isinstance(remat, Split) else (remat,)
 
 
 def by_layer(remat: Remat, num_layers: int) -> list[tuple[LayerRemat, int]]:
@@ -90,7 +90,7 @@ def by_layer(remat: Remat, num_layers: int) -> list[tuple[LayerRemat, int]]:
     if not isinstance(remat, Split):
         return [(remat, num_layers)]
     first = min(remat.layers, num_layers)
-    parts = (remat.first, first), (remat.others, num_layers - first)
+    parts = (remat.first, first), (remat.last, num_layers - first)
     return [(policy, count) for policy, count in parts if count]
 
 

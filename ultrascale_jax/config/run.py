@@ -215,9 +215,9 @@ class Config(Section, name=""):
     def _check_teacher(self, num_devices: int) -> None:
         """Refuse a teacher of another vocabulary, or one that the mesh does not divide."""
         teacher = self.teacher
-        words, own = teacher.model.vocab_size, self.model.vocab_size
-        fix = f"its vocabulary has {words} tokens, and the model's {own}; take a teacher of the same family"
-        self.require(words == own, "train.distill.teacher", fix)
+        teachers, models = teacher.model.vocab_size, self.model.vocab_size
+        fix = f"its vocabulary has {teachers} tokens, and the model's {models}; take a teacher of the same family"
+        self.require(teachers == models, "train.distill.teacher", fix)
         try:
             teacher.check(num_devices)
         except UserError as error:

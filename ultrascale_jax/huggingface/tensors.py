@@ -98,12 +98,8 @@ class Tensor:
         return [self.name.format(*place, expert) for expert in self.experts]
 
 
-def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]:
-    """Return the tensor of each of our parameters, by its path (`stacks.0.attn.w_q`), in a family that has this model.
-
-    Without `family` it is the one that is written; raises `UserError` where there is none.
-    """
-    family = family or family_of(cfg)
+def _sizes(cfg: ModelConfig) -> dict[str, int]:
+    """Return the size of each dim of a model's parameters by its letter, but for linear attention's."""
     sizes = {"V": cfg.vocab_size, "D": cfg.d_model, "F": cfg.d_ff}
     sizes |= {"N": cfg.num_heads, "K": cfg.num_kv_heads, "H": cfg.head_dim}
     if cfg.latent is not None:
@@ -111,6 +107,16 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
         sizes |= {"Q": Q, "J": J, "A": J + rope, "I": cfg.head_dim - rope + W, "W": W}
     if cfg.experts is not None:
         sizes |= {"X": cfg.experts.num, "E": cfg.experts.num}
+    return sizes
+
+
+def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]:
+    """Return the tensor of each of our parameters, by its path (`stacks.0.attn.w_q`), in a family that has this model.
+
+    Without `family` it is the one that is written; raises `UserError` where there is none.
+    """
+    family = family or family_of(cfg)
+    sizes = _sizes(cfg)
     table = {"embed": Tensor(name="model.embed_tokens.weight", dims="VD", stored="VD", sizes=sizes)}
     modules = enumerate(range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers))
     alone = {f"mtp.{i}.": f"model.layers.{layer}." for i, layer in modules}

@@ -136,9 +136,9 @@ def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
     k_stacks, k_modules = jax.random.split(key)
 
     def make(row: Row, key: jax.Array) -> dict[str, Adapter]:
-        found = list(row_places(row, "", targets))
-        keys = jax.random.split(key, len(found))
-        return {p.path: Adapter(p.weight, lora, k) for p, k in zip(found, keys, strict=True)}
+        adapted = list(row_places(row, "", targets))
+        keys = jax.random.split(key, len(adapted))
+        return {p.path: Adapter(p.weight, lora, k) for p, k in zip(adapted, keys, strict=True)}
 
     def add(row: Row, adapters: dict[str, Adapter]) -> None:
         for place in row_places(row, "", targets):

@@ -27,10 +27,10 @@ def split_floats(tree: Tree) -> tuple[Tree, Tree]:
     return split_leaves(tree, map(is_float, jax.tree.leaves(tree)))
 
 
-def join_leaves(chosen: Tree, others: Tree) -> Tree:
+def join_leaves(chosen: Tree, remaining: Tree) -> Tree:
     """Invert `split_leaves`."""
 
     def either(a, b):
         return b if a is None else a
 
-    return jax.tree.map(either, chosen, others, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(either, chosen, remaining, is_leaf=lambda leaf: leaf is None)

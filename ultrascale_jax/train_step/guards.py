@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.train_step.loss_scale import LEAST, LossScale
+from ultrascale_jax.train_step.loss_scale import LEAST
 from ultrascale_jax.train_step.optim import first_moments_norm, global_norm
-from ultrascale_jax.train_step.spikes import Spikes
 from ultrascale_jax.train_step.state import TrainState
 
 
@@ -64,8 +63,8 @@ def after(
     loss: jax.Array,
     norm: jax.Array,
     terms: jax.Array,
-) -> tuple[jax.Array, jax.Array, LossScale | None, Spikes | None]:
-    """Return skipped steps, those in a row, loss scale and spike window after a step.
+) -> TrainState:
+    """Return the state with the counts of steps, the loss scale and the spike window after a step.
 
     A step that is skipped while the loss scale can still fall does not count towards those in a row.
     """
@@ -77,7 +76,14 @@ def after(
         counted = bad * (verdict.finite | (scaling.scale <= LEAST))
         new = scaling.after(verdict.finite)
         scaling = jax.tree.map(lambda new, old: jnp.where(terms > 0, new, old), new, scaling)
-    return state.skipped + bad, (state.skipped_in_a_row + counted) * bad, scaling, spikes
+    return dataclasses.replace(
+        state,
+        step=state.step + 1,
+        skipped=state.skipped + bad,
+        skipped_in_a_row=(state.skipped_in_a_row + counted) * bad,
+        loss_scale=scaling,
+        spikes=spikes,
+    )
 
 
 def metrics(state: TrainState, verdict: Verdict) -> dict[str, jax.Array]:

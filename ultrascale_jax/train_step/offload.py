@@ -134,9 +134,9 @@ def _zeros(x: jax.Array, rows: int | None = None) -> jax.Array:
 
 def _by_row(x: jax.Array) -> jax.Array:
     """View a stack `[L, ...]` as `[ranks, rows of one, ...]`."""
-    first, *others = (*_spec(x).partitions, *(None,) * (x.ndim - len(_spec(x).partitions)))
+    first, *inner = (*_spec(x).partitions, *(None,) * (x.ndim - len(_spec(x).partitions)))
     shape = mesh_size("pp"), _num_rows(x), *x.shape[1:]
-    return jax.lax.reshape(x, shape, out_sharding=P(first, None, *others))
+    return jax.lax.reshape(x, shape, out_sharding=P(first, None, *inner))
 
 
 def _read(stack: jax.Array, i: jax.Array, like: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ def check_model(model: Any) -> None:
 def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainState:
     """Make a fresh state inside the current mesh; call it under `jax.jit`."""
 
-    def rest(value, dims, act_dims):
+    def at_rest(value, dims, act_dims):
         if cfg.train.zero:
             check_shards(dims, value.shape)
         return jax.reshard(value, stored_spec(dims, value.shape, zero=cfg.train.zero))
@@ -96,11 +96,11 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
     made = model(cfg.model, key, orders, kernels=cfg.kernels)
     if cfg.train.lora.enabled:
         made = add_adapters(made, cfg.train.lora, jax.random.fold_in(key, 1))
-    state = fresh_state(cfg, map_params(rest, made))
+    state = fresh_state(cfg, map_params(at_rest, made))
     if not cfg.train.distill.enabled:
         return state
     teacher = Transformer(cfg.teacher.model, jax.random.fold_in(key, 2), kernels=cfg.kernels)
-    return dataclasses.replace(state, reference=_in_compute_type(cfg, map_params(rest, teacher)))
+    return dataclasses.replace(state, reference=_in_compute_type(cfg, map_params(at_rest, teacher)))
 
 
 def _trained_state(cfg: Config, model: type[Transformer]) -> TrainState:
@@ -263,9 +263,9 @@ def to_checkpoint_layout[Tree](tree: Tree) -> Tree:
     On the devices: between two steps the room of the step's gradients and activations is free.
     """
 
-    def move(rest: _Rest, x: jax.Array) -> jax.Array:
-        sharding = _travelling(x, rest.dim)
-        return _take(x, rest.dim, rest.places, sharding, sharding)
+    def move(layout: _DimLayout, x: jax.Array) -> jax.Array:
+        sharding = _travelling(x, layout.dim)
+        return _take(x, layout.dim, layout.places, sharding, sharding)
 
     return _map_moving(move, tree)
 
@@ -273,9 +273,9 @@ def to_checkpoint_layout[Tree](tree: Tree) -> Tree:
 def checkpoint_layout_shapes[Tree](tree: Tree) -> Tree:
     """Return the shapes and shardings of `to_checkpoint_layout` for these arrays."""
 
-    def move(rest: _Rest, s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (*s.shape[: rest.dim], len(rest.places), *s.shape[rest.dim + 1 :])
-        return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s, rest.dim))
+    def move(layout: _DimLayout, s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (*s.shape[: layout.dim], len(layout.places), *s.shape[layout.dim + 1 :])
+        return jax.ShapeDtypeStruct(shape, s.dtype, sharding=_travelling(s, layout.dim))
 
     return _map_moving(move, tree)
 
@@ -293,7 +293,7 @@ def gather_stages(model: Transformer) -> Transformer:
             return stack
         stored = typed(NamedSharding, stack.sharding)
         every_rank = NamedSharding(stored.mesh, P(None, *stored.spec[1:]))
-        return _take(stack, 0, _Rest.of_layers(order).places, every_rank, every_rank)
+        return _take(stack, 0, _DimLayout.of_layers(order).places, every_rank, every_rank)
 
     gathered = copy.copy(map_with_order(gather, model))
     gathered.staged, gathered.orders = False, tuple(map(tuple, model.cfg.stacks))
@@ -303,8 +303,8 @@ def gather_stages(model: Transformer) -> Transformer:
 def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
     """Invert `to_checkpoint_layout`, in the shardings of `like`; free the arrays of `tree` that it copies."""
 
-    def move(rest: _Rest, s: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
-        moved = _take(x, rest.dim, rest.rows, x.sharding, s.sharding)
+    def move(layout: _DimLayout, s: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+        moved = _take(x, layout.dim, layout.rows, x.sharding, s.sharding)
         x.delete()  # one by one, or the device would hold all of them twice
         return moved
 
@@ -312,7 +312,7 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rest:
+class _DimLayout:
     """How a dim of an array rests, and how a checkpoint has it."""
 
     dim: int
@@ -322,7 +322,7 @@ class _Rest:
     """For each row in a checkpoint its number at rest."""
 
     @classmethod
-    def of_layers(cls, order: LayerOrder) -> "_Rest":
+    def of_layers(cls, order: LayerOrder) -> "_DimLayout":
         """Return that of a stack; a checkpoint has its layers in their order."""
         layers = sorted(layer for layer in order if layer is not None)
         rows = (None if layer is None else layers.index(layer) for layer in order)
@@ -334,24 +334,28 @@ class _Rest:
         return tuple(self.rows) != tuple(range(len(self.places)))
 
 
-def _rests(model: Transformer) -> Transformer:
-    """Return the `_Rest` of each array of a model, or of moments in its form."""
+def _layouts(model: Transformer) -> Transformer:
+    """Return the `_DimLayout` of each array of a model, or of moments in its form."""
 
     def beside(value, dims: str, act_dims: str):
-        def rest(x: jax.Array) -> _Rest:
+        def of_array(x: jax.Array) -> _DimLayout:
             dim = dims.find("V") if x.ndim else -1
             size = x.shape[dim] if dim >= 0 else 0
-            return _Rest(dim, range(size), range(min(size, model.cfg.vocab_size)))
+            return _DimLayout(dim, range(size), range(min(size, model.cfg.vocab_size)))
 
-        return jax.tree.map(rest, value)  # an optimizer may have an empty tree in an array's place
+        return jax.tree.map(
+            of_array, value
+        )  # an optimizer may have an empty tree in an array's place
 
     orders = zip(model.orders, model.stacks, strict=True)
-    stacks = [jax.tree.map(lambda _, x=order: _Rest.of_layers(x), stack) for order, stack in orders]
+    stacks = [
+        jax.tree.map(lambda _, x=order: _DimLayout.of_layers(x), stack) for order, stack in orders
+    ]
     return map_params(beside, model.with_stacks(())).with_stacks(stacks)
 
 
 def _map_moving[Tree](move: Callable, tree: Tree, *trees: Tree) -> Tree:
-    """Return `move(rest, array, *arrays of trees)` for arrays that a checkpoint has otherwise.
+    """Return `move(layout, array, *arrays of trees)` for arrays that a checkpoint has otherwise.
 
     Another array is that of the last tree. Moments are models, too, or a list (Muon's) in the order of the trained
     parameters.
@@ -360,18 +364,18 @@ def _map_moving[Tree](move: Callable, tree: Tree, *trees: Tree) -> Tree:
     def is_model(x: object) -> bool:
         return isinstance(x, Transformer)
 
-    def leaf(rest: _Rest, *arrays):
-        return move(rest, *arrays) if rest.moves else arrays[-1]
+    def leaf(layout: _DimLayout, *arrays):
+        return move(layout, *arrays) if layout.moves else arrays[-1]
 
     params = next(x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x))
     trained, _ = partition(params, params.is_trained)
-    rests = jax.tree.leaves(_rests(trained))
+    layouts = jax.tree.leaves(_layouts(trained))
 
     def node(path, x, *same):
         if is_model(x):
-            return jax.tree.map(leaf, _rests(x), x, *same)
+            return jax.tree.map(leaf, _layouts(x), x, *same)
         in_list = isinstance(path[-1], jax.tree_util.SequenceKey)
-        return leaf(rests[path[-1].idx], x, *same) if in_list else (x, *same)[-1]
+        return leaf(layouts[path[-1].idx], x, *same) if in_list else (x, *same)[-1]
 
     return jax.tree.map_with_path(node, tree, *trees, is_leaf=is_model)
 

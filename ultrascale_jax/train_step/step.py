@@ -4,6 +4,7 @@
 changes nothing; with pp > 1 the micro-batches go through `pipelined.py`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -191,19 +192,9 @@ def apply_gradients(
             new, opt_state = offload.update(advance, trained, state.opt_state, grads)
         new = guards.keep(balance.rebalanced(cfg, new, sums.routed), new, verdict)
         params = combine(new, fixed)
-    skipped, in_a_row, loss_scale, spikes = guards.after(state, verdict, loss, norm, terms)
-    new = TrainState(
-        params,
-        opt_state,
-        state.step + 1,
-        skipped,
-        in_a_row,
-        loss_scale,
-        spikes,
-        state.frozen,
-        state.reference,
-    )
+    next_state = guards.after(state, verdict, loss, norm, terms)
+    next_state = dataclasses.replace(next_state, params=params, opt_state=opt_state)
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": count(batch)}
     metrics |= guards.metrics(state, verdict)
-    return new, objective.metrics(cfg, model, batch, sums, mean, metrics)
+    return next_state, objective.metrics(cfg, model, batch, sums, mean, metrics)

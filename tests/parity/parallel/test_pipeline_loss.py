@@ -1,4 +1,4 @@
-"""`pipeline_loss` and `pipeline_value_and_grad` against one device: any x, learned context, tensor parallelism."""
+"""`pipeline_loss` against one device: any x, learned context, tensor parallelism."""
 
 import functools
 
@@ -100,15 +100,16 @@ def test_64_bit_types_sums_and_inputs_of_stages_and_the_loss_alone():
     inputs = arrays(4, np.float64)
     # Without `mesh.set_mesh` and `jit` around it, as in a notebook.
     make = functools.partial(
-        us.pipeline_value_and_grad, layer, embed, head, schedule=us.build_schedule("1f1b", 2, M),
+        us.pipeline_loss, layer, embed, head, schedule=us.build_schedule("1f1b", 2, M),
         mesh=make_mesh(), stage_axis="stage", batch_axes=("data", "model"), context=context,
     )  # fmt: skip
     with jax.enable_x64(True):
         expected = jax.value_and_grad(plain, (0, 1), has_aux=True)(*inputs)
-        found = make(reduction="sum", stash="input")(*inputs)
+        loss = make(reduction="sum", stash="input")
+        found = jax.value_and_grad(loss, (0, 1), has_aux=True)(*inputs)
         assert all(grad.dtype == np.float64 for grad in jax.tree.leaves(found[1]))
         assert_equal(jax.tree.map(lambda a: a / (4 * M), found), expected)
-        alone = us.pipeline_loss(*make.args, **make.keywords)(*inputs)
+        alone = make()(*inputs)
         assert_equal(alone, expected[0])
 
 
@@ -134,7 +135,7 @@ def test_a_weighted_mean_over_all_rows_divides_by_the_mean_of_the_devices_sums()
 
 
 def wrapped(change):
-    """Trace the loss, and its gradients, of `arrays` with some arguments changed."""
+    """Trace the loss of `arrays` with some arguments changed."""
     settings = {
         "layer": layer, "embed": embed, "head": head, "context": context, "batch_axes": "data",
         "schedule": us.build_schedule("1f1b", 2, M), "mesh": make_mesh(), "stage_axis": "stage",
@@ -143,8 +144,7 @@ def wrapped(change):
     inputs = {"blocks": blocks, "shared": shared, "batches": batches}
     inputs |= {name: change.pop(name) for name in inputs.keys() & change.keys()}
     functions = settings | change
-    loss = us.pipeline_value_and_grad(**functions)
-    return jax.eval_shape(loss, *inputs.values())
+    return jax.eval_shape(us.pipeline_loss(**functions), *inputs.values())
 
 
 @pytest.mark.parametrize(

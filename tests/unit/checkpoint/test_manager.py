@@ -184,7 +184,7 @@ def test_a_field_that_is_named_may_change_and_is_told():
 KEEP = Keep(saved=("q",), offloaded=("gate",))
 
 
-@pytest.mark.parametrize("remat", ["dots", KEEP, Split(first="full", layers=2, others=KEEP)])
+@pytest.mark.parametrize("remat", ["dots", KEEP, Split(first="full", layers=2, last=KEEP)])
 def test_a_config_survives_json_with_its_nested_parts(remat):
     cfg = Config(
         train=TrainConfig(remat=remat),

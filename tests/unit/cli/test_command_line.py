@@ -40,7 +40,7 @@ def model(**fields):
 
 ROPE = RopeScaling(kind="yarn")
 EXPERTS = Experts(top_k=3, normalize=False)
-SPLIT = Split(first="full", layers=3, others=Keep(saved=("q", "k"), offloaded=("gate",)))
+SPLIT = Split(first="full", layers=3, last=Keep(saved=("q", "k"), offloaded=("gate",)))
 
 
 @pytest.mark.parametrize(

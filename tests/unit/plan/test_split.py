@@ -48,7 +48,7 @@ def with_policy(cfg: Config, remat, microbatches: int = 8) -> Run:
 def test_memory_and_time_are_linear_in_the_number_of_layers(cfg, lean, rich):
     every = with_policy(cfg, lean).split_layers
     numbers = range(1, every)
-    runs = [with_policy(cfg, Split(first=lean, layers=n, others=rich)) for n in numbers]
+    runs = [with_policy(cfg, Split(first=lean, layers=n, last=rich)) for n in numbers]
     ends = [with_policy(cfg, remat) for remat in (rich, lean)]
     for size in (
         lambda run: breakdown(run).peak_bytes,
@@ -63,7 +63,7 @@ def test_memory_and_time_are_linear_in_the_number_of_layers(cfg, lean, rich):
 
 def test_the_first_layers_are_those_that_keep_less():
     full_first, full_last = (
-        breakdown(with_policy(SHARDED, Split(first=a, layers=32, others=b))).peak_bytes
+        breakdown(with_policy(SHARDED, Split(first=a, layers=32, last=b))).peak_bytes
         for a, b in (("full", "dots"), ("dots", "full"))
     )
     assert full_first < full_last
@@ -81,9 +81,7 @@ def test_auto_chooses_the_fewest_layers_that_fit(cfg, cluster):
         remat = candidate.run.remat
         assert candidate.verdict == FITS
         fewer = (
-            dataclasses.replace(remat, layers=remat.layers - 1)
-            if remat.layers > 1
-            else remat.others
+            dataclasses.replace(remat, layers=remat.layers - 1) if remat.layers > 1 else remat.last
         )
         assert estimate(candidate.run.with_remat(fewer), cluster).verdict != FITS
     single = [
@@ -100,7 +98,7 @@ def test_neighbours_are_as_fast_as_any_two_policies(cfg, cluster):
     ours = [remat for remat in POLICIES if not offloads(remat)]
     for count, (rich, lean) in itertools.product(counts, itertools.combinations(ours, 2)):
         for layers in range(1, with_policy(cfg, lean, count).split_layers, 3):
-            run = with_policy(cfg, Split(first=lean, layers=layers, others=rich), count)
+            run = with_policy(cfg, Split(first=lean, layers=layers, last=rich), count)
             step = estimate(run, cluster)
             if step.verdict == FITS:
                 assert step_s <= EQUAL * step.step_s, run.label

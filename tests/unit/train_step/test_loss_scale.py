@@ -59,8 +59,8 @@ def test_a_batch_without_targets_does_not_count_for_it():
     before = some_state(BASE, mesh_of(BASE))
     good = Verdict(finite=jnp.array(True), ok=jnp.array(True), spike=None)
     for targets, good_steps in ((0, 0), (1, 1)):
-        *_, scale, _ = after(before, good, jnp.float32(1), jnp.float32(1), jnp.int32(targets))
-        assert int(scale.good_steps) == good_steps
+        state = after(before, good, jnp.float32(1), jnp.float32(1), jnp.int32(targets))
+        assert int(state.loss_scale.good_steps) == good_steps
 
 
 def test_only_float16_has_one():

@@ -21,6 +21,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,50 +57,42 @@ def context_attention(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute attention by the strategy of `context`; `axis` (of size n) is manual.
 
-    Natural order given to a causal `zigzag` or `allgather` is a wrong result that nothing can see: they take arrays
-    `x[:, sequence_order(...)]`.
+    A causal `zigzag` or `allgather` takes `x[:, sequence_order(...)]`: natural order gives wrong results in silence.
 
     Args:
       context: the strategy, and how many ranks share a position of its ring.
       q, k, v: this rank's queries `[B, T, N, H]`, keys `[B, S, K, H]` and values `[B, S, K, W]`, in the strategy's
         order. K divides N (grouped-query attention); S is T unless attention is not causal and without documents.
       axis: mesh axis that the sequence is split over.
-      causal: a query sees no later keys. Without it `positions` and `window` have no meaning, and are refused.
-      scale: factor of q k^T; 1 / sqrt(H) by default.
-      softcap: scores s become `softcap * tanh(s / softcap)`.
-      window: a query sees the last `window` keys by position, itself included. Blocks out of its reach are neither
-        sent nor computed, unless `positions` are given.
+      causal: a query sees no later keys; without it `positions` and `window` are refused.
+      scale, softcap: scores are `softcap * tanh(q k^T scale / softcap)`; by default q k^T / sqrt(H).
+      window: a query sees the last `window` keys by position, itself included.
       positions: `[B, T]` int32, for a causal mask by other numbers than the places in the sequence, as of packed
-        documents: they increase along each document, and a query sees keys up to its own. The tokens still are in the
-        strategy's order. Every block then takes a mask.
-      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Every block of a ring takes a
-        mask.
+        documents: they increase along each document. The tokens still are in the strategy's order.
+      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own.
       full: bool scalar, the same on all ranks: there is no window after all.
       sinks: `[N]` float32, the same on all ranks: a logit more in the softmax of each head, whose value is zero.
       implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.
       with_lse: return the log-sum-exp too.
 
     Returns:
-      The result `[B, T, N, W]` in q's type, computed in float32; and with `with_lse` the log-sum-exp `[B, N, T]`
-      float32 of the scores, which has no gradient, else None.
+      The result `[B, T, N, W]` in q's type, and the log-sum-exp `[B, N, T]` float32, without a gradient, or None.
 
     Raises:
       ValueError: shapes, types or settings do not fit each other or the axis.
     """
     require_choice("implementation", implementation, AttentionImplementation)
-    require_type("context", context, ContextConfig, 'as ContextConfig(strategy="zigzag")')
     _check_numbers(causal, scale, window, softcap)
     ranks, ulysses = _ranks(context, axis)
     _check_shapes(q, k, v, ulysses)
     _check_documents(q, k, positions, segment_ids, window, causal)
-    width = v.shape[3]
+    has_documents, width = (positions, segment_ids) != (None, None), v.shape[3]
     (q, k, v), scale = _same_width(q, k, v, scale)
-    has_documents = (positions, segment_ids) != (None, None)
     chunks = context.chunks if ranks > 1 and causal else 1
     spec = RingSpec(
-        axis=axis, ranks=ranks, ulysses=ulysses, chunks=chunks, gathered=context.strategy == "allgather",
-        window=window, local_mask=has_documents or (window is not None and chunks > 1),
-        implementation=implementation, placed=positions is None, causal=causal,
+        axis=axis, ranks=ranks, ulysses=ulysses, chunks=chunks, window=window, causal=causal,
+        local_mask=has_documents or (window is not None and chunks > 1), placed=positions is None,
+        gathered=context.strategy == "allgather", implementation=implementation,
         scores=Scores(scale=scale, softcap=softcap),
     )  # fmt: skip
     out, lse = _over_ranks(spec, q, k, v, (positions, segment_ids), full, sinks, with_lse)
@@ -110,32 +103,15 @@ def _strategy(strategy: Strategy) -> Callable[..., jax.Array]:
     """Return the function of one strategy."""
 
     def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        axis: str,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        ulysses: int = 1,
-        full: jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        implementation: AttentionImplementation = "auto",
+        q: jax.Array, k: jax.Array, v: jax.Array, *, axis: str, ulysses: int = 1, **settings: Any
     ) -> jax.Array:
-        return context_attention(
-            ContextConfig(strategy=strategy, ulysses=ulysses), q, k, v, axis=axis, causal=causal, scale=scale,
-            softcap=softcap, window=window, segment_ids=segment_ids, positions=positions, full=full,
-            sinks=sinks, implementation=implementation,
-        )[0]  # fmt: skip
+        context = ContextConfig(strategy=strategy, ulysses=ulysses)
+        return context_attention(context, q, k, v, axis=axis, **settings)[0]
 
     attend.__name__ = attend.__qualname__ = f"{strategy}_attention"
     attend.__doc__ = f"""Compute attention by the strategy {strategy}, and return `[B, T, N, W]` in q's type.
 
-`ulysses` ranks share a position of the ring, and exchange heads for sequence. Otherwise the arguments are those of
+`ulysses` ranks share a position of the ring, and exchange heads for sequence; `settings` are the other arguments of
 `context_attention`:
 
 {inspect.getdoc(context_attention)}"""
@@ -160,6 +136,7 @@ def _same_width(q, k, v, scale: float | None) -> tuple[tuple, float | None]:
 
 def _ranks(context: ContextConfig, axis: str) -> tuple[int, int]:
     """Return the positions of the ring and the ranks that share one; refuse numbers that cannot be."""
+    require_type("context", context, ContextConfig, 'as ContextConfig(strategy="zigzag")')
     size = manual_axis_size(axis, "the sequence")
     all_share = context.strategy != "ulysses" or context.ulysses in (1, size)
     fix = f"ulysses_attention shares heads among all ranks of {axis!r}; leave it out"

@@ -32,43 +32,6 @@ type Reduction = Literal["mean", "sum"]
 type Specs = Any
 
 
-def pipeline_value_and_grad(
-    layer: Callable[..., Tree],
-    embed: Callable[[Tree, Tree], Tree],
-    head: Callable[[Tree, Tree, Tree], Any],
-    *,
-    schedule: Schedule,
-    mesh: Mesh | AbstractMesh,
-    stage_axis: str,
-    batch_axes: str | tuple[str, ...] = (),
-    context: Callable[[Tree, Tree], Tree] | None = None,
-    reduction: Reduction = "mean",
-    block_specs: Specs = None,
-    shared_specs: Specs = None,
-    batch_specs: Specs = None,
-    stash: Stash = "residuals",
-) -> Callable[[Tree, Tree, Tree], tuple[Any, tuple[Tree, Tree]]]:
-    """Return `(blocks, shared, batches) -> (loss, (gradients of blocks, gradients of shared))` through a pipeline.
-
-    `pipeline_loss` describes the arguments. If the head returns metrics, `(loss, metrics)` stands for the loss, as with
-    `jax.value_and_grad(has_aux=True)`. Gradients have the dtype of their parameters, and are summed in float32.
-
-    Raises:
-      UserError: as `pipeline_loss`.
-    """
-    program = _Program(
-        layer=layer, embed=embed, head=head, schedule=schedule, mesh=mesh, stage_axis=stage_axis,
-        batch_axes=batch_axes, context=context, reduction=reduction, block_specs=block_specs,
-        shared_specs=shared_specs, batch_specs=batch_specs, stash=stash,
-    )  # fmt: skip
-
-    def value_and_grad(blocks: Tree, shared: Tree, batches: Tree):
-        value, grads = program.value_and_grads(blocks, shared, batches, of_batches=False)
-        return value, grads[:2]
-
-    return value_and_grad
-
-
 def pipeline_loss(
     layer: Callable[..., Tree],
     embed: Callable[[Tree, Tree], Tree],
@@ -89,8 +52,9 @@ def pipeline_loss(
 
     Its arguments are global arrays on `mesh`, of Auto or Explicit axes: `blocks` is a pytree of stacks `[layers, ...]`
     in natural order, `shared` the parameters of embedding and head, `batches` a pytree of `[M, rows, ...]`, for M
-    micro-batches. All three have gradients, those of `batches` for its leaves of floats. The forward pass under
-    `jax.grad` computes them, and the backward pass scales them. Without differentiation only forward passes run.
+    micro-batches. All three have gradients in the dtypes of their arrays, summed in float32, those of `batches` for its
+    leaves of floats. The forward pass under `jax.grad` computes them, and the backward pass scales them. Without
+    differentiation only forward passes run.
     The functions see this device's rows of one micro-batch, and may use collectives over any axis but the stages'. They
     read no array from outside that is differentiated.
 
@@ -123,7 +87,6 @@ def pipeline_loss(
         batch_axes=batch_axes, context=context, reduction=reduction, block_specs=block_specs,
         shared_specs=shared_specs, batch_specs=batch_specs, stash=stash,
     )  # fmt: skip
-
     return program.differentiable()
 
 
@@ -179,15 +142,11 @@ class _Program:
         """The number of devices over which the rows of a micro-batch are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.rows_axes)
 
-    def value(self, blocks: Tree, shared: Tree, batches: Tree) -> Any:
+    def value(self, *arguments: Tree) -> Any:
         """Return the loss, and the metrics if the head has some, by forward operations alone."""
         table = self.schedule
         forward = forward_only(table.ranks, table.virtual, table.placement, table.microbatches)
-        return _Call(self, blocks, shared, batches).run(forward, of_batches=False)[0]
-
-    def value_and_grads(self, blocks, shared, batches, *, of_batches: bool) -> tuple[Any, tuple]:
-        """Return `value` and the gradients of the three arguments; those of `batches` only if told to."""
-        return _Call(self, blocks, shared, batches).run(self.schedule, of_batches=of_batches)
+        return _Call(self, *arguments).run(forward, of_batches=False)[0]
 
     def differentiable(self) -> Callable[[Tree, Tree, Tree], Any]:
         """Return `value` as a function whose forward pass under `jax.grad` computes the gradients."""
@@ -197,13 +156,15 @@ class _Program:
             return self.value(blocks, shared, batches)
 
         def forward(*arguments: Tree):
-            return self.value_and_grads(*arguments, of_batches=True)
+            of_batches = any(leaf.perturbed for leaf in jax.tree.leaves(arguments[2]))
+            values = jax.tree.map(lambda leaf: leaf.value, arguments)
+            return _Call(self, *values).run(self.schedule, of_batches=of_batches)
 
         def backward(grads, cotangent):
             scale = cotangent[0] if isinstance(cotangent, tuple) else cotangent
             return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
-        loss.defvjp(forward, backward)
+        loss.defvjp(forward, backward, symbolic_zeros=True)
         return loss
 
     def stages(self, shared: Tree, *, of_batches: bool) -> Stages:

@@ -50,9 +50,7 @@ def fewest_layers(lean: Judged, rich: Judged, gpu: Gpu) -> tuple[Run, int] | Non
     """
 
     def split(layers: int) -> tuple[Run, int]:
-        run = rich.run.with_remat(
-            Split(first=lean.run.policy, layers=layers, others=rich.run.policy)
-        )
+        run = rich.run.with_remat(Split(first=lean.run.policy, layers=layers, last=rich.run.policy))
         return run, breakdown(run).peak_bytes
 
     every = lean.run.split_layers
