@@ -1,13 +1,9 @@
-"""Evaluate a trained model: `ultrascale evaluate MODEL [--source NAME=text:GLOB ...] [--choices FILE ...] [--tasks T]`.
+"""Evaluate a trained model: `ultrascale evaluate MODEL [--source NAME=text:GLOB ...] [--tasks TASK,...]`.
 
 MODEL is a run directory or a Hugging Face folder. Each source gives loss, perplexity and bits per byte, every token
-counted once. A file of choices has lines {"question": "...", "choices": ["...", ...], "answer": 0}: a choice's tokens
-follow the question's (begin a choice with the space that parts them), and the likeliest choice is compared with the
-answer, by its log-likelihood and by that over its number of tokens. Tasks are from lm-evaluation-harness, or your own
-in its format.
+counted once. Tasks are from lm-evaluation-harness, or your own in its format.
 """
 
-import codecs
 import contextlib
 import math
 import re
@@ -15,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Group
@@ -26,15 +22,6 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.models import Opened, ScoreOptions, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.section import Count, Natural
-from ultrascale_jax.data.formats import HEAD_BYTES, format_of
-from ultrascale_jax.storage.foreign import parse_json, read_foreign
-
-if TYPE_CHECKING:
-    from ultrascale_jax.data.tokenizer import Tokenizer
-    from ultrascale_jax.training.scoring import Question, Scorer
-
-MOST_BYTES = 1 << 30
-"""Largest file of questions that is read."""
 
 BOOTSTRAPS = 1000
 """Samples for the standard error of a task's metric that has no formula for it."""
@@ -48,10 +35,6 @@ class Options(ScoreOptions):
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]SOURCE")]
     ] = ()
     """Held-out text: text:GLOB, tokens:DIR or python-stdlib; repeat it, with names, for perplexity by domain."""
-    choices: tyro.conf.UseAppendAction[
-        Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]FILE")]
-    ] = ()
-    """Multiple choice: a file of JSON lines; repeat it for more."""
     tasks: Annotated[str, command_line.option("TASK,...")] = ""
     """Tasks of lm-evaluation-harness."""
     include_path: Annotated[str | None, command_line.option("DIR")] = None
@@ -67,8 +50,8 @@ class Options(ScoreOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        has_input = bool(self.source or self.choices or self.tasks)
-        fix = "name text by --source, or --choices FILE, or --tasks TASK"
+        has_input = bool(self.source or self.tasks)
+        fix = "name text by --source, or --tasks TASK"
         require(has_input, "source", self.source, fix)
         for name in ("include_path", "limit", "num_fewshot", "chat"):
             value = getattr(self, name)
@@ -86,75 +69,12 @@ def named(words: Sequence[str], option: str) -> dict[str, str]:
     return values
 
 
-def read_questions(
-    path: str, tokenizer: "Tokenizer", vocab_size: int, positions: int
-) -> Iterator["Question"]:
-    """Yield the questions of a file of JSON lines. Raises `UserError` that names the line at fault and the fix."""
-    content = read_foreign(Path(path), name="choices", most=MOST_BYTES)
-    if file_format := format_of(content[:HEAD_BYTES]):
-        require(False, "choices", path, f"is {file_format.name}; {file_format.fix}")
-    lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
-    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
-    require(bool(numbered), "choices", path, "is empty; write a JSON object a line")
-    for number, line in numbered:
-        place = f"{path}:{number}"
-        row = parse_json(line, f"choices={place!r}:")
-        yield _question(place, row, tokenizer, vocab_size, positions)
-
-
-def _question(
-    place: str, row: Any, tokenizer: "Tokenizer", vocab_size: int, positions: int
-) -> "Question":
-    """Return the question of the JSON object `row`. Raises `UserError` that names `place`."""
-    from ultrascale_jax.training.scoring import Question
-
-    def refuse_unless(ok: bool, fix: str) -> None:
-        require(ok, "choices", place, fix)
-
-    refuse_unless(isinstance(row, dict), "must be a JSON object")
-    question, texts, answer = (row.get(key) for key in ("question", "choices", "answer"))
-    refuse_unless(isinstance(question, str) and bool(question), "question must be a text")
-    whole = isinstance(texts, list) and len(texts) > 1
-    whole = whole and all(isinstance(text, str) and text for text in texts)
-    refuse_unless(whole, "choices must be a list of at least two texts")
-    inside = type(answer) is int and 0 <= answer < len(texts)
-    refuse_unless(inside, f"answer must be the index of a choice, from 0 to {len(texts) - 1}")
-    ids = tokenizer.encode(question)
-    choices = [tokenizer.encode(text, begins=False) for text in texts]
-    refuse_unless(bool(ids) and all(choices), "each text must hold at least one token")
-    most = max(max(part) for part in (ids, *choices))
-    fix = f"has token {most}, but the model's vocabulary ends at {vocab_size - 1}; give the model's --tokenizer"
-    refuse_unless(most < vocab_size, fix)
-    length = len(ids) + max(map(len, choices)) - 1
-    fix = (
-        f"has {length} tokens, more than the {positions} positions that the model knows; shorten it"
-    )
-    refuse_unless(length <= positions, fix)
-    return Question(ids, choices, answer)
-
-
 def source_result(nats: float, tokens: int, text_bytes: int | None) -> dict[str, Any]:
     """Return loss, perplexity and bits per byte (None if unknown) of these sums."""
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
     bits = nats / math.log(2) / text_bytes if text_bytes else None
     return {"tokens": tokens, "loss": loss, "perplexity": perplexity, "bits_per_byte": bits}
-
-
-def choices_result(scorer: "Scorer", questions: Sequence["Question"]) -> dict[str, Any]:
-    """Return the shares of questions whose likeliest choice is the answer, and each choice's log-likelihood."""
-    log_likelihoods, count = scorer.choices(questions), len(questions)
-    right = by_token = 0
-    for question, sums in zip(questions, log_likelihoods, strict=True):
-        lengths = [len(choice) for choice in question.choices]
-        right += int(sums.argmax() == question.answer)
-        by_token += int((sums / lengths).argmax() == question.answer)
-    return {
-        "questions": count,
-        "accuracy": right / count,
-        "accuracy_by_token": by_token / count,
-        "log_likelihoods": [sums.tolist() for sums in log_likelihoods],
-    }
 
 
 def task_manager(options: Options, cfg: Config) -> Any:
@@ -200,12 +120,11 @@ def tasks_result(options: Options, manager: Any, opened: Opened) -> dict[str, di
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results by the names of sources, files of choices and tasks."""
+    """Results by the names of sources and tasks."""
 
     model: str
     sources: dict[str, dict[str, Any]]
     """Loss, perplexity and bits per byte; of all together under `all`, if they are several."""
-    choices: dict[str, dict[str, Any]]
     tasks: dict[str, dict[str, Any]]
     """The harness's numbers by its own names."""
 
@@ -216,13 +135,12 @@ class Evaluation:
         return Group(*self._tables())
 
     def _tables(self) -> Iterator[Table]:
-        for kind, rows in (("sources", self.sources), ("choices", self.choices)):
-            if rows:
-                columns = [name for name in next(iter(rows.values())) if name != "log_likelihoods"]
-                table = output.table([kind], [name.replace("_", " ") for name in columns])
-                for name, values in rows.items():
-                    table.add_row(output.plain(name), *(shown(values[key]) for key in columns))
-                yield table
+        if self.sources:
+            columns = list(next(iter(self.sources.values())))
+            table = output.table(["sources"], [name.replace("_", " ") for name in columns])
+            for name, values in self.sources.items():
+                table.add_row(output.plain(name), *(shown(values[key]) for key in columns))
+            yield table
         if self.tasks:
             table = output.table(["task"], ["metric", "value", "standard error"])
             for name, values in self.tasks.items():
@@ -235,7 +153,7 @@ class Evaluation:
 
 
 def evaluate(options: Options) -> Evaluation:
-    """Return the results of every source, file of choices and task."""
+    """Return the results of every source and task."""
     import jax
 
     from ultrascale_jax.data.tokenizer import run_tokenizer
@@ -250,18 +168,12 @@ def evaluate(options: Options) -> Evaluation:
     sources = {
         name: source_rows(cfg, source) for name, source in named(options.source, "source").items()
     }
-    size = cfg.model.vocab_size
-    files = {
-        name: list(read_questions(path, tokenizer, size, positions))
-        for name, path in named(options.choices, "choices").items()
-    }
     manager = task_manager(options, cfg) if options.tasks else None
     with output.working(f"loading {named_model}") as tell, jax.set_mesh(mesh):
         cfg, params = loaded(options, cfg, mesh)
         tell("computing losses")
         scorer = Scorer(cfg, params, tokenizer)
         sums = {name: scorer.loss(rows) for name, rows in sources.items()}
-        choices = {name: choices_result(scorer, questions) for name, questions in files.items()}
     for name, source_sums in sums.items():
         require(source_sums.tokens > 0, "source", name, "has no token to predict; give more text")
     held_out = {name: source_result(*source_sums) for name, source_sums in sums.items()}
@@ -273,7 +185,7 @@ def evaluate(options: Options) -> Evaluation:
     if manager is not None:
         opened = Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)
         tasks = tasks_result(options, manager, opened)
-    return Evaluation(named_model, held_out, choices, tasks)
+    return Evaluation(named_model, held_out, tasks)
 
 
 def shown(value: float | None) -> str:

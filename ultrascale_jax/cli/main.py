@@ -27,7 +27,7 @@ COMMANDS = {
     "watch": "loss, speed, memory and events of runs on a page     RUN_DIR...",
     "inspect": "checkpoints of a run, its time, its traced steps     RUN_DIR",
     "generate": "continue a text with a trained model, or talk to it  MODEL --prompt TEXT|--chat",
-    "evaluate": "held-out loss, perplexity and multiple choice       MODEL --source text:GLOB",
+    "evaluate": "held-out loss and perplexity, and lm-eval's tasks    MODEL --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
     "convert-hf": "a run as a Hugging Face checkpoint                   RUN_DIR HF_DIR",
 }

@@ -32,15 +32,6 @@ class Loss(NamedTuple):
     """Bytes of the text of these tokens, without separators; None where the tokenizer does not say."""
 
 
-class Question(NamedTuple):
-    """Multiple choice, in token ids."""
-
-    question: list[int]
-    choices: list[list[int]]
-    answer: int
-    """Index of the right choice."""
-
-
 class Scorer:
     """Scores with one model; create and call it inside the mesh of `params`.
 
@@ -63,12 +54,6 @@ class Scorer:
                 text_bytes += int(sizes[targets[targets >= 0]].sum())
         return Loss(nats, tokens, None if sizes is None else text_bytes)
 
-    def choices(self, questions: Sequence[Question]) -> list[np.ndarray]:
-        """Return the log-likelihood of each choice given its question, float64 [choices] by question."""
-        pairs = [(one.question, choice) for one in questions for choice in one.choices]
-        scores, ends = self.continuations(pairs), np.cumsum([len(one.choices) for one in questions])
-        return np.split(np.array([likelihood for likelihood, _ in scores]), ends[:-1])
-
     def continuations(
         self,
         pairs: Sequence[tuple[list[int], list[int]]],
@@ -83,8 +68,6 @@ class Scorer:
           at any place of it.
         """
         mesh = self._cfg.mesh
-        fix = "choices are scored without a pipeline; use fsdp or tp"
-        require(mesh.pp == 1, "mesh.pp", mesh.pp, fix)
         for pair in pairs:
             check_ids("pairs", np.concatenate(pair), self._cfg.model.vocab_size)
         rows = [_continuation_row(context, continuation) for context, continuation in pairs]

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,10 +9,10 @@ import pytest
 import tokenizers
 
 from tests import runs
-from tests.chats import write_lines
 from tests.commands import refused
 from tests.paths import HF
 from ultrascale_jax.cli.evaluate import main
+from ultrascale_jax.cli.models import ScoreOptions, opened
 from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig, TrainConfig, UserError
 from ultrascale_jax.data.held_out import ALL
 from ultrascale_jax.data.samples import PackedSamples
@@ -29,23 +28,24 @@ from ultrascale_jax.training.scoring import Scorer, source_rows
 FOLDER = HF / "llama3"
 T = 64
 TEXTS = {"one": ["a short one", "caf\u00e9 " * 30], "two": ["x" * 300, "y = 2\n" * 41, "z"]}
-QUESTIONS = [
-    {"question": "2 + 2 =", "choices": [" 4", " 22", " four, I think"], "answer": 0},
-    {"question": "The sky is", "choices": [" blue", " a\u00df"], "answer": 1},
-    {"question": "Q", "choices": ["yes", "no", "maybe", "x"], "answer": 2},
-    {"question": "again", "choices": ["AAAA", "b"], "answer": 1},
+PAIRS = [
+    ("2 + 2 =", " 4"),
+    ("2 + 2 =", " four, I think"),
+    ("The sky is", " a\u00df"),
+    ("Q", "no"),
+    ("again", "AAAA"),
 ]
+"""Contexts and continuations."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Text of two domains, questions, and a run that was imported from the checkpoint."""
+    """Text of two domains, and a run that was imported from the checkpoint."""
     folder = tmp_path_factory.mktemp("evaluate")
     for name, texts in TEXTS.items():
         (folder / name).mkdir()
         for i, text in enumerate(texts):
             (folder / name / f"{i}.txt").write_text(text)
-    (folder / "q.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
     cfg = Config(
         mesh=MeshConfig(fsdp=8),
         data=DataConfig(source="synthetic", seq_len=T),
@@ -96,18 +96,6 @@ def expected_source(folder, name, log_probabilities):
     return nats, len(targets), sum(b != 0 for b in targets)
 
 
-def expected_choices(log_probabilities):
-    """The log-likelihoods of all choices in one list, and both accuracies."""
-    sums, right, by_token = [], 0, 0
-    for one in QUESTIONS:
-        first, choices = one["question"].encode(), [text.encode() for text in one["choices"]]
-        scores = [log_probabilities([*first, *ids])[len(first) - 1 :] for ids in choices]
-        sums += [score.sum() for score in scores]
-        right += np.argmax([score.sum() for score in scores]) == one["answer"]
-        by_token += np.argmax([score.mean() for score in scores]) == one["answer"]
-    return sums, right / len(QUESTIONS), by_token / len(QUESTIONS)
-
-
 def results(capsys, folder, *options):
     capsys.readouterr()
     words = [f"--source={name}=text:{folder}/{name}/*.txt" for name in TEXTS]
@@ -116,12 +104,9 @@ def results(capsys, folder, *options):
 
 
 @pytest.mark.parametrize("mesh", ["", "cp=2,sp=2,tp=2", "pp=2,fsdp=4"])
-def test_loss_and_choices_are_those_of_the_logits_on_one_device(
-    folder, log_probabilities, capsys, mesh
-):
+def test_loss_is_that_of_the_logits_on_one_device(folder, log_probabilities, capsys, mesh):
     options = [str(FOLDER), "--seq-len", str(T)]
     options += ["--mesh", mesh] if mesh else []
-    options += [] if "pp" in mesh else ["--choices", f"q={folder}/q.jsonl"]
     found = results(capsys, folder, *options)
     sums = [expected_source(folder, name, log_probabilities) for name in TEXTS]
     sums.append(np.sum(sums, axis=0).tolist())
@@ -131,19 +116,22 @@ def test_loss_and_choices_are_those_of_the_logits_on_one_device(
         np.testing.assert_allclose(row["loss"], nats / tokens, rtol=1e-5)
         assert row["perplexity"] == math.exp(row["loss"])
         np.testing.assert_allclose(row["bits_per_byte"], nats / math.log(2) / text_bytes, rtol=1e-5)
-    if "pp" not in mesh:
-        each, right, by_token = expected_choices(log_probabilities)
-        found_each = found["choices"]["q"].pop("log_likelihoods")
-        assert [len(sums) for sums in found_each] == [len(one["choices"]) for one in QUESTIONS]
-        np.testing.assert_allclose(np.concatenate(found_each), each, rtol=1e-5)
-        shares = {"questions": 4, "accuracy": right, "accuracy_by_token": by_token}
-        assert found["choices"] == {"q": shares}
-        assert right != by_token
     if not mesh:
         # The run's own tokenizer, precision and length; and the tables.
         assert results(capsys, folder, str(folder / "run"))["sources"] == found["sources"]
         main([str(folder / "run"), "--source", f"text:{folder}/one/*"])
         assert f"{found['sources']['one']['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_continuations_are_scored_by_the_logits_on_one_device(log_probabilities):
+    model = opened(
+        ScoreOptions(model=str(FOLDER), mesh="cp=2,sp=2,tp=2", tokenizer="bytes", precision="fp32")
+    )
+    pairs = [(list(context.encode()), list(text.encode())) for context, text in PAIRS]
+    with jax.set_mesh(model.mesh):
+        found = Scorer(model.cfg, model.params, model.tokenizer).continuations(pairs)
+    each = [log_probabilities([*first, *ids])[len(first) - 1 :].sum() for first, ids in pairs]
+    np.testing.assert_allclose([likelihood for likelihood, _ in found], each, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pair", [([1], [256]), ([-1], [2]), ([10**6, 1], [2])])
@@ -168,22 +156,18 @@ def test_without_a_document_mask_only_the_first_token_of_a_source_is_no_target(f
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "source=(): name text by --source, or --choices FILE"),
+        ("", "source=(): name text by --source, or --tasks TASK"),
         ("--source text:no/*", "source='text:no/*': no file with text matches"),
         ("--source synthetic", "source='synthetic': has no end"),
         ("--source text:one/* --source text:one/*", "name each: NAME=..."),
         ("--source text:one/* --seq-len 513", "seq_len=513: is longer than the 512 positions"),
         ("--source text:one/* --tokenizer words.json", "outside model.vocab_size=256; use a token"),
-        ("--choices bad.jsonl", "choices='bad.jsonl:2': answer must be the index of a choice"),
-        ("--choices long.jsonl", "long.jsonl:1': has 513 tokens, more than the 512 positions"),
-        ("--choices q.jsonl --mesh pp=2,fsdp=4", "mesh.pp=2: choices are scored without"),
+        ("--tasks t --mesh pp=2,fsdp=4", "mesh.pp=2: tasks are scored without a pipeline"),
         ("--source text:* --tokenizer ", "brings no tokenizer.json; name the model's own by --tok"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(folder, monkeypatch, capsys, words, said):
     monkeypatch.chdir(folder)
-    write_lines(Path("bad.jsonl"), [QUESTIONS[0], QUESTIONS[0] | {"answer": 3}])
-    write_lines(Path("long.jsonl"), [QUESTIONS[2] | {"question": "a" * 509}])
     large = tokenizers.models.WordLevel({"a": 300, "</s>": 1}, unk_token="a")
     made = tokenizers.Tokenizer(large)
     made.add_special_tokens(["</s>"])
