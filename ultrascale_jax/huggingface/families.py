@@ -621,6 +621,14 @@ DEEPSEEK_KEYS = {
     "groups_per_token": "topk_group",
 }
 
+QWEN_KEYS = {
+    "num": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "d_ff": "moe_intermediate_size",
+}
+QWEN_SHARED_KEYS = QWEN_KEYS | {SHARED_WIDTH: "shared_expert_intermediate_size"}
+NORMALIZED = {"normalize": "norm_topk_prob"}
+
 BLOCK_SPARSE = {
     "moe.w_router": "block_sparse_moe.gate",
     "moe.bias": "block_sparse_moe.e_score_correction_bias",
@@ -902,13 +910,7 @@ FAMILIES = {
         model={"qkv_bias": True},
         num_kv_heads=16,
         experts=Experts(num=60, top_k=4, d_ff=1408, shared=4, normalize=False, shared_gate=True),
-        expert_keys={
-            "num": "num_experts",
-            "top_k": "num_experts_per_tok",
-            "d_ff": "moe_intermediate_size",
-            SHARED_WIDTH: "shared_expert_intermediate_size",
-            "normalize": "norm_topk_prob",
-        },
+        expert_keys=QWEN_SHARED_KEYS | NORMALIZED,
         dense_list_key="mlp_only_layers",
         allowed={"qkv_bias": (True,), "use_sliding_window": (False,)},
         own_keys=("max_window_layers",),
@@ -922,12 +924,7 @@ FAMILIES = {
         window_switch=True,
         num_kv_heads=4,
         experts=Experts(num=128, top_k=8, d_ff=768, normalize=False),
-        expert_keys={
-            "num": "num_experts",
-            "top_k": "num_experts_per_tok",
-            "d_ff": "moe_intermediate_size",
-            "normalize": "norm_topk_prob",
-        },
+        expert_keys=QWEN_KEYS | NORMALIZED,
         dense_list_key="mlp_only_layers",
         constants=NO_BIAS,
     ),
@@ -936,13 +933,7 @@ FAMILIES = {
         architecture="Qwen3NextForCausalLM",
         num_kv_heads=2,
         experts=Experts(num=512, top_k=10, d_ff=512, shared=1, shared_gate=True),
-        expert_keys={
-            "num": "num_experts",
-            "top_k": "num_experts_per_tok",
-            "d_ff": "moe_intermediate_size",
-            SHARED_WIDTH: "shared_expert_intermediate_size",
-            "normalize": "norm_topk_prob",
-        },
+        expert_keys=QWEN_SHARED_KEYS | NORMALIZED,
         dense_list_key="mlp_only_layers",
         names=SHARED_EXPERT,
         joined=CONVOLUTION,
@@ -958,12 +949,7 @@ FAMILIES = {
         architecture="Qwen3_5MoeForCausalLM",
         num_kv_heads=2,
         experts=Experts(num=256, top_k=8, d_ff=512, shared=1, shared_gate=True),
-        expert_keys={
-            "num": "num_experts",
-            "top_k": "num_experts_per_tok",
-            "d_ff": "moe_intermediate_size",
-            SHARED_WIDTH: "shared_expert_intermediate_size",
-        },
+        expert_keys=QWEN_SHARED_KEYS,
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
