@@ -31,10 +31,6 @@ class Roofline(Figure):
     bandwidth: float
     """Bytes a second of the memory."""
 
-    def roof(self, spot: Spot) -> float:
-        """Return the speed that memory and the highest peak allow at the intensity of `spot`."""
-        return min(max(self.roofs.values()), spot.intensity * self.bandwidth)
-
     def paint(self, canvas: Any) -> None:
         canvas.set_size_inches(9, 5.2)
         ax = canvas.subplots()

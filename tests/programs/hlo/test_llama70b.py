@@ -7,6 +7,7 @@ import pytest
 from tests.gpu_programs import LAYERS, compile_once
 from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
 from ultrascale_jax.configs import shapes
+from ultrascale_jax.hlo.memory_traffic import touched
 from ultrascale_jax.plan.compiled.compile import CompiledStep, simulate_step
 from ultrascale_jax.plan.compiled.op_costs import Operations
 from ultrascale_jax.plan.hardware import find_cluster
@@ -68,8 +69,9 @@ def moved_in_layer(step: CompiledStep) -> tuple[int, int]:
             found = None if i.name in collectives else operations.find(body, i)
             if found is not None and found.kind == "other":
                 copies = found.kernel == "copy" or i.opcode.endswith("-start")
-                computed += 0 if copies else found.device_bytes
-                copied += found.device_bytes if copies else 0
+                moved, _ = touched(step.module, body, i)
+                computed += 0 if copies else moved
+                copied += moved if copies else 0
     return computed // LAYERS, copied // LAYERS
 
 

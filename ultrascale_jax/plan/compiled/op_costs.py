@@ -34,8 +34,6 @@ class Operation:
     seconds: float
     flops: float = 0.0
     """Operations of matrix products and attention, the masked half not counted."""
-    device_bytes: int = 0
-    """Read and written in the GPU's memory."""
     host_bytes: int = 0
     """Read and written in the host's memory."""
     kernel: Kernel = "other"
@@ -79,29 +77,29 @@ class Operations:
             return None
         device, host = touched(self.module, computation, i)
         if call := attention_call(self.module, computation, i):
-            return self._attention(call, device)
+            return self._attention(call)
         if kind == "gemm":
             return _products(self.gpu, i, self.module.dots(i, computation), device)
         memory = costs.memory_seconds(self.gpu, device)
         pcie = costs.host_seconds(self.gpu, host)
         seconds = costs.LAUNCH_S + max(memory, pcie, arithmetic_seconds(i))
-        return Operation(kind="other", seconds=seconds, device_bytes=device, host_bytes=host)
+        return Operation(kind="other", seconds=seconds, host_bytes=host)
 
-    def _attention(self, call: AttentionCall, device: int) -> Operation:
+    def _attention(self, call: AttentionCall) -> Operation:
         """Time attention, and one pass over what the causal mask leaves of an array that masks documents.
 
         That is a bound from below: every head may read the array again.
         """
         if call.segments > 1:
-            return self._packed_attention(call, device)
+            return self._packed_attention(call)
         flops = attention_flops(call)
         seconds = self._attention_seconds(call, flops)
         if call.mask_bytes:
             masked = seen_keys(call) / call.scores[3] * call.mask_bytes
             seconds += costs.memory_seconds(self.gpu, masked)
-        return Operation(kind="attention", seconds=seconds, flops=flops, device_bytes=device)
+        return Operation(kind="attention", seconds=seconds, flops=flops)
 
-    def _packed_attention(self, call: AttentionCall, device: int) -> Operation:
+    def _packed_attention(self, call: AttentionCall) -> Operation:
         """Time the call of one class of documents; all documents have the same length, so one class has all the work.
 
         The backward pass of each clears the float32 gradients of all its segments.
@@ -112,7 +110,7 @@ class Operations:
         if call.scores[3] == min(length for length in self._packed_lengths if length >= tokens):
             flops = attention_flops(call, mean_keys(int(tokens), None))
             seconds += self._attention_seconds(call, flops)
-        return Operation(kind="attention", seconds=seconds, flops=flops, device_bytes=device)
+        return Operation(kind="attention", seconds=seconds, flops=flops)
 
     def _attention_seconds(self, call: AttentionCall, flops: float) -> float:
         return costs.attention_seconds(
@@ -133,7 +131,6 @@ def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operati
         kind="gemm",
         seconds=seconds + fused,
         flops=sum(dot.flops for dot in dots),
-        device_bytes=device - scratch,
     )
 
 
