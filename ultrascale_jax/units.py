@@ -37,6 +37,11 @@ def size(count: float) -> str:
     return f"{count / unit_bytes:.1f} {unit}"
 
 
+def counted(count: int, noun: str, nouns: str = "") -> str:
+    """Return a number and its noun, `nouns` where that is not one with an s: `1 part`, `2,048 parts`, `2 processes`."""
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
 def rounded(number: float) -> str:
     """Return a number as text with three digits, or as a whole number from 100 on: `0.0923`, `71.2`, `27,338`."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:,.3g}"

@@ -24,7 +24,7 @@ from ultrascale_jax import units
 from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.config import AXES, Config, DistConfig, UserError
 from ultrascale_jax.launch.cluster import Launch
-from ultrascale_jax.launch.distributed import check_devices, counted
+from ultrascale_jax.launch.distributed import check_devices
 from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.plan.formulas.costs import collective_seconds
 from ultrascale_jax.plan.hardware import GPUS, find_cluster
@@ -108,7 +108,7 @@ def hosts(launch: Launch | None) -> Finding:
     listed = _few([f"{host} ({count})" for host, count in counts.items()])
     method = "alone" if launch is None else f"joined by {launch.method}"
     local = sorted({count for _, count in processes})
-    amounts = f"{counted(len(processes), 'process', 'processes')} on {counted(len(counts), 'host', 'hosts')}"
+    amounts = f"{units.counted(len(processes), 'process', 'processes')} on {units.counted(len(counts), 'host')}"
     text = f"{amounts}, {method}: {listed}; devices of each: {_few(local)}"
     if len(local) > 1 or len(set(counts.values())) > 1:
         fix = "give every host the same processes and every process the same devices"

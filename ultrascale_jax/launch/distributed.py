@@ -34,6 +34,7 @@ from ultrascale_jax.launch.events import printable, say
 from ultrascale_jax.launch.failures import Failures
 from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.launch.sigterm import SigtermListener, listener
+from ultrascale_jax.units import counted
 
 GPU_FLAGS = {
     # Start collectives early and finish them late, so that they overlap with matrix products.
@@ -202,12 +203,7 @@ def describe_job(launch: Launch | None) -> str:
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     processes = counted(jax.process_count(), "process", "processes")
     source = "" if launch is None else f" ({launch.method})"
-    return f"{processes}{source}, {counted(len(devices), 'device', 'devices')} ({kinds})"
-
-
-def counted(number: int, one: str, several: str) -> str:
-    """Return `number` with its noun."""
-    return f"{number} {one if number == 1 else several}"
+    return f"{processes}{source}, {counted(len(devices), 'device')} ({kinds})"
 
 
 def check_devices(launch: Launch | None, dist: DistConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ultrascale_jax.launch.events import is_number, parse_object
+from ultrascale_jax.units import counted
 
 HEARTBEATS = "heartbeats"
 STACKS = "stacks"
@@ -69,8 +70,8 @@ class Ledger:
         classes = [f"{name} {s:.1f} s" for name, s in self.seconds.items() if s >= 0.05]
         text = f"goodput {self.goodput:.1%} of {self.total_s:.1f} s: {', '.join(classes)}"
         if self.restarts:
-            again = _count(self.steps_again, "step")
-            text = f"{text}; {_count(self.restarts, 'restart')}, {again} again"
+            again = counted(self.steps_again, "step")
+            text = f"{text}; {counted(self.restarts, 'restart')}, {again} again"
         return text
 
     def table(self) -> str:
@@ -80,7 +81,7 @@ class Ledger:
             for name, s in self.seconds.items()
         ]
         total = f"{'total':<12}{self.total_s:>12.1f} s"
-        done = f"{_count(self.steps, 'step')}, {self.steps_again} again, {_count(self.restarts, 'restart')}"
+        done = f"{counted(self.steps, 'step')}, {self.steps_again} again, {counted(self.restarts, 'restart')}"
         return "\n".join([*lines, total, done])
 
 
@@ -161,7 +162,3 @@ def hung_at(run_dir: Path) -> list[float]:
     """Return when processes wrote their stacks, because they made no progress, in unix seconds."""
     written = [path.stat() for path in (run_dir / STACKS).glob("*.txt")]
     return [status.st_mtime for status in written if status.st_size]
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -32,7 +32,7 @@ from ultrascale_jax.plan.search.search_space import (
 )
 from ultrascale_jax.plan.verdict import FITS
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.units import GIB
+from ultrascale_jax.units import GIB, counted
 
 FREE: dict[str, Any] = {"remat": "auto", "microbatches": AUTO}
 """Fields that can be left open, and how."""
@@ -120,7 +120,7 @@ def choose_auto(
     chosen = configured(cfg, run) if choose_mesh else cfg
     chosen = with_changes(chosen, mesh=chosen.mesh, remat=run.remat, microbatches=run.microbatches)
     words = changed_options(cfg, chosen, mesh=choose_mesh)
-    at_once = f"{run.sequences} sequence{'s' * (run.sequences > 1)} a GPU at once"
+    at_once = f"{counted(run.sequences, 'sequence')} a GPU at once"
     return chosen, f"{words} ({at_once}): by formula {_reason(search, best)}"
 
 

@@ -3,6 +3,7 @@
 from ultrascale_jax.config import Config
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.schedules.measures import bubble, formula
+from ultrascale_jax.units import counted
 
 
 def pipeline_notes(cfg: Config) -> list[str]:
@@ -16,7 +17,7 @@ def pipeline_notes(cfg: Config) -> list[str]:
     }
     if (closed := formula(table)) is not None:
         bubbles = {"by formula": closed, **bubbles}
-    stages = f"{table.ranks} ranks with {table.virtual} stage{'s' * (table.virtual > 1)} each"
+    stages = f"{table.ranks} ranks with {counted(table.virtual, 'stage')} each"
     bubble_text = ", ".join(f"{share:.1%} {how}" for how, share in bubbles.items())
     count = f"{table.microbatches} micro-batch{'es' * (table.microbatches > 1)}"
     notes = [f"pipeline {table.name}: {stages}, {count}; bubble {bubble_text}"]

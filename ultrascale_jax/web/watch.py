@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         runs = find_runs(options.run_dirs)
         server = live_server(runs, options.host, options.port)
-    server.serve(f"{len(runs)} run{'s' if len(runs) > 1 else ''}")
+    server.serve(units.counted(len(runs), "run"))
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

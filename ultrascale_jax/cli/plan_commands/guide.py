@@ -30,7 +30,7 @@ from ultrascale_jax.plan.search.ranking import LONG, Search
 from ultrascale_jax.plan.search.search_space import configured, named_choices
 from ultrascale_jax.plan.verdict import DOES_NOT_FIT, by_formula
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.units import GIB, decimal, rounded
+from ultrascale_jax.units import GIB, counted, decimal, rounded
 
 INSTEAD = ("a100", "h100", "h200", "b200")
 """GPUs whose bill is shown too."""
@@ -292,11 +292,6 @@ def batch(cfg: Config, cluster: Cluster, best: StepPrediction | None) -> dict[st
         "sequences": run.sequences,
         "microbatches": run.microbatches,
     }
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number and its noun, as `1 part` or `2,048 parts`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _sharing(sequences: int, cluster: Cluster) -> str:

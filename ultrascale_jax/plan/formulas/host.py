@@ -48,5 +48,5 @@ class HostMemory:
         offloaded = ", ".join(f"{units.size(b)} of {name}" for name, b in parts.items() if b)
         holds = f"{offloaded} and " * bool(offloaded) + units.size(self.checkpoint_bytes)
         memory = f", of {units.size(self.memory_bytes)}" * (self.memory_bytes > 0)
-        gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
+        gpus = f"{units.counted(self.gpus, 'GPU')}"
         return f"a host of {gpus} holds {holds} of a checkpoint that is being written{memory}"

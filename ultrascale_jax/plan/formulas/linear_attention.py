@@ -66,7 +66,7 @@ def named_bytes(run: Run, width: int) -> dict[str, float]:
 def unnamed_bytes(run: Run, width: int) -> float:
     """Count the bytes of what else the layer keeps where nothing is recomputed.
 
-    What the rule reads; decays and strengths; the insides of its norm and of the gate in float32.
+    The inputs of the rule; decays and strengths; the insides of its norm and of the gate in float32.
     """
     key, value, heads, _ = sizes_of(run)
     return width * (2 * key + value) + 24 * heads + 20 * value

@@ -12,7 +12,7 @@ from ultrascale_jax.plan.formulas.placement import Placement, place
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.report.layout import line, table
 from ultrascale_jax.plan.workload import Run
-from ultrascale_jax.units import GIB
+from ultrascale_jax.units import GIB, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class MeshReport:
 
     def __rich__(self) -> Group:
         count = self.cluster.nodes
-        nodes = f"{count} node{'s' * (count > 1)} of {self.cluster.gpus_per_node}"
+        nodes = f"{counted(count, 'node')} of {self.cluster.gpus_per_node}"
         return Group(line(f"mesh {self.run.mesh.text} on {nodes}"), *self._tables())
 
     def _tables(self) -> list[Table]:
