@@ -1,4 +1,4 @@
-"""The gated delta rule token by token in float64, and its gradients by JAX's own transpose."""
+"""The gated delta rule, and Mamba-2's, token by token in float64, and their gradients by JAX's own transpose."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 NAMES = ("query", "key", "value", "log_decay", "beta")
 
 
-def _token_by_token(query, key, value, log_decay, beta, begins):
+def _token_by_token(delta, query, key, value, log_decay, beta, begins):
     copies = value.shape[2] // key.shape[2]
 
     def token(state, inputs):
@@ -17,7 +17,7 @@ def _token_by_token(query, key, value, log_decay, beta, begins):
         q, k = (jnp.repeat(x, copies, axis=1) for x in (q, k))
         state = jnp.where(begin[:, None, None, None], 0, state * jnp.exp(g)[..., None, None])
         seen = jnp.einsum("bnhw,bnh->bnw", state, k)
-        state = state + k[..., None] * (b[..., None] * (v - seen))[..., None, :]
+        state = state + k[..., None] * (b[..., None] * (v - delta * seen))[..., None, :]
         return state, jnp.einsum("bnhw,bnh->bnw", state, q)
 
     B, _, N, W = value.shape
@@ -33,14 +33,15 @@ def _both(rule, arrays, begins, cotangent):
     return out, pull_back(cotangent)
 
 
-def oracle(arrays: list, segment_ids: np.ndarray | None, cotangent: np.ndarray):
+def oracle(arrays: list, segment_ids: np.ndarray | None, cotangent: np.ndarray, delta: bool = True):
     """Return the output and the five gradients in float64."""
     B, T = arrays[2].shape[:2]
     ids = np.zeros((B, T), int) if segment_ids is None else segment_ids
     begins = np.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
     with jax.enable_x64(True):
         arrays = [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
-        out, gradients = _both(_token_by_token, arrays, begins, jnp.asarray(cotangent, jnp.float64))
+        rule = functools.partial(_token_by_token, delta)
+        out, gradients = _both(rule, arrays, begins, jnp.asarray(cotangent, jnp.float64))
         return np.asarray(out), [np.asarray(x) for x in gradients]
 
 

@@ -8,8 +8,9 @@ With G the sums of the logarithms of decays from the chunk's beginning, a chunk 
     S' = exp(G_C) S + (exp(G_C - G) k)^T new
 
 (the WY form, arXiv 2406.06484), so S' = M S + B with two matrices that need no S. They are computed before, for many
-chunks at once (`prepare`, `change`); from chunk to chunk there is one product, in both passes (`recur`). In `einsum` b
-are rows, c chunks, t and s tokens, k key heads, r the value heads of each, h and w the widths of keys and values.
+chunks at once (`prepare`, `change`); from chunk to chunk there is one product, in both passes (`recur`). Without the
+delta the corrections are beta v, and M is a number (as in Mamba-2, arXiv 2405.21060). In `einsum` b are rows, c chunks,
+t and s tokens, k key heads, r the value heads of each, h and w the widths of keys and values.
 """
 
 import functools
@@ -52,15 +53,15 @@ class Chunks(NamedTuple):
     """`[t, h]`, decayed until the chunk's end."""
     values: jax.Array
     """`[t, w]`: corrections if the state were 0."""
-    reads: jax.Array
-    """`[t, h]`: times the state they are the other part of the corrections."""
+    reads: jax.Array | None
+    """`[t, h]`: times the state they are the other part of the corrections, if there is one."""
     scores: jax.Array
     """`[t, s]` of outputs and corrections."""
     decay: jax.Array
     """`[]` of the state over the chunk, float32."""
 
 
-def prepare(tokens: Tokens, begins: jax.Array) -> Chunks:
+def prepare(tokens: Tokens, begins: jax.Array, delta: bool) -> Chunks:
     """Compute what needs no state; `begins` `[b, c, t]` bool says where a document begins and the state is 0."""
     q, k, v, log_decay, beta = tokens
     dtype = k.dtype
@@ -75,15 +76,21 @@ def prepare(tokens: Tokens, begins: jax.Array) -> Chunks:
     def pairs(x):
         return product("bctkh,bcskh->cbkts", x, k)[:, :, :, None] * pair_decay
 
-    T = unit_lower_inverse(jnp.tril(pairs(k), -1) * beta[..., :, None])
-    written = (T * beta[..., None, :]).astype(dtype)
-    read = (T * -(beta * from_start)[..., None, :]).astype(dtype)
+    if delta:
+        T = unit_lower_inverse(jnp.tril(pairs(k), -1) * beta[..., :, None])
+        written = (T * beta[..., None, :]).astype(dtype)
+        read = (T * -(beta * from_start)[..., None, :]).astype(dtype)
+        values = product("cbkrts,bcskrw->cbkrtw", written, v, dtype)
+        reads = product("cbkrts,bcskh->cbkrth", read, k, dtype)
+    else:
+        values = (jnp.einsum("bctkrw->cbkrtw", v) * beta[..., None]).astype(dtype)
+        reads = None
     k_cbkth, q_cbkth = (jnp.einsum("bctkh->cbkth", x)[:, :, :, None] for x in (k, q))
     return Chunks(
         queries=(q_cbkth * from_start[..., None]).astype(dtype),
         keys=(k_cbkth * to_end[..., None]).astype(dtype),
-        values=product("cbkrts,bcskrw->cbkrtw", written, v, dtype),
-        reads=product("cbkrts,bcskh->cbkrth", read, k, dtype),
+        values=values,
+        reads=reads,
         scores=pairs(q).astype(dtype),
         decay=from_start[..., -1],
     )
@@ -92,11 +99,13 @@ def prepare(tokens: Tokens, begins: jax.Array) -> Chunks:
 def change(chunks: Chunks, width: int) -> tuple[jax.Array, jax.Array]:
     """Return M `[c, b, k, r, h, h]` and B `[c, b, k, r, h, width]`, float32: chunks turn a state S into M S + B.
 
-    Columns beyond those of the values are those of a state to which nothing is added.
+    Columns beyond those of the values are those of a state to which nothing is added. Without the delta M is a number
+    `[c, b, k, r, 1, 1]`.
     """
-    eye = jnp.eye(chunks.keys.shape[-1]).reshape(1, 1, 1, 1, *[chunks.keys.shape[-1]] * 2)
-    kept = chunks.decay[..., None, None] * eye
-    moves = kept + product("cbkrth,cbkrtg->cbkrhg", chunks.keys, chunks.reads)
+    moves = chunks.decay[..., None, None]
+    if chunks.reads is not None:
+        eye = jnp.eye(chunks.keys.shape[-1]).reshape(1, 1, 1, 1, *[chunks.keys.shape[-1]] * 2)
+        moves = moves * eye + product("cbkrth,cbkrtg->cbkrhg", chunks.keys, chunks.reads)
     return moves, _widen(product("cbkrth,cbkrtw->cbkrhw", chunks.keys, chunks.values), width)
 
 
@@ -116,7 +125,8 @@ def recur(
 
     def step(state, chunk):
         move, added = chunk
-        return product(subscripts, move, state) + added, state.astype(dtype)
+        moved = move * state if move.shape[-1] == 1 else product(subscripts, move, state)
+        return moved + added, state.astype(dtype)
 
     return jax.lax.scan(step, state, (moves, added), reverse=back, unroll=UNROLL)
 
@@ -128,13 +138,22 @@ def change_back(chunks: Chunks, d_out: jax.Array, width: int) -> tuple[jax.Array
     """
     d_new = product("cbkrts,bctkrw->cbkrsw", chunks.scores, d_out, d_out.dtype)
     d_states = product("cbkrth,bctkrw->cbkrhw", chunks.queries, d_out)
-    d_states += product("cbkrth,cbkrtw->cbkrhw", chunks.reads, d_new)
+    if chunks.reads is not None:
+        d_states += product("cbkrth,cbkrtw->cbkrhw", chunks.reads, d_new)
     return d_new, _widen(d_states, width)
 
 
-def advance_back(d_state: jax.Array, tokens: Tokens, begins: jax.Array, d_out: jax.Array):
+def advance(state: jax.Array, tokens: Tokens, begins: jax.Array, delta: bool) -> jax.Array:
+    """Return the state after these tokens, from the one before them."""
+    chunks = prepare(tokens, begins, delta)
+    return recur(*change(chunks, state.shape[-1]), state, chunks.values.dtype)[0]
+
+
+def advance_back(
+    d_state: jax.Array, tokens: Tokens, begins: jax.Array, d_out: jax.Array, delta: bool
+) -> jax.Array:
     """Return the gradient of the state before these tokens, from `d_state` of that after them."""
-    chunks, width = prepare(tokens, begins), d_state.shape[-1]
+    chunks, width = prepare(tokens, begins, delta), d_state.shape[-1]
     moves, _ = change(chunks, width)
     _, added = change_back(chunks, d_out, width)
     return recur(moves, added, d_state, d_out.dtype, back=True)[0]
@@ -149,16 +168,18 @@ def outputs(chunks: Chunks, states: jax.Array) -> jax.Array:
 
 def corrections(chunks: Chunks, states: jax.Array) -> jax.Array:
     """Return the corrections `[c, b, k, r, t, w]`, of the states before the chunks in the type of the values."""
+    if chunks.reads is None:
+        return chunks.values
     read = product("cbkrth,cbkrhw->cbkrtw", chunks.reads, states)
     return (_widen(chunks.values, states.shape[-1]) + read).astype(states.dtype)
 
 
-def pull_back(d_state: jax.Array, tokens: Tokens, begins: jax.Array, state: jax.Array, d_out):
+def pull_back(d_state, tokens: Tokens, begins: jax.Array, state: jax.Array, d_out, delta: bool):
     """Return the gradients of the state before these tokens and of the tokens.
 
     `d_state` is the gradient of the state after them, `state` the state before.
     """
-    chunks, pull = jax.vjp(lambda tokens: prepare(tokens, begins), tokens)
+    chunks, pull = jax.vjp(lambda tokens: prepare(tokens, begins, delta), tokens)
     width, dtype = state.shape[-1], d_out.dtype
     moves, added = change(chunks, width)
     _, states = recur(moves, added, state, dtype)
@@ -170,7 +191,7 @@ def pull_back(d_state: jax.Array, tokens: Tokens, begins: jax.Array, state: jax.
         queries=product("bctkrw,cbkrhw->cbkrth", d_out, states, dtype),
         keys=product("cbkrtw,cbkrhw->cbkrth", new, d_ends, dtype),
         values=d_new,
-        reads=product("cbkrtw,cbkrhw->cbkrth", d_new, states, dtype),
+        reads=product("cbkrtw,cbkrhw->cbkrth", d_new, states, dtype) if delta else None,
         scores=product("bctkrw,cbkrsw->cbkrts", d_out, new, dtype),
         decay=product("cbkrhw,cbkrhw->cbkr", states, d_ends),
     )

@@ -4,13 +4,16 @@ Each value head has a state S `[H, W]`, which a token decays, corrects and reads
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
+or, without the delta, S_t = exp(g_t) S_{t-1} + beta_t k_t v_t^T: the state space of Mamba-2 (arXiv 2405.21060).
+
 Both passes go over blocks of `BLOCK` tokens, and in each from chunk to chunk (`delta_chunks.py`). The forward pass
 keeps the states at the beginnings of blocks; the backward pass computes everything else again, block by block.
 
 Over cp a rank has one piece of the sequence, or an early and a late one. It turns the state before it into M S + B, and
 so do all states and outputs in it. So a rank computes them for S = 0, and the matrices as further columns of the state,
 which begin as the identity. Ranks gather M and B of all pieces; each applies those before its own, and then completes
-its states and outputs. Gradients of states cross the pieces in the opposite direction, by the transposes of M.
+its states and outputs. Gradients of states cross the pieces in the opposite direction, by the transposes of M. Without
+the delta M is a number, one further column; ranks compute M and B first, and states and outputs once.
 """
 
 import functools
@@ -50,6 +53,7 @@ def gated_delta_rule(
     *,
     context: ContextConfig | None = None,
     chunk: int = CHUNK,
+    delta: bool = True,
 ) -> jax.Array:
     """Return the outputs `[B, T, N, W]` of all tokens, in the type of the values.
 
@@ -64,6 +68,7 @@ def gated_delta_rule(
       segment_ids_BT: document of each token, or None for one a row; a state begins at zero where it changes.
       context: how cp splits the sequence; needed where it does.
       chunk: tokens that are computed at once, a power of 2.
+      delta: whether a token corrects what the state has for its key; otherwise it adds to it.
 
     Raises:
       UserError: arrays do not fit each other, or an argument cannot be.
@@ -79,7 +84,7 @@ def gated_delta_rule(
         layout = Layout.of(arrays[2].shape[1], chunk, cp, context)
         begins, joins = _borders(layout, ids, arrays[2].shape[:2])
         *arrays, begins = match_vma(*arrays, begins)
-        return _rule(layout, arrays, begins, joins)
+        return _rule(layout, delta, arrays, begins, joins)
 
     documents = None if segment_ids_BT is None else act("BT")
     run = smap(core, in_specs=([*map(act, DIMS)], documents), out_specs=act("BTNW"))
@@ -93,6 +98,7 @@ def gated_delta_step(
     value_BTNW: jax.Array,
     log_decay_BTN: jax.Array,
     beta_BTN: jax.Array,
+    delta: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Continue states `[B, N, H, W]` float32 by T tokens; return the states after them, and the outputs `[B, T, N, W]`.
 
@@ -105,7 +111,7 @@ def gated_delta_step(
     layout = Layout.of(T, CHUNK)
     state, arrays, begins = match_vma(state_BNHW, [*arrays], jnp.zeros((B, T), bool))
     grouped = state.reshape(B, key_BTKH.shape[2], -1, *state.shape[2:])
-    end, (_, out) = _forward(layout.tokens(arrays), layout.split(begins), grouped)
+    end, (_, out) = _forward(layout.tokens(arrays), layout.split(begins), grouped, delta)
     return end.reshape(state.shape), layout.join(out).reshape(B, T, N, W)
 
 
@@ -216,18 +222,31 @@ def _borders(layout: Layout, ids: jax.Array | None, shape: tuple[int, ...]):
     return begins, jnp.pad(ends[1:, :, 0] == ends[:-1, :, 1], ((1, 0), (0, 0)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rule(layout: Layout, arrays: list[jax.Array], begins: jax.Array, joins: jax.Array | None):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rule(
+    layout: Layout,
+    delta: bool,
+    arrays: list[jax.Array],
+    begins: jax.Array,
+    joins: jax.Array | None,
+):
     """Compute this rank's outputs `[B, T, N, W]`."""
-    return _rule_fwd(layout, arrays, begins, joins)[0]
+    return _rule_fwd(layout, delta, arrays, begins, joins)[0]
 
 
-def _rule_fwd(layout: Layout, arrays, begins, joins):
-    tokens = layout.tokens(arrays)
-    start = _zeros(tokens, layout.is_split)
-    end, (states, out) = _forward(tokens, layout.split(begins), start)
-    if layout.is_split:
-        before = _cross(layout, joins, end)
+def _rule_fwd(layout: Layout, delta: bool, arrays, begins, joins):
+    tokens, split_begins = layout.tokens(arrays), layout.split(begins)
+    start = _start(layout, tokens, delta)
+    if layout.is_split and not delta:
+
+        def advance(state, inputs):
+            return delta_chunks.advance(state, *inputs, delta=delta), None
+
+        end, _ = jax.lax.scan(advance, start, (tokens, split_begins))
+        start = _cross(layout, joins, end, delta)
+    end, (states, out) = _forward(tokens, split_begins, start, delta)
+    if layout.is_split and delta:
+        before = _cross(layout, joins, end, delta)
         states = _apply("nbkrhg,bkrgw->nbkrhw", states, before)
         out = _apply("nbctkrg,bkrgw->nbctkrw", out, before)
     out, states = name_attention(layout.join(out).reshape(arrays[2].shape), states)
@@ -241,11 +260,11 @@ def _apply(subscripts: str, changes: jax.Array, states: jax.Array) -> jax.Array:
     return (product + changes[..., :W]).astype(changes.dtype)
 
 
-def _forward(tokens: Tokens, begins: jax.Array, state: jax.Array):
+def _forward(tokens: Tokens, begins: jax.Array, state: jax.Array, delta: bool):
     """Return the state after all blocks, the states before each, and their outputs."""
 
     def block(state, inputs):
-        chunks = delta_chunks.prepare(*inputs)
+        chunks = delta_chunks.prepare(*inputs, delta=delta)
         moves = delta_chunks.change(chunks, state.shape[-1])
         end, states = delta_chunks.recur(*moves, state, chunks.values.dtype)
         return end, (state, delta_chunks.outputs(chunks, states))
@@ -253,21 +272,21 @@ def _forward(tokens: Tokens, begins: jax.Array, state: jax.Array):
     return jax.lax.scan(block, state, (tokens, begins))
 
 
-def _rule_bwd(layout: Layout, residuals, d_out):
+def _rule_bwd(layout: Layout, delta: bool, residuals, d_out):
     arrays, begins, joins, states = residuals
     tokens, begins = layout.tokens(arrays), layout.split(begins)
     d_out = layout.split(d_out.reshape(*d_out.shape[:2], *tokens.value.shape[-3:]))
-    d_state = _zeros(tokens, layout.is_split)
+    d_state = _start(layout, tokens, delta)
     if layout.is_split:
 
         def advance(d_state, inputs):
-            return delta_chunks.advance_back(d_state, *inputs), None
+            return delta_chunks.advance_back(d_state, *inputs, delta=delta), None
 
         d_state, _ = jax.lax.scan(advance, d_state, (tokens, begins, d_out), reverse=True)
-        d_state = _cross(layout, joins, d_state, back=True)
+        d_state = _cross(layout, joins, d_state, delta, back=True)
 
     def pull_back(d_state, inputs):
-        return delta_chunks.pull_back(d_state, *inputs)
+        return delta_chunks.pull_back(d_state, *inputs, delta=delta)
 
     _, d_tokens = jax.lax.scan(pull_back, d_state, (tokens, begins, states, d_out), reverse=True)
     grads = [layout.join(x).reshape(array.shape) for x, array in zip(d_tokens, arrays, strict=True)]
@@ -277,25 +296,32 @@ def _rule_bwd(layout: Layout, residuals, d_out):
 _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
-def _zeros(tokens: Tokens, with_matrix: bool) -> jax.Array:
-    """Return states `[pieces * B, k, r, h, w]` of zeros; `with_matrix` with the identity as w further columns."""
+def _start(layout: Layout, tokens: Tokens, delta: bool) -> jax.Array:
+    """Return states `[pieces * B, k, r, h, w]` of zeros; those of pieces with further columns, in which M begins as 1.
+
+    With the delta they are the identity, h columns.
+    """
     _, rows, _, _, K, R, W = tokens.value.shape
     H = tokens.key.shape[-1]
     start = jnp.zeros((rows, K, R, H, W), jnp.float32)
-    if with_matrix:
-        identity = jnp.broadcast_to(jnp.eye(H), (rows, K, R, H, H))
-        start = jnp.concatenate([start, identity], axis=-1)
+    if layout.is_split:
+        one = jnp.eye(H) if delta else jnp.ones((H, 1))
+        one = jnp.broadcast_to(one, (rows, K, R, *one.shape))
+        start = jnp.concatenate([start, one], axis=-1)
     return match_vma(start, tokens.value)[0]
 
 
-def _cross(layout: Layout, joins, changes: jax.Array, *, back: bool = False) -> jax.Array:
+def _cross(
+    layout: Layout, joins, changes: jax.Array, delta: bool, *, back: bool = False
+) -> jax.Array:
     """Return the states `[pieces * B, k, r, h, w]` before this rank's pieces, or with `back` gradients of those after.
 
-    `changes` `[pieces * B, k, r, h, w + h]` are B and M of each piece, which turns a state S into M S + B.
+    `changes` `[pieces * B, k, r, h, w + h]` are B and M of each piece, which turns a state S into M S + B; without the
+    delta M is one column of equal numbers.
     """
     shape = changes.shape
     changes = layout.gather(changes.reshape(layout.pieces, -1, *shape[1:]))
-    W = shape[-1] - shape[-2]
+    W = shape[-1] - (shape[-2] if delta else 1)
     if joins is None:
         joins = jnp.ones(changes.shape[:2], bool)
     if back:
@@ -305,8 +331,9 @@ def _cross(layout: Layout, joins, changes: jax.Array, *, back: bool = False) -> 
         place, join = piece
         state = jnp.where(join[:, None, None, None, None], state, 0)
         change = changes[place]
-        product = jnp.matmul(change[..., W:], state, precision=jax.lax.Precision.HIGHEST)
-        return change[..., :W] + product, state
+        M = change[..., W:]
+        moved = jnp.matmul(M, state, precision=jax.lax.Precision.HIGHEST) if delta else M * state
+        return change[..., :W] + moved, state
 
     start = jnp.zeros_like(changes[0, ..., :W])
     _, states = jax.lax.scan(cross, start, (layout.in_sequence(), joins), reverse=back)

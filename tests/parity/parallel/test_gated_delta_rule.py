@@ -23,16 +23,18 @@ def mesh_of(*sizes: int) -> Mesh:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "context", "tokens", "documents", "inside"),
+    ("sizes", "context", "tokens", "documents", "inside", "delta"),
     [
-        ((1, 4, 1, 2), ContextConfig(strategy="zigzag"), 4 * 11, True, False),
-        ((2, 2, 1, 2), ContextConfig(strategy="ring"), 2 * 20, False, False),
-        ((1, 2, 2, 2), ContextConfig(strategy="allgather"), 2 * 17, True, True),
-        ((1, 6, 1, 1), ContextConfig(strategy="zigzag", ulysses=3), 6 * 7, True, False),
+        ((1, 4, 1, 2), ContextConfig(strategy="zigzag"), 4 * 11, True, False, True),
+        ((2, 2, 1, 2), ContextConfig(strategy="ring"), 2 * 20, False, False, True),
+        ((1, 2, 2, 2), ContextConfig(strategy="allgather"), 2 * 17, True, True, True),
+        ((1, 6, 1, 1), ContextConfig(strategy="zigzag", ulysses=3), 6 * 7, True, False, True),
+        ((1, 4, 1, 2), ContextConfig(strategy="zigzag"), 4 * 11, True, False, False),
+        ((1, 2, 2, 2), ContextConfig(strategy="ring"), 2 * 17, True, True, False),
     ],
-    ids=["zigzag", "ring", "inside", "ulysses_of_3"],
+    ids=["zigzag", "ring", "inside", "ulysses_of_3", "mamba_zigzag", "mamba_inside"],
 )
-def test_ranks_equal_the_oracle(sizes, context, tokens, documents, inside):
+def test_ranks_equal_the_oracle(sizes, context, tokens, documents, inside, delta):
     """Also called in a region that is manual over all axes, as of a pipeline."""
     arrays = random_arrays(0, T=tokens, K=4, N=8, W=4, decay=0.01)
     rng = np.random.default_rng(1)
@@ -40,12 +42,12 @@ def test_ranks_equal_the_oracle(sizes, context, tokens, documents, inside):
     begins = rng.uniform(size=(2, tokens)) < DOCUMENTS
     ids = np.cumsum(begins, axis=1).astype(np.int32) if documents else None
     order = sequence_order(tokens, sizes[1], context)
-    want = jax.tree.map(lambda x: x[:, order], oracle(arrays, ids, cotangent))
+    want = jax.tree.map(lambda x: x[:, order], oracle(arrays, ids, cotangent, delta))
     mesh = mesh_of(*sizes)
 
     def both(arrays, ids, cotangent):
-        rule = lambda *x: gated_delta_rule(*x, ids, context=context, chunk=4)  # noqa: E731
-        out, pull_back = jax.vjp(rule, *arrays)
+        options = {"context": context, "chunk": 4, "delta": delta}
+        out, pull_back = jax.vjp(lambda *x: gated_delta_rule(*x, ids, **options), *arrays)
         return out, pull_back(cotangent)
 
     with jax.set_mesh(mesh):

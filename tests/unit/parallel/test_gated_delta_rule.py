@@ -19,16 +19,17 @@ from ultrascale_jax.parallel.gated_delta_rule import (
 TOKENS = 1100  # two blocks, and the last chunk is not full
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def outputs_and_gradients(arrays, segment_ids, cotangent, chunk):
-    out, pull_back = jax.vjp(lambda *x: gated_delta_rule(*x, segment_ids, chunk=chunk), *arrays)
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def outputs_and_gradients(arrays, segment_ids, cotangent, chunk, delta):
+    rule = functools.partial(gated_delta_rule, chunk=chunk, delta=delta)
+    out, pull_back = jax.vjp(lambda *x: rule(*x, segment_ids), *arrays)
     return out, pull_back(cotangent)
 
 
-def check(arrays, segment_ids, chunk=CHUNK):
+def check(arrays, segment_ids, chunk=CHUNK, delta=True):
     cotangent = np.random.default_rng(1).standard_normal(arrays[2].shape).astype(np.float32)
-    got = outputs_and_gradients(arrays, segment_ids, cotangent, chunk)
-    assert max(relative_errors(got, oracle(arrays, segment_ids, cotangent))) < 1e-5
+    got = outputs_and_gradients(arrays, segment_ids, cotangent, chunk, delta)
+    assert max(relative_errors(got, oracle(arrays, segment_ids, cotangent, delta))) < 1e-5
 
 
 def draw(decay=0.1, **changed):
@@ -77,15 +78,31 @@ def test_outputs_and_gradients_equal_the_oracle(arrays, segment_ids):
     check(arrays, segment_ids)
 
 
+@pytest.mark.parametrize(
+    ("arrays", "segment_ids"),
+    [
+        (draw(decay=1e-3), ONE_DOCUMENT),
+        (
+            draw(g=some_forget_all, decay=0.01, beta=lambda beta: 8 * beta),
+            documents(PLACES % 63 == 0),
+        ),
+    ],
+    ids=["long_memory", "forgetting"],
+)
+def test_without_the_delta_tokens_add_to_the_state(arrays, segment_ids):
+    check(arrays, segment_ids, delta=False)
+
+
 def test_another_chunk_and_a_sequence_of_one_document():
     check([x[:, :70] for x in draw()], None, chunk=4)
 
 
-def test_steps_continue_the_state_and_padding_leaves_it():
+@pytest.mark.parametrize("delta", [True, False])
+def test_steps_continue_the_state_and_padding_leaves_it(delta):
     *arrays, g, beta = (x[:, :140] for x in draw())
-    want = jax.jit(gated_delta_rule)(*arrays, g, beta)
+    want = jax.jit(functools.partial(gated_delta_rule, delta=delta))(*arrays, g, beta)
     gates = [np.where(np.arange(140)[:, None] < 130, x, 0) for x in (g, beta)]
-    step = jax.jit(gated_delta_step)
+    step = jax.jit(functools.partial(gated_delta_step, delta=delta))
     state, out = step(jnp.zeros((2, 2, 16, 8)), *arrays, *gates)
     np.testing.assert_allclose(out[:, :130], want[:, :130], rtol=0, atol=1e-6)
     for t in range(130, 140):
