@@ -198,6 +198,25 @@ QWEN3_NEXT_80B_A3B = ModelConfig(
     linear=LinearAttention(),
 )
 
+GRANITE_4_H_MICRO = ModelConfig(
+    vocab_size=100352,
+    d_model=2048,
+    d_ff=8192,
+    num_layers=40,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    tied_embeddings=True,
+    embed_scale=12.0,
+    residual_scale=0.22,
+    logit_divisor=8.0,
+    query_scale=4096.0,
+    nope_every=1,
+    full_attention_every=10,
+    full_attention_offset=4,
+    linear=LinearAttention(rule="mamba2", key_heads=1, value_heads=64, value_dim=64),
+)
+
 # Pre-trained at 4,096 tokens, before the stretch by YaRN with which its checkpoint is published.
 DEEPSEEK_V3 = ModelConfig(
     vocab_size=129280,

@@ -65,7 +65,7 @@ def in_hugging_face_layout(model, cfg, model_type=""):
 def separate_tensors(model, cfg):
     array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
     # The norms of Gemma and Qwen3-Next multiply by 1 + weight.
-    both = cfg.norm_placement == "both" or cfg.linear is not None
+    both = has_zero_centred_norms(cfg)
     tensors = {
         "model.embed_tokens.weight": array(model.embed)[: cfg.vocab_size],
         "model.norm.weight": array(model.final_norm) - both,
@@ -102,6 +102,10 @@ def separate_tensors(model, cfg):
     return tensors
 
 
+def has_zero_centred_norms(cfg):
+    return cfg.norm_placement == "both" or (cfg.linear and cfg.linear.rule) == "delta"
+
+
 def mtp_module(model, cfg, depth):
     module = model.mtp[depth]
 
@@ -133,8 +137,7 @@ def grouped_attention(row, cfg):
             tensors[f"self_attn.{name}_proj.bias"] = row(f"attn.b_{name}").reshape(-1)
         if cfg.qk_norm != "none" and name != "v":
             weight = row(f"attn.{name}_norm").reshape(-1)
-            zero_centred = cfg.norm_placement == "both" or cfg.linear is not None
-            tensors[f"self_attn.{name}_norm.weight"] = weight - zero_centred
+            tensors[f"self_attn.{name}_norm.weight"] = weight - has_zero_centred_norms(cfg)
     if cfg.output_gate:
         heads = [row(f"attn.w_{name}").transpose(1, 2, 0) for name in ("q", "gate")]
         tensors["self_attn.q_proj.weight"] = np.concatenate(heads, 1).reshape(-1, cfg.d_model)
@@ -157,6 +160,27 @@ def linear_attention(row, cfg):
     vectors = {"A_log": row("attn.a_log"), "dt_bias": row("attn.dt_bias")}
     weights = {f"{name}.weight": value for name, value in tensors.items()}
     return {f"linear_attn.{name}": value for name, value in (weights | vectors).items()}
+
+
+def mamba(row, cfg):
+    """Granite 4: gates, values, keys, queries and time steps one below the other; keys are B, queries C."""
+
+    def rows(name, parts, *rest):
+        return np.concatenate([row(f"attn.{name}_{part}").reshape(-1, *rest) for part in parts])
+
+    D, taps = cfg.d_model, cfg.linear.conv_kernel
+    into = [np.moveaxis(row(f"attn.w_{part}"), 0, -1).reshape(-1, D) for part in "zvkqa"]
+    tensors = {
+        "in_proj.weight": np.concatenate(into),
+        "conv1d.weight": rows("conv", "vkq", 1, taps),
+        "conv1d.bias": rows("b", "vkq"),
+        "norm.weight": row("attn.scale").reshape(-1),
+        "out_proj.weight": row("attn.w_o").reshape(-1, D).T,
+        "A_log": row("attn.a_log"),
+        "dt_bias": row("attn.dt_bias"),
+        "D": row("attn.skip"),
+    }
+    return {f"mamba.{name}": value for name, value in tensors.items()}
 
 
 def latent_attention(row, cfg):
@@ -197,7 +221,8 @@ def apart(tensors, cfg):
 MIXERS = {
     "attention": grouped_attention,
     "latent": latent_attention,
-    "linear": linear_attention,
+    "delta": linear_attention,
+    "mamba2": mamba,
 }
 
 

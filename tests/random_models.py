@@ -98,10 +98,18 @@ def draw_linear(rng: random.Random, experts: bool) -> Flags:
     every = rng.choice((0, 2, 3))
     without = {"sliding_window": None, "first_window_layer": 0, "rope_theta_local": 0.0}
     layers = {"num_layers": (every or 1) * rng.randint(1, 3), "full_attention_every": every}
+    layers["full_attention_offset"] = rng.randrange(every or 1)
+    rule = rng.choice(("delta", "mamba2"))
     sizes = {"key_dim": 8, "value_dim": rng.choice((4, 8)), "conv_kernel": rng.choice((2, 4))}
-    heads = {"key_heads": 4, "value_heads": rng.choice((4, 8))}
+    heads = {"key_heads": rng.choice((1, 4)), "value_heads": rng.choice((4, 8)), "rule": rule}
     dense = {"experts.dense_layers": 0} if experts else {}
-    return without | layers | {"nope_every": 0} | dense | prefixed("linear", sizes | heads)
+    return (
+        without
+        | layers
+        | {"nope_every": rng.choice((0, 1))}
+        | dense
+        | prefixed("linear", sizes | heads)
+    )
 
 
 def draw_rope_scaling(rng: random.Random) -> Flags:

@@ -257,6 +257,20 @@ def qwen3_5_moe_text() -> transformers.PretrainedConfig:
     )
 
 
+def granite4_h() -> transformers.PretrainedConfig:
+    """Six layers, the second of every three with attention and the others Mamba-2; dense."""
+    return transformers.GraniteMoeHybridConfig(
+        **GRANITE | {"intermediate_size": 16, "num_hidden_layers": 6},
+        shared_intermediate_size=48,
+        num_local_experts=0,
+        layer_types=["mamba", "attention", "mamba"] * 2,
+        mamba_n_heads=8,
+        mamba_n_groups=4,
+        mamba_d_state=6,
+        tie_word_embeddings=True,
+    )
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
@@ -267,6 +281,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "phi3": phi3,
     "granite": granite,
     "granitemoehybrid": granitemoehybrid,
+    "granite4_h": granite4_h,
     "glm4_moe": glm4_moe,
     "minimax_m2": minimax_m2,
     "olmoe": olmoe,
@@ -286,7 +301,7 @@ def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, norm: f
     elif name.endswith(("bias", "sinks")):
         values = 0.5 * values
     else:
-        std = {"gate_up_proj": 1.0, "conv1d": 0.5}
+        std = {"gate_up_proj": 1.0, "conv1d": 0.5, "mamba.in_proj": 0.3, "mamba.D": 1.0}
         values = next((std[part] for part in std if part in name), 0.05) * values
     with torch.no_grad():
         parameter.copy_(values)

@@ -74,6 +74,14 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"activation": "clamped_swiglu", "qkv_bias": True, "o_bias": True}
     | {"experts": dataclasses.replace(EXPERTS, biases=True, dense_layers=1)},
     "linear": LINEAR | {"rope_dim": 4},
+    "mamba": LINEAR
+    | {
+        "linear": LinearAttention(
+            rule="mamba2", key_heads=1, value_heads=8, key_dim=4, value_dim=6
+        ),
+        "full_attention_offset": 1,
+        "nope_every": 1,
+    },
     "qwen3_next": LINEAR
     | {"attention_sinks": True}
     | {"experts": dataclasses.replace(EXPERTS, shared=1, shared_gate=True, bias=True)},
@@ -160,7 +168,7 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "pp cp tp", strategy="ring", zero=0, remat="full", plain=True),
     Row("sinks", "pp dp cp", strategy="ulysses", zero=1, remat="selective", lora=True),
     Row("sinks", "pp fsdp cp"),
-    Row("linear", "pp ep sp", zero=2, remat="dots", plain=True),
+    Row("mamba", "pp ep sp", zero=2, remat="dots", plain=True),
     Row("linear", "pp dp cp", schedule="interleaved", strategy="allgather", zero=2, remat="full", microbatches=8),
     Row("sinks", "pp cp sp", schedule="interleaved", strategy="ring", zero=0, remat="selective", microbatches=8),
     Row("sinks", "pp ep cp", schedule="interleaved", strategy="ulysses", plain=True, microbatches=8),
@@ -178,7 +186,7 @@ ROWS: tuple[Row, ...] = (
     Row("latent", "pp dp cp", schedule="zb_h1", plain=True),
     Row("sinks", "pp cp sp", schedule="zb_v", strategy="allgather", zero=2, remat="dots"),
     Row("llama", "pp dp cp", schedule="zb_v", strategy="ring", zero=0, remat="full"),
-    Row("linear", "pp cp tp", schedule="zb_v", strategy="ulysses", remat="selective", plain=True),
+    Row("mamba", "pp cp tp", schedule="zb_v", strategy="ulysses", remat="selective", plain=True),
     Row("deepseek", "pp fsdp ep", schedule="zb_v", zero=2, lora=True),
     Row("llama", "pp fsdp cp", schedule="zb_v", zero=1, remat="dots"),
     Row("latent", "pp fsdp cp", schedule="dualpipe_v", strategy="allgather", zero=1, remat="full", plain=True),
@@ -186,7 +194,7 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=2, lora=True),
     Row("linear", "pp dp fsdp", schedule="dualpipe_v", remat="dots", plain=True),
     Row("sinks", "pp cp tp", schedule="dualpipe_v", zero=2, remat="full"),
-    Row("linear", "fsdp cp", strategy="allgather", remat=BY_LAYER[2], microbatches=2),
+    Row("mamba", "fsdp cp", strategy="allgather", remat=BY_LAYER[2], microbatches=2),
     Row("latent", "fsdp cp", strategy="ring", zero=2, plain=True, microbatches=2),
     Row("sinks", "dp fsdp cp", strategy="ulysses", zero=0, remat="dots", microbatches=2, lora=True),
     Row("gpt_oss", "fsdp ep", remat=BY_LAYER[1], microbatches=2),

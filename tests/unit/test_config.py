@@ -131,6 +131,8 @@ REFUSED = [
     (ModelConfig, LINEAR | {"num_layers": 6}),
     (ModelConfig, LINEAR | {"sliding_window": 8}),
     (ModelConfig, LINEAR | {"nope_every": 2}),
+    (ModelConfig, LINEAR | {"full_attention_offset": 4}),
+    (ModelConfig, {"full_attention_offset": 1}),
     (DataConfig, {"eval_source": "synthetic", "eval_fraction": 0.1}),
     (OptimConfig, {"stochastic_rounding": True}),
     (OptimConfig, {"name": "muon", "moment_dtype": "bfloat16", "stochastic_rounding": True}),

@@ -3,20 +3,23 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from ultrascale_jax.config.model import ModelConfig
+from ultrascale_jax.config.model import ModelConfig, Rule
 from ultrascale_jax.config.section import NonNegative, Section, between
 
 Target = Literal[
     "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-    "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkvz", "in_proj_ba", "out_proj",
+    "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj",
     "experts.gate_proj", "experts.up_proj", "experts.down_proj",
 ]  # fmt: skip
 """Projections that can have an adapter, by the names of Hugging Face and PEFT; `experts.`: those of routed experts."""
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 
-LINEAR: tuple[Target, ...] = ("in_proj_qkvz", "in_proj_ba", "out_proj")
-"""Projections of linear attention."""
+LINEAR: dict[Rule, tuple[Target, ...]] = {
+    "delta": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "mamba2": ("in_proj", "out_proj"),
+}
+"""Projections of linear attention, by its rule."""
 
 ROUTED = "experts."
 """Prefix of the projections of routed experts."""
@@ -75,8 +78,8 @@ def projections(model: ModelConfig) -> tuple[Target, ...]:
     """Return the projections of a model that can have an adapter."""
     names = set()
     mixers = {model.mixer(layer) for layer in range(model.num_layers)}
-    if "linear" in mixers:
-        names |= set(LINEAR)
+    for rule, targets in LINEAR.items():
+        names |= set(targets) if rule in mixers else set()
     if "attention" in mixers:
         names |= {"q_proj", "k_proj", "v_proj", "o_proj"}
     if model.latent is not None:

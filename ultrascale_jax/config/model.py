@@ -18,8 +18,11 @@ from ultrascale_jax.config.section import (
 FeedForward = Literal["mlp", "moe"]
 """A gated layer, or experts."""
 
-Mixer = Literal["attention", "latent", "linear"]
-"""Grouped-query attention, latent attention, or linear attention."""
+Rule = Literal["delta", "mamba2"]
+"""How linear attention changes its state: Gated DeltaNet (arXiv 2412.06464), or Mamba-2 (arXiv 2405.21060)."""
+
+Mixer = Literal["attention", "latent", "delta", "mamba2"]
+"""Grouped-query attention, latent attention, or linear attention by its rule."""
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Functions that join gate and up in a gated layer (`parallel/gate.py`)."""
@@ -163,17 +166,19 @@ class LatentAttention(Section, name="model.latent"):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttention(Section, name="model.linear"):
-    """Gated DeltaNet (arXiv 2412.06464) in place of attention: a head remembers the past in a state of a fixed size.
+    """Linear attention in place of attention: a head remembers the past in a state of a fixed size.
 
     `model.full_attention_every` says which layers keep full attention (every fourth in Qwen3-Next).
     """
 
+    rule: Rule = "delta"
+    """A token corrects what the state has for its key (Gated DeltaNet, as in Qwen3-Next), or adds to it (Mamba-2)."""
     key_heads: Count = 16
-    """Heads of queries and keys (K); each serves `value_heads / key_heads` heads of values."""
+    """Heads of queries and keys (K), groups in Mamba-2; each serves `value_heads / key_heads` heads of values."""
     value_heads: Count = 32
     """Heads of values (N), each with a state of `key_dim * value_dim` numbers."""
     key_dim: Count = 128
-    """Width of a head's queries and keys (H)."""
+    """Width of a head's queries and keys (H); Mamba-2's `d_state`."""
     value_dim: Count = 128
     """Width of a head's values (W)."""
     conv_kernel: Annotated[int, at_least(2)] = 4
@@ -247,6 +252,8 @@ class ModelConfig(Section, name="model"):
     """Layers before this one ignore `sliding_window` (Qwen2's `max_window_layers`)."""
     full_attention_every: Natural = 0
     """Every n-th layer ignores `sliding_window` (6 in Gemma 3) or `linear` (4 in Qwen3-Next); 0: none does."""
+    full_attention_offset: Natural = 0
+    """Layers of `linear` behind the full one in each such group (4 of 10 in Granite 4); 0: it is the last."""
     experts: Experts | None = None
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
@@ -290,6 +297,9 @@ class ModelConfig(Section, name="model"):
             self.refuse("full_attention_every", fix)
         if every and self.first_window_layer:
             self.refuse("first_window_layer", "model.full_attention_every is there; use 0")
+        fix = "is of groups of model.linear, and less than model.full_attention_every; use 0"
+        sound = self.full_attention_offset < (every if self.linear is not None and every else 1)
+        self.require(sound, "full_attention_offset", fix)
         if local and (local < 1 or not every):
             fix = "must be at least 1 with model.full_attention_every, and 0 without"
             self.refuse("rope_theta_local", fix)
@@ -316,9 +326,8 @@ class ModelConfig(Section, name="model"):
         self.require(self.num_layers % self.layer_group == 0, "num_layers", group)
         for name, value in (("latent", self.latent), ("sliding_window", self.sliding_window)):
             self.require(value is None, name, "a model with model.linear has none; use none")
-        self.require(
-            not self.nope_every, "nope_every", "is not for models with model.linear; use 0"
-        )
+        fix = "must be 0 or 1 in models with model.linear"
+        self.require(self.nope_every < 2, "nope_every", fix)
         if self.dense_layers not in (0, self.num_layers):
             self.refuse("experts.dense_layers", "layers of model.linear are alike; use 0")
 
@@ -329,7 +338,7 @@ class ModelConfig(Section, name="model"):
     def mixer(self, layer: int) -> Mixer:
         """Return which attention a layer has."""
         if self.linear is not None and not self.is_full(layer):
-            return "linear"
+            return self.linear.rule
         return "attention" if self.latent is None else "latent"
 
     @property
@@ -369,7 +378,8 @@ class ModelConfig(Section, name="model"):
 
     def is_full(self, layer: int) -> bool:
         """Return whether a layer ignores window or linear attention because of `full_attention_every`."""
-        return self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
+        every, place = self.full_attention_every, layer + 1 + self.full_attention_offset
+        return every > 0 and place % every == 0
 
     def is_rotary(self, layer: int) -> bool:
         """Return whether a layer has rotary positions."""

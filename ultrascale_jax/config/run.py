@@ -276,9 +276,10 @@ def check_split(
         fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
         model.refuse("num_kv_heads", fix)
     if model.linear is not None:
-        for name in ("key_heads", "value_heads"):
-            fix = f"must be divisible by {group}; use a smaller group"
-            model.linear.require(getattr(model.linear, name) % tensor == 0, name, fix)
+        linear, keys = model.linear, model.linear.key_heads
+        fix = f"must be divisible by {group}; use a smaller group"
+        linear.require(linear.value_heads % tensor == 0, "value_heads", fix)
+        linear.require(keys % tensor == 0 or keys == 1, "key_heads", f"{fix}, or one head")
     if mesh.cp > 1:
         context.check(mesh.cp, model.num_heads // tensor, max(1, kv_heads // tensor))
     shards, latent = mesh.shards if zero else 1, model.latent

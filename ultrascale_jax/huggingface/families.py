@@ -5,12 +5,13 @@ An entry says which features a family's code has, what its keys in `config.json`
 `docs/models.md` adds one step by step.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, LinearAttention, ModelConfig, require
-from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT
+from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, Rule
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -24,7 +25,7 @@ FIXED = (
 
 OPTIONAL = (
     *("query_scale", "residual_scale", "logit_divisor", "rope_theta_local"),
-    *("full_attention_every", "rope_dim", "nope_every", "mtp_layers"),
+    *("full_attention_every", "full_attention_offset", "rope_dim", "nope_every", "mtp_layers"),
 )
 """Fields that only some families have."""
 
@@ -108,10 +109,7 @@ HARMLESS = frozenset(
         *("attn_implementation", "experts_implementation", "distributed_config"),
         *("initializer_range", "initializer_factor", "init_std", "router_aux_loss_coef"),
         *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing"),
-        # Fields of layers that no model here has.
-        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-        *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
-        "time_step_limit",
+        "mamba_chunk_size",
     )
 )
 """Keys that no output of a loaded model depends on."""
@@ -150,6 +148,10 @@ NAMES: Mapping[str, str] = {
     "linear.dt_bias": "linear_attn.dt_bias",
     "linear.scale": "linear_attn.norm.weight",
     "linear.w_o": "linear_attn.out_proj",
+    "linear.b_q": "mamba.conv1d.bias",
+    "linear.b_k": "mamba.conv1d.bias",
+    "linear.b_v": "mamba.conv1d.bias",
+    "linear.skip": "mamba.D",
     "mlp.w_gate": "mlp.gate_proj",
     "mlp.w_up": "mlp.up_proj",
     "mlp.w_down": "mlp.down_proj",
@@ -191,8 +193,8 @@ class Family:
     """Fields of `OPTIONAL` and `FIXED` that its keys can say."""
     latent: bool = False
     """Whether it has multi-head latent attention."""
-    linear: bool = False
-    """Whether it has layers of linear attention."""
+    linear: tuple[Rule | None, ...] = (None,)
+    """Rules of its layers of linear attention; None: it may have none."""
     experts: Experts | None = None
     """Experts that absent keys mean, or None; values without a key always hold."""
 
@@ -260,7 +262,7 @@ class Family:
         return (
             fixed
             and self.latent == (cfg.latent is not None)
-            and self.linear == (cfg.linear is not None)
+            and (cfg.linear and cfg.linear.rule) in self.linear
             and (self.experts is not None) == sparse
         )
 
@@ -468,15 +470,27 @@ def _write_granite(cfg: ModelConfig) -> dict[str, Any]:
     return dict(zip(GRANITE, values, strict=True))
 
 
+MAMBA_KEYS = {
+    "key_heads": "mamba_n_groups",
+    "value_heads": "mamba_n_heads",
+    "key_dim": "mamba_d_state",
+    "value_dim": "mamba_d_head",
+    "conv_kernel": "mamba_d_conv",
+}
+"""Field of `LinearAttention` to its key in models with Mamba-2."""
+
+NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
+"""Values of `time_step_limit` that bound nothing."""
+
+
 def _granite4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Granite 4's keys as Granite's; all its layers must be attention, and none may have experts."""
+    """Return Granite 4's keys as Granite's, `layers_block_type` for `layer_types`; no layer may have experts."""
     raw, num_layers = dict(raw), integer(raw, "num_hidden_layers")
-    for key in ("layer_types", "layers_block_type"):
-        kinds, fix = raw.pop(key, None), f"supported are {num_layers} layers of attention"
-        here = isinstance(kinds, list) and len(kinds) == num_layers
-        attention = here and set(kinds) <= {"attention", FULL}
-        needed = key == "layer_types" or kinds is not None
-        require(attention or not needed, key, kinds, fix)
+    kinds = [LINEAR] * num_layers
+    for key in ("layers_block_type", "layer_types"):
+        if (listed := raw.pop(key, None)) is not None:
+            kinds = _granite4_layers(key, listed, num_layers)
+    raw["layers_block_type"] = kinds
     experts = raw.get("num_local_experts")
     require(experts == 0, "num_local_experts", experts, "supported is 0")
     for key, minimum in (("num_experts_per_tok", 0), ("intermediate_size", 1)):  # of experts
@@ -486,9 +500,61 @@ def _granite4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return raw | {"intermediate_size": integer(raw, "shared_intermediate_size", 1024)}
 
 
+def _granite4_layers(key: str, listed: Any, num_layers: int) -> list[str]:
+    """Return the kinds of the layers, which must be one or equal groups with one of full attention each."""
+    names = {"attention": FULL, FULL: FULL, "mamba": LINEAR, LINEAR: LINEAR}
+    known = isinstance(listed, list) and all(
+        isinstance(kind, str) and kind in names for kind in listed
+    )
+    kinds = [names[kind] for kind in listed] if known else []
+    every, offset = _full_layers(kinds)
+    regular = kinds == _mixed_types(every, offset, num_layers) and num_layers % (every or 1) == 0
+    fix = f"supported are {num_layers} layers of attention or mamba, or equal groups with one of attention each"
+    require(regular, key, listed, fix)
+    return kinds
+
+
+def _full_layers(kinds: list[str]) -> tuple[int, int]:
+    """Return the layers of each group that has one of full attention, and those behind it; 0: all have linear."""
+    full = [i for i, kind in enumerate(kinds) if kind == FULL]
+    if not full:
+        return 0, 0
+    every = full[1] - full[0] if full[1:] else len(kinds)
+    return every, every - 1 - full[0]
+
+
+def _mixed_types(every: int, offset: int, num_layers: int) -> list[str]:
+    return [FULL if every and (i + 1 + offset) % every == 0 else LINEAR for i in range(num_layers)]
+
+
 def _read_granite4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Granite's scalars, whether there are positions, and the layers of Mamba-2."""
     rotary = raw.get("position_embedding_type") == "rope"
-    return {**_read_granite(raw), "nope_every": int(not rotary)}
+    fields = {**_read_granite(raw), "nope_every": int(not rotary)}
+    every, offset = _full_layers(raw["layers_block_type"])
+    if every == 1:
+        return fields
+    expand = integer(raw, "mamba_expand", 2) * integer(raw, "hidden_size")
+    heads, width = integer(raw, "mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
+    auto = {**raw, "mamba_d_head": expand // heads if width == "auto" else width}
+    defaults = {"mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_d_state": 256, "mamba_d_conv": 4}
+    sizes: dict[str, Any] = {
+        name: integer(auto, key, defaults.get(key)) for name, key in MAMBA_KEYS.items()
+    }
+    groups, fix = sizes["key_heads"], f"must divide mamba_n_heads={heads}"
+    require(heads % groups == 0, "mamba_n_groups", groups, fix)
+    linear = LinearAttention(rule="mamba2", **sizes)
+    fix = f"mamba_n_heads={heads} of them must be mamba_expand * hidden_size={expand}"
+    require(heads * linear.value_dim == expand, "mamba_d_head", width, fix)
+    for key, expected in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
+        require(flag(raw, key, expected) == expected, key, not expected, f"supported is {expected}")
+    limit = raw.get("time_step_limit")
+    require(limit in NO_LIMIT, "time_step_limit", limit, "supported is [0, Infinity]")
+    return fields | {
+        "linear": linear,
+        "full_attention_every": every,
+        "full_attention_offset": offset,
+    }
 
 
 def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
@@ -497,9 +563,19 @@ def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
         "granitemoehybrid has positions in all layers, or none; use 0 or 1",
     )
     require(cfg.nope_every < 2, name, cfg.nope_every, fix)
+    keys: dict[str, Any] = {"mamba_n_heads": 1}  # transformers wants a divisor of twice the width
+    if cfg.linear is not None:
+        keys = {key: getattr(cfg.linear, name) for name, key in MAMBA_KEYS.items()}
+        width = cfg.linear.value_heads * cfg.linear.value_dim
+        fix = f"granitemoehybrid wants a multiple of model.d_model={cfg.d_model}"
+        require(width % cfg.d_model == 0, "model.linear.value_heads*value_dim", width, fix)
+        keys["mamba_expand"] = width // cfg.d_model
     return {
         **_write_granite(cfg),
-        "layer_types": ["attention"] * cfg.num_layers,
+        **keys,
+        "layer_types": [
+            "attention" if cfg.mixer(i) == "attention" else "mamba" for i in range(cfg.num_layers)
+        ],
         "num_local_experts": 0,
         "shared_intermediate_size": cfg.d_ff,
         "position_embedding_type": None if cfg.nope_every else "rope",
@@ -554,7 +630,7 @@ def _qwen3_next(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(kinds, list):
         every = kinds.index(FULL) + 1 if FULL in kinds else 0
     fix = f"supported are {num_layers} layers, groups of which the last is {FULL} and the others {LINEAR}"
-    same = kinds is None or kinds == _linear_types(every, num_layers)
+    same = kinds is None or kinds == _mixed_types(every, 0, num_layers)
     require(same and num_layers % (every or 1) == 0, "layer_types", kinds, fix)
     return raw | {INTERVAL: every}
 
@@ -564,13 +640,11 @@ def _qwen3_5_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return _qwen3_next({"intermediate_size": raw.get("moe_intermediate_size", 512), **raw})
 
 
-def _linear_types(every: int, num_layers: int) -> list[str]:
-    return [FULL if every and (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
-
-
 def _read_qwen3_next(raw: Mapping[str, Any]) -> dict[str, Any]:
     default = LinearAttention()
-    sizes = {name: integer(raw, key, getattr(default, name)) for name, key in LINEAR_KEYS.items()}
+    sizes: dict[str, Any] = {
+        name: integer(raw, key, getattr(default, name)) for name, key in LINEAR_KEYS.items()
+    }
     keys, values = sizes["key_heads"], sizes["value_heads"]
     fix = f"must be a multiple of {LINEAR_KEYS['key_heads']}={keys}"
     require(values % keys == 0, LINEAR_KEYS["value_heads"], values, fix)
@@ -579,7 +653,7 @@ def _read_qwen3_next(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_qwen3_next(cfg: ModelConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {key: getattr(cfg.linear, name) for name, key in LINEAR_KEYS.items()}
-    return keys | {"layer_types": _linear_types(cfg.full_attention_every, cfg.num_layers)}
+    return keys | {"layer_types": _mixed_types(cfg.full_attention_every, 0, cfg.num_layers)}
 
 
 def _ministral3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -640,7 +714,7 @@ BLOCK_SPARSE = {
 QWEN3_NEXT: dict[str, Any] = {
     "model": {"qk_norm": "head", "output_gate": True},
     "optional": ("full_attention_every", "rope_dim"),
-    "linear": True,
+    "linear": ("delta",),
     "head_dim": 256,
     "rotary_share": 0.25,
     "constants": NO_BIAS,
@@ -729,17 +803,34 @@ FAMILIES = {
     ),
     "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",
-        optional=("embed_scale", "query_scale", "residual_scale", "logit_divisor", "nope_every"),
-        constants=NO_BIAS | {"mamba_n_heads": 1},  # transformers wants a divisor of twice the width
+        optional=(
+            *("embed_scale", "query_scale", "residual_scale", "logit_divisor", "nope_every"),
+            *("full_attention_every", "full_attention_offset"),
+        ),
+        linear=(None, "mamba2"),
+        constants=NO_BIAS,
         own_keys=(
             *(*GRANITE, "layers_block_type", "num_local_experts"),
             *("num_experts_per_tok", "shared_intermediate_size", "position_embedding_type"),
+            *(*MAMBA_KEYS.values(), "mamba_expand", "mamba_conv_bias", "mamba_proj_bias"),
+            "time_step_limit",
         ),
         common=_granite4,
         read=_read_granite4,
         write=_write_granite4,
-        names={"mlp.w_down": "shared_mlp.output_linear"},
-        joined={"shared_mlp.input_linear": ("mlp.w_gate", "mlp.w_up")},
+        names={
+            "mlp.w_down": "shared_mlp.output_linear",
+            "linear.a_log": "mamba.A_log",
+            "linear.dt_bias": "mamba.dt_bias",
+            "linear.scale": "mamba.norm.weight",
+            "linear.w_o": "mamba.out_proj",
+        },
+        joined={
+            "shared_mlp.input_linear": ("mlp.w_gate", "mlp.w_up"),
+            "mamba.in_proj": tuple(f"linear.w_{name}" for name in "zvkqa"),
+            "mamba.conv1d": tuple(f"linear.conv_{name}" for name in "vkq"),
+            "mamba.conv1d.bias": tuple(f"linear.b_{name}" for name in "vkq"),
+        },
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require_type
+from ultrascale_jax.config.model import Rule
 from ultrascale_jax.huggingface.families import Family, family_of
 
 FileType = Literal["bfloat16", "float32"]
@@ -143,7 +144,8 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
         here = {ours for (ours, *_), _ in rows}
         for name, members in {**family.joined, **family.joined_by_head}.items():
             parts = [path + _path(ours) for ours in members if ours in here]
-            shared: dict[str, Any] = {"name": f"{prefix}{name}.weight"}
+            suffix = "" if name.endswith(".bias") else ".weight"
+            shared: dict[str, Any] = {"name": f"{prefix}{name}{suffix}"}
             shared["rows"] = tuple(table[part].shape[0] for part in parts)
             if name in family.joined_by_head:
                 linear = cfg.linear if members[0].startswith("linear.") else None
@@ -208,22 +210,32 @@ type Rows = list[tuple[str, str, str]]
 
 LINEAR_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_kernel")
 
-LINEAR: Rows = [
+LINEAR: dict[Rule, Rows] = {
+    "delta": [("linear.w_b", "DN", "ND"), ("linear.scale", "W", "W")],
+    "mamba2": [
+        ("linear.b_q", "KH", "KH"),
+        ("linear.b_k", "KH", "KH"),
+        ("linear.b_v", "NW", "NW"),
+        ("linear.skip", "N", "N"),
+        ("linear.scale", "NW", "NW"),
+    ],
+}
+"""Parameters of linear attention by one rule."""
+
+BOTH_RULES: Rows = [
     ("linear.w_q", "DKH", "KHD"),
     ("linear.w_k", "DKH", "KHD"),
     ("linear.w_v", "DNW", "NWD"),
     ("linear.w_z", "DNW", "NWD"),
-    ("linear.w_b", "DN", "ND"),
     ("linear.w_a", "DN", "ND"),
     ("linear.conv_q", "KHO", "KH1O"),
     ("linear.conv_k", "KHO", "KH1O"),
     ("linear.conv_v", "NWO", "NW1O"),
     ("linear.a_log", "N", "N"),
     ("linear.dt_bias", "N", "N"),
-    ("linear.scale", "W", "W"),
     ("linear.w_o", "NWD", "DNW"),
 ]
-"""Parameters of linear attention."""
+"""Parameters of linear attention by any rule."""
 
 LATENT_SIZES = ("q_rank", "kv_rank", "rope_dim", "v_dim")
 
@@ -280,11 +292,11 @@ def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str],
     norms += ["attn_out_norm", "mlp_out_norm"] if cfg.norm_placement == "both" else []
     rows = [(name, "D", "D") for name in norms]
     match cfg.mixer(layer):
-        case "linear":
+        case "delta" | "mamba2":
             assert cfg.linear is not None
             letters = zip("KNHWO", LINEAR_SIZES, strict=True)
             sizes = {letter: getattr(cfg.linear, name) for letter, name in letters}
-            yield from ((row, sizes) for row in LINEAR)
+            yield from ((row, sizes) for row in BOTH_RULES + LINEAR[cfg.linear.rule])
         case "latent":
             assert cfg.latent is not None
             rows += _latent_attention(cfg.latent)

@@ -24,6 +24,7 @@ from ultrascale_jax.models.layers import (
     zero_sizes,
 )
 from ultrascale_jax.models.linear_attention import LinearAttention
+from ultrascale_jax.models.mamba import Mamba2
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import Dense, MoE, Routed
 from ultrascale_jax.parallel.adapted import Adapted
@@ -37,7 +38,8 @@ from ultrascale_jax.sharding.rules import TENSOR, mesh_size
 MIXERS: dict[Mixer, Callable[..., Any]] = {
     "attention": Attention,
     "latent": MLA,
-    "linear": LinearAttention,
+    "delta": LinearAttention,
+    "mamba2": Mamba2,
 }
 """The built-in attention of each kind."""
 

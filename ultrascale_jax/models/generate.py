@@ -172,10 +172,11 @@ def empty_cache(
         return jnp.zeros(shape, dtype, out_sharding=act("LB" + dims))
 
     def of_layer(layer: int) -> tuple[jax.Array, ...]:
-        if linear is None or cfg.mixer(layer) != "linear":
+        if linear is None or cfg.is_full(layer):
             heads = max(cfg.num_kv_heads, mesh_size("sp", "tp"))
             return (zeros("SKH", length, heads, cfg.head_dim),) * 2
-        halo, K, N = linear.conv_kernel - 1, linear.key_heads, linear.value_heads
+        halo, N = linear.conv_kernel - 1, linear.value_heads
+        K = max(linear.key_heads, mesh_size("sp", "tp"))
         H, W = linear.key_dim, linear.value_dim
         last = zeros("TKH", halo, K, H), zeros("TKH", halo, K, H), zeros("TNW", halo, N, W)
         return *last, zeros("NHW", N, H, W, dtype=jnp.float32)

@@ -106,11 +106,13 @@ class LayerInputs:
             settings["local_rope"] = rotary(positions_BT, cfg, local=True)
         if cfg.full_attention_every and cfg.sliding_window is not None:
             settings["full"] = jnp.array([cfg.is_full(layer) for layer in range(cfg.num_layers)])
-        if cfg.nope_every:
+        if cfg.nope_every > 1:
             settings["rotary"] = jnp.array(
                 [cfg.is_rotary(layer) for layer in range(cfg.num_layers)]
             )
         rope = rotary(positions_BT, cfg)
+        if cfg.nope_every == 1:
+            rope = jnp.ones_like(rope[0]), jnp.zeros_like(rope[1])
         if cfg.rope_scaling is not None and cfg.rope_scaling.query_beta:
             factor_BT1 = query_factor(positions_BT, cfg.rope_scaling)[:, :, None]
             settings["query_rope"] = tuple(factor_BT1 * part for part in rope)

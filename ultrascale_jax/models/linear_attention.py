@@ -6,10 +6,12 @@
     x -> w_z -> z ----------------------------------------------------------------------------------------|
 
 A head of queries and keys serves several heads of values. Heads are split over the tensor group, and the sequence over
-cp, as in other attention.
+cp, as in other attention. `mamba.py` has the layer with another rule.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +22,12 @@ from ultrascale_jax.config import KernelsConfig, ModelConfig
 from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
-from ultrascale_jax.models.linear import linear
+from ultrascale_jax.models.linear import linear, map_columns
 from ultrascale_jax.models.projections import projections
 from ultrascale_jax.parallel.context.short_convolution import short_convolution
 from ultrascale_jax.parallel.gated_delta_rule import gated_delta_rule, gated_delta_step
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.primitives import broadcast_param, reshard
+from ultrascale_jax.sharding.primitives import broadcast_param, repeat_kv_heads, reshard
 from ultrascale_jax.sharding.rules import act, out_sharding, specs
 
 QK_NORM_EPS = 1e-6
@@ -34,6 +36,11 @@ QK_NORM_EPS = 1e-6
 
 class LinearAttention(nnx.Module):
     """One layer of linear attention."""
+
+    delta: ClassVar[bool] = True
+    """Whether tokens correct the state."""
+    decays: ClassVar[tuple[float, float]] = (0.01, 16.0)
+    """Bounds between which decays are drawn."""
 
     def __init__(self, cfg: ModelConfig, key: jax.Array, kernels: KernelsConfig = AUTO):
         assert cfg.linear is not None
@@ -45,7 +52,6 @@ class LinearAttention(nnx.Module):
         self.w_k = param(k_k, "DKH", "BTD", (D, K, H))
         self.w_v = param(k_v, "DNW", "BTD", (D, N, W))
         self.w_z = param(k_z, "DNW", "BTD", (D, N, W))
-        self.w_b = param(k_b, "DN", "BTD", (D, N))
         self.w_a = param(k_a, "DN", "BTD", (D, N))
         k_q, k_k, k_v = jax.random.split(k_conv, 3)
         std = (3 * O) ** -0.5
@@ -53,34 +59,45 @@ class LinearAttention(nnx.Module):
         self.conv_k = param(k_k, "KHO", "BTKH", (K, H, O), std=std)
         self.conv_v = param(k_v, "NWO", "BTNW", (N, W, O), std=std)
         self.a_log = param(None, "N", "BTN", (N,), std=0)
-        spread = jax.typeof(self.a_log[...]).sharding.spec
-        decay = jax.random.uniform(
-            k_decay, (N,), minval=0.01, maxval=16.0, out_sharding=out_sharding(spread)
-        )
-        self.a_log.set_value(jnp.log(decay))
+        self.a_log.set_value(jnp.log(uniform(k_decay, self.a_log, *self.decays)))
         self.dt_bias = param(None, "N", "BTN", (N,), std=1)
-        self.scale = param(None, "W", "BTNW", (W,), std=1)
+        self._add_params(k_b)
         self.w_o = param(k_o, "NWD", "BTNW", (N, W, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
 
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache after these tokens."""
         x_BTD = gather_sequence(x_BRD)
-        weights = [w[...] for w in (self.w_q, self.w_k, self.w_v, self.w_z)]
+        weights = [self._heads(f"w_{name}") for name in ("q", "k", "v", "z")]
         *qkv, z_BTNW = projections(x_BTD, weights, "KKNN")
         qkv = [checkpoint_name(y, name) for y, name in zip(qkv, "qkv", strict=True)]
         z_BTNW = checkpoint_name(z_BTNW, "attn_gate")
         decay_BTN, beta_BTN = self._gates(x_BTD)
+        before = [None] * 3 if inputs.cache is None else inputs.cache[:3]
+        tokens = *self._convolved(qkv, inputs, before), decay_BTN, beta_BTN
         if inputs.cache is None:
-            q_BTKH, k_BTKH, v_BTNW = self._convolved(qkv, inputs, [None] * 3)
             where = {"segment_ids_BT": inputs.segment_ids_BT, "context": inputs.context}
-            out_BTNW = gated_delta_rule(q_BTKH, k_BTKH, v_BTNW, decay_BTN, beta_BTN, **where)
-            cache = None
+            out_BTNW, cache = gated_delta_rule(*tokens, **where, delta=self.delta), None
         else:
-            out_BTNW, cache = self._continued(qkv, decay_BTN, beta_BTN, inputs)
-        out_BTNW = rms_norm(out_BTNW, self.scale[...], "W", "BTNW", self.cfg.norm_eps)
-        gate_BTNW = jax.nn.silu(z_BTNW.astype(jnp.float32))
-        out_BTNW = (out_BTNW.astype(jnp.float32) * gate_BTNW).astype(x_BTD.dtype)
+            out_BTNW, cache = self._continued(qkv, tokens, inputs)
+        out_BTNW = self._gated(out_BTNW, tokens[2], z_BTNW)
         return linear("BTNW,NWD->BTD", out_BTNW, self.w_o[...], partial=True), cache
+
+    def _add_params(self, key: jax.Array) -> None:
+        """Make the parameters that another rule has not."""
+        D, N, W = self.cfg.d_model, self.linear.value_heads, self.linear.value_dim
+        self.w_b = param(key, "DN", "BTD", (D, N))
+        self.scale = param(None, "W", "BTNW", (W,), std=1)
+
+    def _heads(self, name: str) -> Any:
+        """Return a parameter of this device's heads."""
+        param = getattr(self, name)
+        repeated = functools.partial(
+            repeat_kv_heads,
+            dims=param.dims,
+            act_dims=param.act_dims,
+            num_kv_heads=self.linear.key_heads,
+        )
+        return map_columns(repeated, param[...])
 
     def _gates(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the logarithm of each head's decay and the strength of its update `[B, T, N]`, float32."""
@@ -91,51 +108,75 @@ class LinearAttention(nnx.Module):
         )
         return -jnp.exp(log_BTN) * jax.nn.softplus(a_BTN + dt_BTN), jax.nn.sigmoid(b_BTN)
 
-    def _convolved(
-        self, qkv: list[jax.Array], inputs: LayerInputs, before: Sequence[jax.Array | None]
-    ) -> list[jax.Array]:
-        """Return queries, keys and values as the rule takes them: convolved along the sequence, after the tokens
-        `before` it, through silu; then queries and keys of length one, and scores scaled."""
-        dtype, scale = qkv[0].dtype, self.linear.key_dim**-0.5
-        taps = [conv[...] for conv in (self.conv_q, self.conv_k, self.conv_v)]
-        parts = zip(qkv, taps, ("BTKH", "BTKH", "BTNW"), before, strict=True)
-        where = inputs.segment_ids_BT, inputs.context
-        steps: list[Callable] = [
+    def _gated(self, out_BTNW: jax.Array, v_BTNW: jax.Array, z_BTNW: jax.Array) -> jax.Array:
+        """Normalise the rule's result, and multiply it by its gate; `v_BTNW` are the values."""
+        out_BTNW = rms_norm(out_BTNW, self.scale[...], "W", "BTNW", self.cfg.norm_eps)
+        gate_BTNW = jax.nn.silu(z_BTNW.astype(jnp.float32))
+        return (out_BTNW.astype(jnp.float32) * gate_BTNW).astype(v_BTNW.dtype)
+
+    def _activations(self, dtype: jax.typing.DTypeLike) -> list[Callable[[jax.Array], jax.Array]]:
+        """Return what follows the convolution of queries, keys and values: silu; then queries and keys of length one,
+        and scores scaled."""
+        scale = self.linear.key_dim**-0.5
+        return [
             lambda y: (_unit(jax.nn.silu(y)) * scale).astype(dtype),
             lambda y: _unit(jax.nn.silu(y)).astype(dtype),
             lambda y: jax.nn.silu(y).astype(dtype),
         ]
+
+    def _biases(self) -> Sequence[jax.Array | None]:
+        """Return the biases of the convolutions."""
+        return [None] * 3
+
+    def _convolved(
+        self, qkv: list[jax.Array], inputs: LayerInputs, before: Sequence[jax.Array | None]
+    ) -> list[jax.Array]:
+        """Return queries, keys and values as the rule takes them: convolved along the sequence, after the tokens
+        `before` it, and activated."""
+        taps = [self._heads(f"conv_{name}") for name in ("q", "k", "v")]
+        then, dims = self._activations(qkv[0].dtype), ("BTKH", "BTKH", "BTNW")
+        where = inputs.segment_ids_BT, inputs.context
         return [
-            short_convolution(y, taps, dims, *where, last, then)
-            for (y, taps, dims, last), then in zip(parts, steps, strict=True)
+            short_convolution(y, taps, dims, *where, last, bias, then)
+            for y, taps, dims, last, bias, then in zip(
+                qkv, taps, dims, before, self._biases(), then, strict=True
+            )
         ]
 
     def _continued(
-        self, qkv: list[jax.Array], decay_BTN: jax.Array, beta_BTN: jax.Array, inputs: LayerInputs
+        self, qkv: list[jax.Array], tokens: Sequence[jax.Array], inputs: LayerInputs
     ) -> tuple[jax.Array, Cache]:
         """Return the rule's result after the tokens of the cache, and the cache with the first `length` of these."""
         assert inputs.cache is not None
         *before, state_BNHW, start = inputs.cache
+        *activated, decay_BTN, beta_BTN = tokens
         T, halo = beta_BTN.shape[1], self.linear.conv_kernel - 1
         length = jnp.int32(T) if inputs.length is None else inputs.length
         kept = [
             jax.lax.dynamic_slice_in_dim(jnp.concatenate(pair, axis=1), length, halo, axis=1)
             for pair in zip(before, qkv, strict=True)
         ]
-        activated = self._convolved(qkv, inputs, before)
         is_new = jax.lax.broadcasted_iota(jnp.int32, beta_BTN.shape, 1) < length
         is_new = jax.reshard(is_new, act("BTN"))
         decay_BTN, beta_BTN = (jnp.where(is_new, g, 0) for g in (decay_BTN, beta_BTN))
         dims = ("BTKH", "BTKH", "BTNW", "BTN", "BTN")
-        tokens = [  # all of them on each device: the state is
+        whole = [  # all of them on each device: the state is
             reshard(f"{letters}->{letters.replace('T', 'S')}", y)
             for letters, y in zip(dims, (*activated, decay_BTN, beta_BTN), strict=True)
         ]
-        arrays = state_BNHW, *tokens
-        run = smap(gated_delta_step, in_specs=specs(arrays), out_specs=(act("BNHW"), act("BSNW")))
+        arrays = state_BNHW, *whole
+        step = functools.partial(gated_delta_step, delta=self.delta)
+        run = smap(step, in_specs=specs(arrays), out_specs=(act("BNHW"), act("BSNW")))
         state_BNHW, out_BSNW = run(*arrays)
         out_BTNW = reshard("BSNW->BTNW", out_BSNW)
         return out_BTNW, (*kept, state_BNHW, start + T)
+
+
+def uniform(key: jax.Array, like: nnx.Param, least: float, most: float) -> jax.Array:
+    """Draw numbers between two bounds, sharded as a parameter."""
+    value = like[...]
+    spec = out_sharding(jax.typeof(value).sharding.spec)
+    return jax.random.uniform(key, value.shape, minval=least, maxval=most, out_sharding=spec)
 
 
 def _unit(x: jax.Array) -> jax.Array:

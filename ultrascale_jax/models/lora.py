@@ -21,6 +21,7 @@ from ultrascale_jax.models.fp8 import is_variable
 from ultrascale_jax.models.layer_group import Row, layers_of
 from ultrascale_jax.models.layers import MLP
 from ultrascale_jax.models.linear_attention import LinearAttention
+from ultrascale_jax.models.mamba import Mamba2
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, SharedExperts
 from ultrascale_jax.models.transformer import stacked
@@ -35,10 +36,14 @@ PLACES: dict[str, tuple[str, ...]] = {
     },
     "in_proj_qkvz": tuple(f"linear.w_{name}" for name in "qkvz"),
     "in_proj_ba": ("linear.w_b", "linear.w_a"),
-    "out_proj": ("linear.w_o",),
+    "in_proj": tuple(f"mamba.w_{name}" for name in "zvkqa"),
+    "out_proj": ("linear.w_o", "mamba.w_o"),
     **{f"experts.{name}_proj": (f"moe.w_{name}",) for name in ("gate", "up", "down")},
 }
-"""Paths in a block of the weights of each target; `linear` is its `attn` where that is linear attention."""
+"""Paths in a block of the weights of each target; `linear` or `mamba` is its `attn` where that is such a layer."""
+
+LINEAR = {LinearAttention: "linear", Mamba2: "mamba"}
+"""Its name there by class."""
 
 
 class Adapter(nnx.Module):
@@ -117,12 +122,14 @@ def row_places(row: Row, path: str, targets: Iterable[str]) -> Iterator[Place]:
 
 
 def _block_places(block: Block, path: str, target: str) -> Iterator[Place]:
-    other = "attn" if isinstance(block.attn, LinearAttention) else "linear"
+    attention = LINEAR.get(type(block.attn), "attn")
     for place in PLACES[target]:
         outer, _, name = place.rpartition(".")
-        if outer == other:
-            continue
-        outer, module = outer.replace("linear", "attn"), block
+        if outer in ("attn", *LINEAR.values()):
+            if outer != attention:
+                continue
+            outer = "attn"
+        module = block
         for part in outer.split("."):
             module = getattr(module, part, None)
         if hasattr(module, name):
@@ -144,7 +151,7 @@ def add_adapters[M](model: M, lora: Lora, key: jax.Array) -> M:
         for place in row_places(row, "", targets):
             module = place.module
             fix = f"adapters are for built-in layers, and the model has a {type(module).__name__}; train all parameters"
-            built_in = type(module) in (Attention, MLA, LinearAttention, MLP, MoE, SharedExperts)
+            built_in = type(module) in (Attention, MLA, *LINEAR, MLP, MoE, SharedExperts)
             require(built_in, "train.lora.targets", place.target, fix)
             if not hasattr(module, "lora"):
                 module.lora = Adapters()

@@ -67,7 +67,7 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Count the FLOPs per token of the scores and of their product with the values, forward and backward.
 
     Per layer and key seen 6*N*(H + W), W the width of values: 12*N*H but for latent attention. Linear attention reads,
-    corrects and reads a state of N*H*W numbers: 18 FLOPs each.
+    corrects and reads a state of N*H*W numbers, 18 FLOPs each; Mamba-2 does not read first, 12.
     """
     windowed = model.window_share
     keys = (1 - windowed) * mean_keys(seq_len, None)
@@ -78,8 +78,9 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     states = 0
     if model.linear is not None:
         states = model.linear.value_heads * model.linear.key_dim * model.linear.value_dim
+        states *= 18 if model.linear.rule == "delta" else 12
     scores = 6 * model.num_heads * (model.head_dim + model.value_dim) * keys
-    return scores + 18 * shape.linear_layers * states
+    return scores + shape.linear_layers * states
 
 
 def flops_per_token(

@@ -69,21 +69,36 @@ class ModelShape(ModelConfig):
             return 0, 0
         return linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
 
+    def linear_keys(self, parts: int) -> int:
+        """Return the width of the queries, or keys, that a tensor group of `parts` devices makes: few are repeated."""
+        linear = self.linear
+        return 0 if linear is None else max(linear.key_heads, parts) * linear.key_dim
+
+    @property
+    def linear_gates(self) -> int:
+        """Numbers of a head of values that projections of a token make: of its decay, and of what it writes."""
+        return 2 if self.linear is not None and self.linear.rule == "delta" else 1
+
     @property
     def linear_params(self) -> int:
-        """Matrix parameters of a layer of linear attention, all of which are split by heads."""
+        """Matrix parameters of a layer of linear attention; split by heads, but for those of one head of keys."""
         if self.linear is None:
             return 0
         key, value = self.linear_widths
-        return self.d_model * (2 * key + 3 * value + 2 * self.linear.value_heads)
+        gates = self.linear_gates * self.linear.value_heads
+        return self.d_model * (2 * key + 3 * value + gates)
 
     @property
     def attention_matrices(self) -> tuple[float, float, float]:
         """Matrix parameters of the attention of a mean layer: split by heads, by kv heads, and by neither."""
-        by_heads, *others = self.full_attention_matrices
-        share = self.linear_share
-        by_heads = share * self.linear_params + (1 - share) * by_heads
-        return by_heads, (1 - share) * others[0], (1 - share) * others[1]
+        share, full = self.linear_share, self.full_attention_matrices
+        one_head = self.linear is not None and self.linear.key_heads == 1
+        whole = 2 * self.d_model * self.linear_widths[0] * one_head
+        linear = self.linear_params - whole, 0, whole
+        by_heads, by_kv_heads, by_none = (
+            share * a + (1 - share) * b for a, b in zip(linear, full, strict=True)
+        )
+        return by_heads, by_kv_heads, by_none
 
     @property
     def full_attention_matrices(self) -> tuple[int, int, int]:
@@ -119,6 +134,9 @@ class ModelShape(ModelConfig):
             key, value = self.linear_widths
             linear = (2 * key + value) * self.linear.conv_kernel
             linear += 2 * self.linear.value_heads + self.linear.value_dim
+            if self.linear.rule == "mamba2":
+                linear += 2 * key + value + self.linear.value_heads
+                linear += value - self.linear.value_dim
         attention = full * (qk_norms + biases + latents) + self.linear_layers * linear
         of_experts = self.hidden_biases
         if self.experts is not None:
@@ -275,10 +293,14 @@ def _bases(shape: ModelShape, target: Target) -> list[tuple]:
     if target in attention:
         gates = shape.output_gate and target == "q_proj"
         return [("full", 1, *attention[target])] * (1 + gates)
-    if target in LINEAR and shape.linear is not None:
+    if shape.linear is not None and target in LINEAR[shape.linear.rule]:
         keys, values = ((width, "tensor") for width in shape.linear_widths)
         gates = shape.linear.value_heads, "tensor"
-        columns = {"in_proj_qkvz": (keys, keys, values, values), "in_proj_ba": (gates, gates)}
+        columns: dict[str, tuple] = {
+            "in_proj_qkvz": (keys, keys, values, values),
+            "in_proj_ba": (gates, gates),
+        }
+        columns["in_proj"] = values, values, keys, keys, gates
         into = [(model, width) for width in columns.get(target, ())] or [(values, model)]
         return [("linear", 1, *sides) for sides in into]
     order = -1 if target.endswith("down_proj") else 1

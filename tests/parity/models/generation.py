@@ -71,6 +71,14 @@ MODELS = {
         full_attention_every=3,
         linear=LinearAttention(key_heads=2, value_heads=4, key_dim=4, value_dim=6),
     ),
+    "granite4_h": dataclasses.replace(
+        LLAMA,
+        num_layers=6,
+        nope_every=1,
+        full_attention_every=3,
+        full_attention_offset=1,
+        linear=LinearAttention(rule="mamba2", key_heads=1, value_heads=4, key_dim=4, value_dim=6),
+    ),
     "deepseek": dataclasses.replace(
         LLAMA,
         num_kv_heads=4,

@@ -99,6 +99,12 @@ LINEAR = {
 MODELS = {
     "linear": LINEAR,
     "linear_groups": LINEAR | {"num_layers": 4},
+    "mamba": LINEAR
+    | {
+        "linear": LinearAttention(
+            rule="mamba2", key_heads=1, value_heads=4, key_dim=4, value_dim=6
+        ),
+    },
     "llama": {"num_layers": 3},
     "experts": {"experts": dataclasses.replace(EXPERTS, dense_layers=0)},
     "routed": DEEPSEEK,
@@ -121,6 +127,7 @@ def config(model, axes, schedule=None):
     ("model", "axes"),
     [
         ("llama", {"fsdp": 2, "tp": 2}),
+        ("mamba", {"tp": 2}),
         *((name, {"fsdp": 1}) for name in ("ahead", "experts", "linear")),
     ],
 )

@@ -90,6 +90,21 @@ GRANITE_KEYS = {
 GRANITE_3 = replace(
     LLAMA, embed_scale=12.0, residual_scale=0.22, logit_divisor=8.0, query_scale=16384.0
 )
+MAMBA_KEYS = {
+    "layer_types": ["mamba", "attention", "linear_attention", FULL],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+}
+MAMBA = replace(
+    LLAMA,
+    query_scale=1.0,
+    nope_every=1,
+    full_attention_every=2,
+    linear=LinearAttention(
+        rule="mamba2", key_heads=1, value_heads=8, key_dim=32, value_dim=16, conv_kernel=4
+    ),
+)
 QWEN2 = replace(LLAMA, qkv_bias=True)
 QWEN3 = replace(LLAMA, qk_norm="head", head_dim=128)
 QWEN3_DENSE = replace(LLAMA, qk_norm="head")
@@ -203,6 +218,17 @@ READ = [
         "granitemoehybrid",
         GRANITE_KEYS | {"position_embedding_type": "rope", "shared_intermediate_size": 80},
         change(GRANITE_3, d_ff=80),
+    ),
+    ("granitemoehybrid", MAMBA_KEYS, MAMBA),
+    (
+        "granitemoehybrid",
+        MAMBA_KEYS | {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+        change(MAMBA, full_attention_every=4, full_attention_offset=2),
+    ),
+    (
+        "granitemoehybrid",
+        MAMBA_KEYS | {"layer_types": "absent", "mamba_d_head": "auto", "mamba_n_groups": 2},
+        change(MAMBA, full_attention_every=0, linear={"key_heads": 2}),
     ),
     ("phi3", {"num_key_value_heads": "absent"}, change(LLAMA, num_kv_heads=4)),
     ("phi3", {"sliding_window": 9}, change(LLAMA, sliding_window=9)),
@@ -458,8 +484,9 @@ REFUSED = {
     ],
     "granite": [("attention_multiplier", 0), ("residual_multiplier", None)],
     "granitemoehybrid": [
-        ("layer_types", "absent"),
-        ("layer_types", ["attention", "mamba"] * 2),
+        ("layer_types", ["attention", "mamba", "mamba", "attention"]),
+        ("layer_types", ["attention", "mamba", "mamba", "mamba", "attention"]),
+        ("layer_types", ["attention", "conv"] * 2),
         ("num_local_experts", 8),
         ("position_embedding_type", "learned"),
     ],
@@ -552,6 +579,17 @@ WITH_OTHER_KEYS = [
         "deepseek_v3",
         {"num_mtp_layers": 2, "num_nextn_predict_layers": 1},
         "num_mtp_layers=2",
+    ),
+    # Of layers of Mamba-2.
+    *(
+        ("granitemoehybrid", MAMBA_KEYS | {key: value}, f"{key}={value}")
+        for key, value in (
+            ("mamba_d_head", 8),
+            ("mamba_n_groups", 3),
+            ("mamba_conv_bias", False),
+            ("mamba_proj_bias", True),
+            ("time_step_limit", [0.0, 1.0]),
+        )
     ),
     # Parts of rope.
     (

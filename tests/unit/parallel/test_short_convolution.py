@@ -21,9 +21,9 @@ def expected(x, taps, ids):
     return y
 
 
-def convolve(x, ids=None, before=None):
+def convolve(x, ids=None, before=None, bias=None):
     arrays = (jnp.asarray(x, jnp.float32), jnp.asarray(TAPS, jnp.float32), "BTKH")
-    return short_convolution(*arrays, ids, ContextConfig(), before, jnp.tanh)
+    return short_convolution(*arrays, ids, ContextConfig(), before, bias, jnp.tanh)
 
 
 def test_each_document_is_convolved_as_if_it_stood_alone():
@@ -32,6 +32,9 @@ def test_each_document_is_convolved_as_if_it_stood_alone():
     np.testing.assert_allclose(found, np.tanh(expected(X, TAPS, ids)), rtol=1e-5, atol=1e-6)
     whole = np.zeros((B, T), int)
     np.testing.assert_allclose(convolve(X), np.tanh(expected(X, TAPS, whole)), rtol=1e-5, atol=1e-6)
+    bias = RNG.normal(size=(K, H)).astype(np.float32)
+    sums = expected(X, TAPS, whole) + bias
+    np.testing.assert_allclose(convolve(X, bias=bias), np.tanh(sums), rtol=1e-5, atol=1e-6)
 
 
 def test_the_tokens_before_continue_a_sequence():

@@ -88,17 +88,24 @@ def test_latent_attention_is_counted_by_hand(q_rank):
     assert flops_per_token(model, 64) == 6 * matrices + attention
 
 
-def test_linear_attention_is_counted_by_hand():
-    linear = LinearAttention(key_heads=2, value_heads=4, key_dim=3, value_dim=6)
+@pytest.mark.parametrize(
+    ("rule", "gates", "vectors", "state"),
+    [
+        ("delta", 2, (2 * 2 * 3 + 4 * 6) * 4 + 2 * 4 + 6, 18),
+        ("mamba2", 1, (2 * 2 * 3 + 4 * 6) * (4 + 1) + 3 * 4 + 4 * 6, 12),
+    ],
+)
+def test_linear_attention_is_counted_by_hand(rule, gates, vectors, state):
+    linear = LinearAttention(rule=rule, key_heads=2, value_heads=4, key_dim=3, value_dim=6)
     model = dataclasses.replace(
         MODEL, num_layers=4, linear=linear, full_attention_every=2, output_gate=True
     )
-    of_linear = 5 * (2 * 2 * 3 + 2 * 4 * 6 + 2 * 4) + 4 * 6 * 5
+    of_linear = 5 * (2 * 2 * 3 + 2 * 4 * 6 + gates * 4) + 4 * 6 * 5
     matrices = 2 * of_linear + 2 * (5 * 8 * 3 + 5 * 4 * 2) + 4 * 3 * 5 * 7 + 5 * 11
     assert active_params(model) == matrices
-    vectors = 2 * ((2 * 2 * 3 + 4 * 6) * 4 + 2 * 4 + 6) + 4 * 2 * 5 + 5
+    vectors = 2 * vectors + 4 * 2 * 5 + 5
     assert ModelShape.of(model).num_params == matrices + vectors + 5 * 11
-    states, scores = 18 * 2 * 4 * 3 * 6, 12 * 2 * 4 * 2 * 64 / 2
+    states, scores = state * 2 * 4 * 3 * 6, 12 * 2 * 4 * 2 * 64 / 2
     assert flops_per_token(model, 64) == 6 * matrices + states + scores
 
 
@@ -111,6 +118,7 @@ def test_linear_attention_is_counted_by_hand():
         (shapes.LLAMA31_8B, 8_030_261_248, None),
         (shapes.LLAMA3_70B, 70_553_706_496, None),
         (shapes.LLAMA3_405B, 405_853_388_800, None),
+        (shapes.GRANITE_4_H_MICRO, 3_191_396_096, None),
         (shapes.QWEN3_8B, 8_190_735_360, None),
         (shapes.QWEN3_32B, 32_762_123_264, None),
         (shapes.MIXTRAL_8X7B, 46_702_792_704, 12.9),  # with the embedding

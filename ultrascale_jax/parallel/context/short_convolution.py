@@ -25,6 +25,7 @@ def short_convolution(
     segment_ids_BT: jax.Array | None,
     context: ContextConfig,
     before: jax.Array | None = None,
+    bias: jax.Array | None = None,
     then: Callable[[jax.Array], jax.Array] = lambda y: y,
 ) -> jax.Array:
     """Return `then(y)`, `y_t = sum_o taps[.., o] x_(t - O + 1 + o)` float32, each document as if it stood alone.
@@ -38,23 +39,25 @@ def short_convolution(
       segment_ids_BT: the document of each token, or None for one a row.
       context: the order in which the sequence stands, where cp splits it.
       before: the O - 1 tokens in front of x, where cp does not split it; without them there are none.
+      bias: `[K, H]`, added to the sums.
       then: a function of each token, such as silu, made of its float32 sums.
     """
 
-    def run(x, taps, segments, before):
-        x, taps, segments, before = match_vma(x, taps, segments, before)
+    def run(x, taps, segments, before, bias):
+        x, taps, segments, before, bias = match_vma(x, taps, segments, before, bias)
         if before is not None:
-            return _convolve(then, x, taps, before, None, None)
+            return _convolve(then, x, taps, bias, before, None, None)
         halo = taps.shape[-1] - 1
         bounds, preceding = _preceding(x.shape[1], context, halo)
         sides = zip(*(_halos(a, halo, bounds, preceding) for a in (x, segments)), strict=True)
         parts = []
         for (start, stop), (x_before, ids_before) in zip(bounds, sides, strict=True):
             ids = None if segments is None else segments[:, start:stop]
-            parts.append(_convolve(then, x[:, start:stop], taps, x_before, ids, ids_before))
+            stretch = x[:, start:stop]
+            parts.append(_convolve(then, stretch, taps, bias, x_before, ids, ids_before))
         return jnp.concatenate(parts, axis=1)
 
-    operands = x, taps, segment_ids_BT, before
+    operands = x, taps, segment_ids_BT, before, bias
     return smap(run, in_specs=specs(operands), out_specs=act(dims))(*operands)
 
 
@@ -63,6 +66,7 @@ def _convolve(
     then: Callable[[jax.Array], jax.Array],
     x: jax.Array,
     taps: jax.Array,
+    bias: jax.Array | None,
     before: jax.Array,
     ids: jax.Array | None,
     ids_before: jax.Array | None,
@@ -79,7 +83,7 @@ def _convolve(
             same = jnp.concatenate([ids_before, ids], axis=1)[:, tap : tap + length] == ids
             part = jnp.where(same[:, :, None, None], part, 0)
         total += part
-    return then(total)
+    return then(total if bias is None else total + bias[None, None])
 
 
 def _forward(then, *arrays):

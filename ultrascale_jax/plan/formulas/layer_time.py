@@ -132,7 +132,7 @@ class LayerTime:
         if latent is None:
             kv_heads, share = max(shape.num_kv_heads, n), shape.linear_share
             heads = (1 + shape.output_gate) * shape.num_heads + 2 * kv_heads
-            key, value = shape.linear_widths
+            key, value = shape.linear_keys(n), shape.linear_widths[1]
             widths = (shape.head_dim * heads, 1 - share), (2 * (key + value), share)
             return [(tokens, width / n, shape.d_model, count) for width, count in widths if count]
         heads, own = shape.num_heads / n, tokens / self.mesh.sp

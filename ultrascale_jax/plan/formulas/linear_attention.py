@@ -1,4 +1,4 @@
-"""Costs of a layer of linear attention, on one GPU; no JAX.
+"""Costs of a layer of linear attention by either rule, on one GPU; no JAX.
 
 `parallel/gated_delta_rule.py` has the program: it computes chunks of tokens by small products, walks over blocks of
 chunks, and keeps the states between blocks. Memory traffic bounds it in XLA's programs; no GPU has timed it.
@@ -6,6 +6,7 @@ chunks, and keeps the states between blocks. Memory traffic bounds it in XLA's p
 
 from typing import NamedTuple
 
+from ultrascale_jax.config.model import Rule
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Run, group
@@ -13,13 +14,13 @@ from ultrascale_jax.plan.workload import Run, group
 BLOCK = 1024
 """Tokens between two states that are kept."""
 
-BLOCK_BYTES = 0.65
+BLOCK_BYTES: dict[Rule, float] = {"delta": 0.65, "mamba2": 0.2}
 """Bytes that the backward pass of a block has in hand for each of its tokens and each number of a state."""
 
-RULE_BYTES = 3.0, 6.7
+RULE_BYTES: dict[Rule, tuple[float, float]] = {"delta": (3.0, 6.7), "mamba2": (1.0, 2.3)}
 """Memory traffic of the rule for the same, forward and backward in bfloat16: of a simulated program for H100s."""
 
-CROSSING = 1.2
+CROSSING: dict[Rule, float] = {"delta": 1.2, "mamba2": 1.2}
 """Share of that where cp splits the sequence, in the same simulation."""
 
 
@@ -43,7 +44,7 @@ def sizes_of(run: Run) -> Sizes:
         return Sizes(0, 0, 0, 0)
     tokens = run.tokens / run.mesh.tensor
     heads = tokens * linear.value_heads
-    key, value = (tokens * width for width in run.shape.linear_widths)
+    key, value = tokens * run.shape.linear_keys(run.mesh.tensor), heads * linear.value_dim
     return Sizes(key, value, heads, heads * linear.key_dim * linear.value_dim / BLOCK)
 
 
@@ -66,10 +67,12 @@ def named_bytes(run: Run, width: int) -> dict[str, float]:
 def unnamed_bytes(run: Run, width: int) -> float:
     """Count the bytes of what else the layer keeps where nothing is recomputed.
 
-    The inputs of the rule; decays and strengths; the insides of its norm and of the gate in float32.
+    The inputs of the rule; decays and strengths; the insides of its norm and of the gate in float32, and of Mamba-2 the
+    sum with the skipped values.
     """
     key, value, heads, _ = sizes_of(run)
-    return width * (2 * key + value) + 24 * heads + 20 * value
+    mamba = run.shape.linear is not None and run.shape.linear.rule == "mamba2"
+    return width * (2 * key + value) + 24 * heads + (28 if mamba else 20) * value
 
 
 def backward_bytes(run: Run, width: int) -> float:
@@ -86,7 +89,7 @@ def backward_bytes(run: Run, width: int) -> float:
     pieces = pieces_of(run)
     length = pieces * min(BLOCK, run.seq_len // run.mesh.cp // pieces)
     heads = run.sequences * linear.value_heads / run.mesh.tensor
-    return tokens + BLOCK_BYTES * heads * length * linear.key_dim * linear.value_dim
+    return tokens + BLOCK_BYTES[linear.rule] * heads * length * linear.key_dim * linear.value_dim
 
 
 def seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
@@ -97,8 +100,8 @@ def seconds(run: Run, gpu: Gpu) -> tuple[float, float]:
     key, value, heads, _ = sizes_of(run)
     width = 4 if run.precision == "fp32" else 2
     state = heads * linear.key_dim * linear.value_dim * width / 2
-    state *= CROSSING if run.mesh.cp > 1 else 1
-    rule = (size * state for size in RULE_BYTES)
+    state *= CROSSING[linear.rule] if run.mesh.cp > 1 else 1
+    rule = (size * state for size in RULE_BYTES[linear.rule])
     convolved = 4 * width * (2 * key + value)
     forward, backward = (costs.memory_seconds(gpu, size + convolved) for size in rule)
     return forward, backward + costs.memory_seconds(gpu, convolved)
@@ -111,6 +114,7 @@ def exposed_seconds(run: Run, cluster: Cluster) -> float:
         return 0.0
     pieces = pieces_of(run)
     heads = run.sequences * linear.value_heads / run.mesh.tensor
-    state = linear.key_dim * (linear.key_dim + linear.value_dim)
+    columns = linear.value_dim + (linear.key_dim if linear.rule == "delta" else 1)
+    state = linear.key_dim * columns
     ranks = group(run.mesh, ("cp",), cluster.gpus_per_node)
     return costs.collective_seconds(cluster, "all-gather", 4.0 * cp * pieces * heads * state, ranks)
