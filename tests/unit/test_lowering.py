@@ -38,11 +38,6 @@ def test_each_rule_changes_a_run_and_can_be_switched_off_alone(rule):
     assert re.search(r"\d|docs/", rule.evidence)
 
 
-def test_names_of_rules_are_unique():
-    names = [rule.name for rule in RULES]
-    assert len(set(names)) == len(names)
-
-
 def test_a_pass_that_one_rule_switches_off_stays_on_without_it():
     cfg = change(
         Config(mesh=MeshConfig.of(fsdp=8)), train={"remat": Keep(offloaded=("gate",))}
@@ -67,8 +62,3 @@ def test_a_rule_that_does_not_exist_is_refused():
         UserError, match="without='gather_early': is no rule; the rules are gather_"
     ):
         Lowering.of(cfg, without=["gather_early"])
-
-
-def test_an_axis_without_a_size_is_refused():
-    with pytest.raises(UserError, match=r"mesh.fsdp=-1: has no size before cfg.check"):
-        Lowering.of(Config())

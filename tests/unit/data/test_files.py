@@ -32,13 +32,6 @@ def test_a_path_that_exists_is_no_pattern(tmp_path):
     assert bytes(corpus.read(0, 8)) == b"a[1].txt"
 
 
-def test_hidden_files_are_left_out_unless_they_are_named(tmp_path):
-    write(tmp_path, "a.txt", ".DS_Store", "._a.txt", ".git/b.txt", "c/.d/e.txt")
-    assert names(tmp_path, "*") == names(tmp_path, "**") == ["a.txt"]
-    assert names(tmp_path, ".git/*") == [".git/b.txt"]
-    assert names(tmp_path, ".*.txt") == names(tmp_path, "._a.txt") == ["._a.txt"]
-
-
 def test_folders_and_links_to_nothing_are_refused(tmp_path):
     write(tmp_path, "a/b.txt")
     with pytest.raises(

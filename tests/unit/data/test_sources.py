@@ -12,14 +12,6 @@ from ultrascale_jax.data.mixture import parse_mixture, parse_named
 from ultrascale_jax.data.sources import documents_of, open_sources
 
 
-def test_text_files_are_documents_in_the_order_of_their_names(tmp_path):
-    for name, text in {"b.txt": "bee", "a.txt": "ay", "empty.txt": "", "c.md": "see"}.items():
-        (tmp_path / name).write_text(text)
-    corpus = open_sources(DataConfig(source=f"text:{tmp_path}/*.txt"), 256).corpora[0]
-    assert bytes(corpus.read(0, 3)) + bytes(corpus.read(3, 7)) == b"ay\0bee\0"
-    assert corpus.ends.tolist() == [3, 7]
-
-
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -58,17 +50,6 @@ def test_a_source_that_cannot_be_is_refused_by_name(tmp_path, monkeypatch, sourc
         open_sources(DataConfig(source=source), 128)
     text = str(caught.value)
     assert text.startswith(f"data.source='{source[:20]}") and said in text and "\n" not in text
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("text:a=b,c/*.txt", {"": "text:a=b,c/*.txt"}),
-        ("a=text:x,y@2,tokens:z, b.c=synthetic", {"a": "text:x,y@2,tokens:z", "b.c": "synthetic"}),
-    ],
-)
-def test_sources_of_an_evaluation_have_names_or_are_one(source, expected):
-    assert parse_named(source) == expected
 
 
 @pytest.mark.parametrize(

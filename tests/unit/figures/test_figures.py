@@ -6,6 +6,7 @@ from PIL import Image
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Point
+from ultrascale_jax.figures.figure import number
 from ultrascale_jax.figures.mesh_map import AxisMap, MeshMap
 from ultrascale_jax.figures.pipeline import Operation, Pipeline, Pipelines
 from ultrascale_jax.figures.roofline import Roofline, Spot
@@ -70,6 +71,12 @@ KINDS = [
     ),
     Pipelines(**TEXT, panels={"one": PIPELINE, "two": PIPELINE}),
 ]
+
+
+def test_a_number_has_three_digits():
+    values = (0.0, 0.00012, 0.123, 7.456, 41.72, 318.4, 40150.0, 12)
+    texts = ["0", "0.00012", "0.12", "7.46", "41.7", "318", "40,150", "12"]
+    assert [number(v) for v in values] == texts
 
 
 @pytest.mark.parametrize("figure", KINDS, ids=lambda figure: type(figure).__name__)

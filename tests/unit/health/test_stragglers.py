@@ -1,11 +1,10 @@
 """Which process is slow. tests/nightly/faults/test_supervisor.py compares two real ones."""
 
-import numpy as np
 import pytest
 
 from tests.clock import Clock
 from tests.faults.tiny import config as TINY
-from ultrascale_jax.health.stragglers import StragglerCheck, stragglers, summary
+from ultrascale_jax.health.stragglers import StragglerCheck, stragglers
 from ultrascale_jax.hooks import Run
 from ultrascale_jax.launch.distributed import StopRequest
 from ultrascale_jax.launch.events import Events, read_events
@@ -26,14 +25,6 @@ from ultrascale_jax.sharding.mesh import make_mesh
 )
 def test_a_straggler_has_much_more_time_of_its_own_than_the_others(own, found):
     assert stragglers([1.0] * len(own), own) == found
-
-
-def test_of_a_time_mean_and_percentiles_are_told():
-    steps = [1.0] * 9 + [2.0]
-    values = summary(steps, [0.0] * 10)
-    assert values["step_mean_s"] == pytest.approx(1.1) and values["step_p50_s"] == 1.0
-    assert values["step_p99_s"] == pytest.approx(np.percentile(steps, 99))
-    assert values["own_mean_s"] == 0.0
 
 
 def no_batches():

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from ultrascale_jax.hlo import parse
 from ultrascale_jax.hlo.custom_calls import Attention, Span, backward, forward
@@ -88,60 +87,6 @@ def test_each_collective_moves_what_its_groups_say():
     np.testing.assert_array_equal(scattered[1], (rows[0] + rows[1])[2:])
     np.testing.assert_array_equal(exchanged[2], [2, 12, 22, 32])
     np.testing.assert_array_equal(sent, [0 * ROW, rows[0], rows[1], 0 * ROW])
-
-
-OPERATIONS = {
-    "gather": (
-        lambda x: x[jnp.array([2, 0, 5]), 1:3],
-        "f32[3,2]{1,0} gather(%x, %at), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0,1}, "
-        "index_vector_dim=1, slice_sizes={1,2}",
-    ),
-    "dot": (
-        lambda x: x @ x.T,
-        "f32[6,6]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
-    ),
-    "reduce": (
-        lambda x: x.sum(0) + 1,
-        "f32[4]{0} reduce(%x, %one), dimensions={0}, to_apply=%sum",
-    ),
-    "reduce-window": (
-        lambda x: lax.cumsum(x, 1),
-        "f32[6,4]{1,0} reduce-window(%x, %none), window={size=1x4 pad=0_0x3_0}, to_apply=%sum",
-    ),
-    "pad": (
-        lambda x: lax.pad(x, jnp.float32(1), [(1, 0, 1), (-1, 2, 0)]),
-        "f32[12,5]{1,0} pad(%x, %one), padding=1_0_1x-1_2",
-    ),
-    "bitcast": (
-        lambda x: x.T.reshape(3, 8),
-        "f32[3,8]{1,0} bitcast(%turned)",
-    ),
-    "slice": (lambda x: x[1:6:2, 2:], "f32[3,2]{1,0} slice(%x), slice={[1:6:2], [2:4]}"),
-    "reverse": (lambda x: x[:, ::-1], "f32[6,4]{1,0} reverse(%x), dimensions={1}"),
-    "convert": (
-        lambda x: (100 * jnp.asarray(x)).astype(jnp.int8),
-        "s8[6,4]{1,0} convert(%hundred)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_equals_jax(name):
-    expected, instruction = OPERATIONS[name]
-    x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-    [[result]] = run(
-        f"""  %x = f32[6,4]{{1,0}} parameter(0)
-  %one = f32[] constant(1)
-  %none = f32[] constant(0)
-  %at = s32[3,2]{{1,0}} constant({{ {{2, 1}}, {{-3, 1}}, {{9, 1}} }})
-  %turned = f32[6,4]{{0,1}} copy(%x)
-  %c = f32[] constant(100)
-  %cs = f32[6,4]{{1,0}} broadcast(%c), dimensions={{}}
-  %hundred = f32[6,4]{{1,0}} multiply(%x, %cs)
-  ROOT %result = {instruction}""",
-        x,
-    )
-    np.testing.assert_allclose(result, expected(x), rtol=2e-6, atol=1e-6)
 
 
 def test_a_result_of_another_type_than_declared_is_an_error():

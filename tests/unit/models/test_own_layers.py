@@ -142,11 +142,6 @@ def test_a_layer_that_breaks_the_contract_is_named(name, mesh):
         trace(model_with(**parts), mesh)
 
 
-def test_a_parameter_without_a_key_is_ones_or_zeros():
-    with pytest.raises(UserError, match=r"^key=None: give one, .* or std=1 for ones, 0 for zeros"):
-        us.param(None, "D", "BRD", (32,))
-
-
 @pytest.mark.parametrize(
     ("mesh", "precision"), [("fsdp=2,sp=2", "fp8_block"), ("pp=2,sp=2", "fp8")]
 )

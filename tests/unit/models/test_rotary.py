@@ -74,22 +74,6 @@ def test_frequencies_and_magnitude_are_those_of_transformers(name):
     np.testing.assert_allclose(sin, magnitude * np.sin(angle), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-def test_a_factor_of_one_stretches_nothing(kind):
-    cfg = dataclasses.replace(LLAMA, rope_scaling=RopeScaling(kind=kind, factor=1.0))
-    np.testing.assert_allclose(frequencies(cfg), frequencies(LLAMA), rtol=1e-15)
-    assert RopeScaling(kind=kind, factor=1.0).magnitude == 1.0
-
-
-@pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_the_fastest_dim_stays_and_the_slowest_is_divided_by_the_factor(kind):
-    model = dataclasses.replace(LLAMA, head_dim=128)
-    cfg = dataclasses.replace(model, rope_scaling=RopeScaling(kind=kind, factor=8.0))
-    share = frequencies(cfg) / frequencies(model)
-    np.testing.assert_allclose(share[[0, -1]], [1.0, 1 / 8], rtol=1e-12)
-    assert np.all(np.diff(share) <= 1e-12)
-
-
 rotary_of_stretched = jax.jit(lambda positions: rotary(positions, STRETCHED))
 
 

@@ -1,7 +1,6 @@
 """One type says what a step needs and takes, wherever it is from."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -48,10 +47,3 @@ def test_speed_follows_from_the_step():
     assert slow.step_s == 2 * STEP.step_s == pytest.approx(sum(slow.parts.values()))
     assert slow.mfu == pytest.approx(STEP.mfu / 2)
     assert slow.peak_bytes == STEP.peak_bytes
-
-
-def test_the_summary_is_json():
-    found = json.loads(json.dumps(STEP.summary()))
-    assert (found["label"], found["gpus"], found["gpu"]) == (RUN.label, 8, "h100")
-    assert found["time_s"] == dict(STEP.parts) and found["mfu"] == STEP.mfu
-    assert found["peak_bytes"] == STEP.peak_bytes and found["source"] == "formula"

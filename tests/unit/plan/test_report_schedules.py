@@ -4,7 +4,7 @@ import pytest
 
 from ultrascale_jax.config import SCHEDULES
 from ultrascale_jax.parallel.pipeline.schedules import build
-from ultrascale_jax.plan.report.schedules import comparison, drawing
+from ultrascale_jax.plan.report.schedules import drawing
 from ultrascale_jax.plan.schedules.measures import bubble, held
 
 COSTS = 1.0, 1.5, 0.75
@@ -27,12 +27,3 @@ def test_in_lock_step_the_drawing_is_as_long_as_the_executors_step(name):
     figure = drawing(table, COSTS)
     assert figure.width / (8 * sum(COSTS)) - 1 == pytest.approx(bubble(table, *COSTS))
     assert f"{bubble(table, *COSTS):.1%}" in figure.caption
-
-
-def test_schedules_side_by_side_say_bubble_and_memory():
-    tables = [build("1f1b", 4, 8), build("zb_v", 4, 8)]
-    figure = comparison(tables, (1.0, 1.0, 1.0), "dependencies")
-    assert list(figure.panels) == [
-        "1f1b: bubble 37.5%, keeps 8 micro-batches",
-        "zb_v, 2 stages a rank: bubble 6.2%, keeps 4 micro-batches",
-    ]

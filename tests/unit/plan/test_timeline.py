@@ -119,22 +119,6 @@ def test_each_collective_beside_a_product_costs_its_multiprocessors_as_long_as_i
     assert timeline.step_s == pytest.approx(PRODUCT_S + 16 / 132 * sum(running))
 
 
-def test_without_a_done_of_its_own_a_collective_is_waited_for():
-    sync = "%g = bf16[8192,8192] all-gather(%w), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}"
-    timeline = run(program(sync, NORM))
-    assert timeline.step_s == pytest.approx(gather_s(8192) + NORM_S)
-    assert timeline.exposed_s == pytest.approx({"fsdp": gather_s(8192)})
-
-
-def test_collectives_of_one_link_queue():
-    rows = 8192
-    both = gather(1, rows) + gather(2, rows), gather(1, rows, DONE), gather(2, rows, DONE)
-    timeline = run(program(*both))
-    assert timeline.step_s == pytest.approx(2 * gather_s(rows))
-    first, second = timeline.streams["in node"]
-    assert second.start_s == pytest.approx(first.start_s + first.duration_s)
-
-
 def test_collectives_of_different_links_run_side_by_side():
     rows = 8192
     near, far = Group(ranks=8, per_node=8), Group(ranks=2, per_node=1)
@@ -176,12 +160,6 @@ def test_a_part_of_an_axis_talks_over_the_links_that_its_devices_have(groups, ki
     seconds = costs.collective_seconds(CLUSTER, kind, 8192 * 8192 * 2, group)
     assert timeline.link_s == pytest.approx({(kind, "cp"): seconds})
     assert set(timeline.streams) == {"in node" if group.nodes == 1 else "between nodes"}
-
-
-def test_a_loop_multiplies():
-    timeline = run(looped(PRODUCT, NORM))
-    assert timeline.step_s == pytest.approx(32 * (PRODUCT_S + NORM_S))
-    assert timeline.busy_s == pytest.approx({"gemm": 32 * PRODUCT_S, "other": 32 * NORM_S})
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,6 @@ def test_inside_a_region_over_all_axes_it_changes_nothing():
     np.testing.assert_array_equal(nested(x), 2 * np.asarray(x))
 
 
-def test_inside_a_region_over_one_axis_it_takes_the_others():
-    x = jax.device_put(np.arange(48.0, dtype=np.float32).reshape(8, 6), P("fsdp", "tp"))
-    nested = smap(double, in_specs=P("fsdp"), out_specs=P("fsdp"), axes=("fsdp",))
-    np.testing.assert_array_equal(jax.jit(nested)(x), 2 * np.asarray(x))
-
-
 def test_a_mean_over_a_split_dim_is_that_of_all_devices():
     x = np.arange(32.0, dtype=np.float32).reshape(4, 1, 8)
     average = smap(lambda x: mean(x, "F", "BTF"), in_specs=act("BTF"), out_specs=act("BTD"))

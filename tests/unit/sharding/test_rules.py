@@ -15,9 +15,7 @@ from ultrascale_jax.sharding.rules import (
     axes_of,
     check_shards,
     gathered_spec,
-    is_matrix,
     manual,
-    mesh_size,
     stored_spec,
 )
 
@@ -77,11 +75,6 @@ def test_a_pipeline_splits_layers_and_vocabulary_too(mesh):
     assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("pp", "sp", "tp"))
 
 
-def test_without_a_pipeline_its_axis_is_in_no_spec():
-    assert stored_spec("VD", (64, 128)) == P(("sp", "tp"), ("fsdp", "ep", "cp"))
-    assert act("BTV") == P(("dp", "fsdp", "ep"), ("cp",), ("sp", "tp"))
-
-
 def test_in_a_region_manual_over_all_axes_nothing_is_left_to_split():
     def region(x):
         assert manual()
@@ -91,17 +84,6 @@ def test_in_a_region_manual_over_all_axes_nothing_is_left_to_split():
     assert not manual()
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     jax.eval_shape(smap(region, in_specs=P(), out_specs=P()), x)
-
-
-def test_norms_and_biases_are_no_matrices():
-    assert [is_matrix(d) for d in ("LDF", "VD", "LNHD", "LD", "D", "LNH", "LH")] == [True] * 3 + [
-        False
-    ] * 4
-
-
-def test_the_size_of_several_axes_is_their_product():
-    assert mesh_size("sp", "tp") == 16
-    assert mesh_size() == 1
 
 
 def test_a_contraction_over_the_tensor_group_ends_where_it_is_told():

@@ -45,7 +45,6 @@ BASE = Config(
     data=DataConfig(source="synthetic", seq_len=32),
     train=TrainConfig(global_batch=8, precision="fp32", seed=1),
 )
-DENSE = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, experts=None))
 ROUTED = np.array([[9, 2, 3, 2, 20], [4, 4, 0, 8, 8]], np.float32)
 """Loads and sum of entropies of both layers, whose 16 tokens choose once."""
 
@@ -64,13 +63,6 @@ def params_of(cfg: Config) -> Transformer:
 def filled(number: float = 1.0) -> Transformer:
     """Every parameter full of a number."""
     return jax.tree.map(lambda p: jnp.asarray(np.full(p.shape, number, p.dtype)), params_of(BASE))
-
-
-def test_a_dense_model_has_nothing_to_tell_and_nothing_to_move():
-    params = params_of(DENSE)
-    assert balance.statistics_start(DENSE) is balance.reduce_statistics(None) is None
-    assert balance.metrics(DENSE, None) == {}
-    assert balance.rebalanced(DENSE, params, None) is params
 
 
 def test_biases_rise_where_there_was_less_than_the_mean_and_fall_where_there_was_more():

@@ -63,14 +63,6 @@ def test_a_batch_without_targets_does_not_count_for_it():
         assert int(state.loss_scale.good_steps) == good_steps
 
 
-def test_only_float16_has_one():
-    for precision in ("bf16", "fp32"):
-        cfg = change(BASE, train={"precision": precision})
-        assert abstract_state(cfg, mesh_of(cfg)).loss_scale is None
-    abstract = abstract_state(BASE, mesh_of(BASE))
-    assert [x.dtype for x in jax.tree.leaves(abstract.loss_scale)] == [jnp.float32, jnp.int32]
-
-
 def test_a_model_that_is_not_finite_stops_the_run_once_it_cannot_fall(monkeypatch):
     monkeypatch.setattr(loss_scale, "FIRST", 4.0)
     state, metrics, _ = run(BASE, 5, with_infinite_norm)

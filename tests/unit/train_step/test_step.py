@@ -33,7 +33,6 @@ from ultrascale_jax.train_step.step import (
     make_train_step,
     train_step,
 )
-from ultrascale_jax.train_step.zero import summed_by_layer
 
 CFG = Config(
     model=MODEL,
@@ -140,12 +139,6 @@ def test_master_weights_moments_and_gradients_are_float32(precision, zero):
         grads, sums = jax.eval_shape(step, state.params, batch, jnp.float32(1.0))
     leaves = jax.tree.leaves((state.params, state.opt_state, grads, sums))
     assert {x.dtype for x in leaves if x.dtype != jnp.int32} == {jnp.dtype(jnp.float32)}
-
-
-def test_layers_sum_gradients_over_replicas_only_where_there_are_any():
-    """Else the scan over layers keeps a layer's shards for a sum of one: 1% of the step of 1B on one GPU."""
-    for dp, axes in (1, set()), (2, {"dp"}):
-        assert summed_by_layer(variant(mesh={"dp": dp, "sp": 1}), "LDF") == axes
 
 
 def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():

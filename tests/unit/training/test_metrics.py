@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 
 import pytest
 from rich.console import Console
@@ -11,7 +10,6 @@ from ultrascale_jax.training.metrics import (
     RunLog,
     read_rows,
 )
-from ultrascale_jax.training.throughput import peak_memory_gib
 
 
 def row(step, **changes):
@@ -96,15 +94,6 @@ def test_the_console_shows_first_and_last_step_of_a_fast_run(tmp_path):
     assert len(lines) < 9
 
 
-def test_a_skipped_step_is_always_shown(tmp_path):
-    log, text = run_log(tmp_path)
-    with log:
-        log.step(row(1))
-        log.step(row(2, skipped=True, loss=math.nan))
-        log.step(row(3))
-    assert "step 2/9  loss nan" in text.getvalue() and "SKIPPED" in text.getvalue()
-
-
 def test_a_terminal_gets_a_progress_bar_with_the_loss_and_a_pipe_does_not(tmp_path):
     shown = {}
     for terminal in (True, False):
@@ -115,7 +104,3 @@ def test_a_terminal_gets_a_progress_bar_with_the_loss_and_a_pipe_does_not(tmp_pa
         shown[terminal] = console.file.getvalue()
     assert "loss 1.2500" in shown[True] and "2/2" in shown[True] and "\x1b[" in shown[True]
     assert "\x1b[" not in shown[False]
-
-
-def test_memory_is_0_where_the_device_does_not_tell():
-    assert peak_memory_gib() == 0
