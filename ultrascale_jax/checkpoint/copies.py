@@ -57,7 +57,8 @@ class Copies:
     def upload(self, place: Path, uploaded: Callable[[], None] = lambda: None) -> int:
         """Upload the checkpoint at `place`; return its size in bytes.
 
-        `uploaded` is called before each file. Raises `RemoteRefused` where its folder is not a checkpoint's.
+        `uploaded` is called before each file. Raises `RemoteRefused` where its folder is not a checkpoint's, and where
+        a newer copy is there, of another job: at its start a run takes the newest, or marks it as incomplete.
         """
         step, sizes = int(place.name), files(place)
         meta = (place / METADATA).read_bytes()
@@ -67,6 +68,10 @@ class Copies:
         if stored and METADATA not in stored:
             raise RemoteRefused(
                 f"{self.url}/{step}: holds something else; choose another checkpoint.store"
+            )
+        if (newest := max(self.steps(), default=0)) > step:
+            raise RemoteRefused(
+                f"{self.url}: another job made a copy of step {newest}; stop one, or choose another checkpoint.store"
             )
         self.remove(step)
 

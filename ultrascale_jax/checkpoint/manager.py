@@ -73,18 +73,15 @@ class Checkpoints:
         self,
         cfg: Config,
         events: Events | None = None,
-        before_save: Callable[[], None] = lambda: None,
         *,
         stall_s: float = saving.STALL_S,
     ):
         """Open the folder. With `checkpoint.resume=never` an earlier run's checkpoints are first moved away.
 
-        `before_save` may refuse a save, on all processes, by raising. Raises `UserError` if the folder cannot be
-        written, or with `checkpoint.resume=must` is empty.
+        Raises `UserError` if the folder cannot be written, or with `checkpoint.resume=must` is empty.
         """
         self.folder, self._cfg = checkpoint_folder(cfg), cfg
         self._events, self._stall_s = events, stall_s
-        self._before_save = before_save
         self._copies = Copies(cfg.checkpoint.store) if cfg.checkpoint.store else None
         self._uploads = None if self._copies is None else Uploads(self._copies, cfg, events)
         self._saving: saving.Writing | None = None
@@ -163,7 +160,6 @@ class Checkpoints:
         in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
         """
         step = meta["data"]["step"]
-        self._before_save()
         self._check_copies()
         if self._settle():
             # Orbax writes one at a time, and that one may never end.

@@ -62,7 +62,9 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
                     raise
                 note = f"{path}: this disk has no locks ({error.strerror}); start no second job in this folder"
             file.truncate(0)
-            file.write(holder_text().encode())
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            holder = f"pid {os.getpid()} on {socket.gethostname()} (since {since} UTC)"
+            file.write(holder.encode())
         except OSError as error:
             fix = "make the run directory writable, or choose another with log.run_dir"
             raise denied(error) or refusal(f"cannot write {path} ({error}): {fix}") from None
@@ -71,9 +73,3 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
         finally:
             with contextlib.suppress(OSError):
                 file.truncate(0)
-
-
-def holder_text() -> str:
-    """Return the words by which a lock names this process."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    return f"pid {os.getpid()} on {socket.gethostname()} (since {since} UTC)"

@@ -63,7 +63,7 @@ def asking(url: str) -> Iterator[None]:
     """Turn the errors of the libraries into `RemoteError`; that of a missing object stays `FileNotFoundError`."""
     try:
         yield
-    except (FileNotFoundError, FileExistsError, UserError):
+    except (FileNotFoundError, UserError):
         raise
     except Exception as error:  # The libraries pass on any error of their own libraries.
         raise _explained(url, error) from error
@@ -154,15 +154,6 @@ class Remote:
         """Write an object, or replace it."""
         with self._writing(name):
             self._fs.pipe_file(self._path(name), content)
-
-    def create(self, name: str, content: bytes) -> bool:
-        """Write an object unless there is one; return whether it was written."""
-        try:
-            with self._writing(name):
-                self._fs.pipe_file(self._path(name), content, mode="create")
-        except FileExistsError:
-            return False
-        return True
 
     def upload(self, path: Path, name: str) -> None:
         """Write a file's content as an object."""

@@ -103,11 +103,11 @@ def _enter(
         notes += fallback
     events = Events(run_dir, jax.process_index())
     events.check()
-    check_lock = stack.enter_context(hold_run_lock(run_dir, events, cfg.checkpoint.store))
+    stack.enter_context(hold_run_lock(run_dir, events))
     fresh = cfg.checkpoint.resume == "never"
     watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
     with watch.section("restore"):
-        checkpoints = stack.enter_context(Checkpoints(cfg, events, check_lock))
+        checkpoints = stack.enter_context(Checkpoints(cfg, events))
         state, step, changes = _state(cfg, mesh, model, loader, checkpoints)
     log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
     if jax.process_index() == 0:

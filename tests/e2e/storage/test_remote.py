@@ -33,12 +33,6 @@ def test_objects_are_written_listed_read_and_removed(url, tmp_path):
         remote.download("a", tmp_path / "a")
 
 
-def test_an_object_is_created_only_once(url):
-    remote = Remote(url)
-    assert remote.create("lock", b"a") and not remote.create("lock", b"b")
-    assert remote.read("lock") == b"a"
-
-
 def test_a_pattern_matches_objects_in_order_as_on_a_disk(url):
     names = ("a.txt", ".DS_Store", "._a.txt", ".git/b.txt", "c/.d/e.txt", "c/f.txt", "c/g.json")
     names += ("a[1].txt", "a1.txt", "p [v2]/b.txt", "p v/b.txt", "p [v2]/c [1]/d.txt")

@@ -25,7 +25,6 @@ from ultrascale_jax.checkpoint.step_dirs import METADATA, steps
 from ultrascale_jax.cli import inspect
 from ultrascale_jax.config import CheckpointConfig, UserError
 from ultrascale_jax.launch.events import Events, read_events
-from ultrascale_jax.storage.lock import StoreLock
 from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused
 from ultrascale_jax.train_step.state import abstract_state
 
@@ -327,29 +326,9 @@ def test_a_command_that_reads_a_model_takes_the_url(tmp_path, url, states, cache
     assert run_on_disk("out/x") == "out/x"
 
 
-def test_one_job_at_a_time_has_a_place(url, tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    remote = Remote(url)
-    with StoreLock(url, tmp_path / "a", beat_s=0.05) as lock:
-        assert lock.held and lock.note is None
-        with pytest.raises(UserError, match=f"{url} is in use by pid .*/a.*checkpoint.store"):
-            StoreLock(url, tmp_path / "b", stale_s=30.0).__enter__()
-        assert lock.held
-    assert remote.read("lock") is None
-
-
-def test_the_lock_of_a_dead_job_is_taken_over(url, tmp_path):
-    """At once in the same run directory, whose own lock proves the death; elsewhere when no beat has come."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    dead = StoreLock(url, tmp_path / "a")
-    dead._write()
-    with StoreLock(url, tmp_path / "a", stale_s=1e9) as lock:
-        assert "took over" in lock.note and not dead.held
-    dead._write()
-    with StoreLock(url, tmp_path / "b", stale_s=0.2) as lock:
-        assert "took over" in lock.note and lock.held and not dead.held
-        dead._write()  # it was not dead after all: the one that took over ends at its next save
-        assert not lock.held
-    assert dead.held
+def test_a_run_behind_a_newer_copy_of_another_makes_none(tmp_path, url, states):
+    cfg = config(tmp_path / "a", url)
+    save(cfg, states, 2)
+    with pytest.raises(SaveFailed, match="another job made a copy of step 2; stop one"):
+        save(config(tmp_path / "b", url), states, 1)
+    assert copied(cfg) == [2]
