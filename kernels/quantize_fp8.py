@@ -67,12 +67,11 @@ def quantize_fp8_both(
     x: jax.Array,
     scaling: Scaling,
     *,
-    amax: jax.Array | None = None,
     dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
     implementation: str = "auto",
 ) -> tuple[Quantized, Quantized]:
     """Quantise `x` `[..., M, K]` and its transpose `[..., K, M]` as `quantize_fp8` does; the kernel reads x once."""
-    straight, turned = _quantize(x, scaling, amax, dtype, implementation, both=True)
+    straight, turned = _quantize(x, scaling, None, dtype, implementation, both=True)
     return straight, turned
 
 

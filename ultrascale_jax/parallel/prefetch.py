@@ -16,12 +16,9 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ultrascale_jax.config import UserError, require, require_type
 from ultrascale_jax.config.lowering import Lowering
-from ultrascale_jax.parallel.equations import Equations, is_var
-from ultrascale_jax.parallel.floats import is_float, join_leaves, split_leaves
+from ultrascale_jax.parallel.floats import join_leaves, split_leaves
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.row_loop import (
     RowLoop,
@@ -32,18 +29,14 @@ from ultrascale_jax.parallel.row_loop import (
     write_row,
     zeros,
 )
+from ultrascale_jax.parallel.scanned_layer import (
+    ScannedLayer,
+    check_options,
+    num_layers,
+    without_gradient,
+)
 
 PLAIN = Lowering.plain()
-
-
-class _Layer(NamedTuple):
-    """One layer, as a function of parameters that are gathered before it runs; as `prefetch_scan` says."""
-
-    gather: Callable[[Any, Any], Any]
-    """`(params, constants) -> gathered`"""
-    run: Callable[[Any, jax.Array, Any, Any], tuple]
-    """`(gathered, x, context, constants) -> (y, aux[, statistics])`"""
-    leave_sums: Callable[[Any], Any] | None
 
 
 class Forward(NamedTuple):
@@ -123,10 +116,10 @@ def prefetch_scan(
       UserError: `params` has no arrays, or arrays with other numbers of layers; or the gradient of `constants` or
         `context` is asked for.
     """
-    _check_options(layer, gather, lowering, offload)
-    constants = _without_gradient("constants", constants)
-    context = _without_gradient("context", context)
-    functions = _as_layer(layer, gather, leave_sums)
+    check_options(layer, gather, lowering, offload)
+    constants = without_gradient("constants", constants)
+    context = without_gradient("context", context)
+    functions = ScannedLayer.of(layer, gather, leave_sums)
     scan = _Scan(functions, (params, constants), lowering, offload, waits)
 
     @jax.custom_vjp
@@ -140,91 +133,20 @@ def prefetch_scan(
     return scanned(params, constants, x, context)
 
 
-def _check_options(layer: Any, gather: Any, lowering: Any, offload: Any) -> None:
-    """Refuse options of `prefetch_scan` of another type. Raises `UserError`."""
-    for name, function in (("layer", layer), ("gather", gather)):
-        require(callable(function), name, function, "must be a function")
-    require_type("lowering", lowering, Lowering, "Lowering.gather_ahead(shards) makes one")
-    fix = "must be a collection of names that checkpoint_name gave"
-    require(not isinstance(offload, str), "offload", offload, fix)
-
-
-def _without_gradient[Tree](name: str, tree: Tree) -> Tree:
-    """Return the tree; `UserError` if one of its floats is differentiated, whose gradient would be zero in silence."""
-
-    @jax.custom_jvp
-    def identity(leaf):
-        return leaf
-
-    @functools.partial(identity.defjvp, symbolic_zeros=True)
-    def differentiate(primals, tangents):
-        fix = (
-            f"broadcast it into params, a row for each layer, or give jax.lax.stop_gradient({name})"
-        )
-        raise UserError(f"{name}: has no gradient in prefetch_scan, and it was asked for; {fix}")
-
-    def leaf(value):
-        return identity(value) if is_float(value) else value
-
-    return jax.tree.map(leaf, tree)
-
-
-def _as_layer(layer: Callable, gather: Callable, leave_sums: Callable | None) -> _Layer:
-    """Return the functions of `prefetch_scan` with all arguments and results, given or not."""
-
-    def gathered(row, constant):
-        return gather(row) if constant is None else gather(row, constant)
-
-    def run(row, x, context, constant):
-        extra = [a for a in (context, constant) if a is not None]
-        result = layer(row, x, *extra)
-        y, *out = result if isinstance(result, tuple) else (result, jnp.float32(0))
-        of_x, of_y = (jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree) for tree in (x, y))
-        require(of_x == of_y, "layer", of_y, f"must return y of x's shape and type, {of_x}")
-        return y, *out
-
-    return _Layer(gathered, run, leave_sums)
-
-
-def _num_layers(params: Any, constants: Any) -> int:
-    """Return the number of rows of every array. Raises `UserError` if they differ."""
-    leaves = jax.tree.leaves_with_path((params, constants))
-    has_arrays = bool(jax.tree.leaves(params))
-    require(has_arrays, "params", params, "must have arrays, one row for each layer")
-    num = leaves[0][1].shape[:1]
-    for path, leaf in leaves:
-        name = ("params", "constants")[path[0].idx] + jax.tree_util.keystr(path[1:])
-        fix = "must have a leading dim of layers, as long as the others have"
-        require(leaf.shape[:1] == num and num != (), name, leaf.shape, fix)
-    return num[0]
-
-
-def _trained(gather: Callable[[Any, Any], Any], row: Any, constant: Any) -> list[bool]:
-    """Return for each array that `gather` returns whether it has a gradient: it is of floats, and depends on `row`."""
-    leaves, tree = jax.tree.flatten((row, constant))
-
-    def gathered(*leaves):
-        return jax.tree.leaves(gather(*jax.tree.unflatten(tree, leaves)))
-
-    traced = Equations(gathered, *leaves)
-    depending = traced.descendants(traced.inputs[: len(jax.tree.leaves(row))])
-    return [is_var(v) and v in depending and is_float(v.aval) for v in traced.outputs]
-
-
 class _Scan:
     """Forward and backward pass of all layers."""
 
     def __init__(
         self,
-        layer: _Layer,
+        layer: ScannedLayer,
         stacks: tuple[Any, Any],
         lowering: Lowering,
         offload: Collection[str],
         waits: bool,
     ):
         """`stacks` are parameters and constants of all layers; only their types matter."""
-        self.layer, self.num = layer, _num_layers(*stacks)
-        self.trained = _trained(layer.gather, *read_row(stacks, 0))
+        self.layer, self.num = layer, num_layers(*stacks)
+        self.trained = layer.trained(*read_row(stacks, 0))
         self.offload, self.waits = offload, waits
         self.loop, self.delay = RowLoop(self.num, lowering), lowering.delay
 
@@ -276,10 +198,12 @@ class _Scan:
             static = fixed, (context, constants)
             return vjp.backward(trained, static, self.join(vjp, *kept), (dy, daux))
 
+        scatter = functools.partial(self.layer.scatter, stacks, self.trained)
+
         def reduce(unscattered, unsummed):
             """Return shards that are summed in the next iteration, and a layer's finished gradients."""
-            shards = self.scatter(stacks, unscattered)
-            return ((), shards) if lag == 1 else (shards, self.sum(params, unsummed))
+            shards = scatter(unscattered)
+            return ((), shards) if lag == 1 else (shards, self.layer.sum(stacks, unsummed))
 
         def body(i, row, carry: Backward) -> Backward:
             constant, kept, aux, preceding_on_host = row
@@ -300,7 +224,7 @@ class _Scan:
         constant, row = read_row((constants, kept), 0)
         daux_row = jax.tree.map(lambda a: a[0], daux)
         dgathered, _ = jax.eval_shape(compute, last, constant, (row, last_on_host), dy, daux_row)
-        shards = jax.eval_shape(functools.partial(self.scatter, stacks), dgathered)
+        shards = jax.eval_shape(scatter, dgathered)
         unsummed, finished = jax.eval_shape(reduce, dgathered, shards)
         gradients = jax.tree.map(lambda like: empty_stack(like, self.num), finished)
         dgathered, unsummed = jax.tree.map(zeros, (dgathered, unsummed))
@@ -309,7 +233,7 @@ class _Scan:
         unsummed, finished = reduce(end.unscattered, end.unsummed)
         gradients = write_row(end.gradients, finished, min(lag - 1, self.num - 1))
         if lag == 2:
-            gradients = write_row(gradients, self.sum(params, unsummed), 0)
+            gradients = write_row(gradients, self.layer.sum(stacks, unsummed), 0)
         return gradients, None, end.dy, None
 
     def part(self, vjp: LayerVJP, kept: list) -> tuple[list, list]:
@@ -326,22 +250,6 @@ class _Scan:
         """Return for each residual whether it waits in the host's memory."""
         return [not names.isdisjoint(self.offload) for names in vjp.names]
 
-    def scatter(self, stacks: tuple, unscattered: list) -> Any:
-        """Run the transpose of a layer's all-gathers, which no value of a parameter enters."""
-        params, constants = read_row(stacks, 0)
-        if self.layer.leave_sums is not None:
-            params = self.layer.leave_sums(params)
-
-        def gathered(params):
-            return jax.tree.leaves(self.split(self.layer.gather(params, constants))[0])
-
-        return jax.vjp(gathered, params)[1](unscattered)[0]
-
-    def sum(self, params: Any, shards: Any) -> Any:
-        """Sum a layer's scattered gradients over replicas."""
-        assert self.layer.leave_sums is not None
-        return jax.vjp(self.layer.leave_sums, read_row(params, 0))[1](shards)[0]
-
     def delayed(
         self, row: tuple, unscattered: list, gathered: Any, dgathered: list
     ) -> tuple[tuple, list]:
@@ -349,26 +257,26 @@ class _Scan:
 
         `dgathered` are the gradients of the current layer's parameters `gathered`.
         """
-        if self.delay is None:
+        delay, parts = (
+            self.delay,
+            [_part(p) for p, _ in jax.tree.leaves_with_path(self.split(gathered)[0])],
+        )
+        if delay is None or delay.until not in parts:  # a norm may have no parameters
             return row, unscattered
-        parts = [_part(path) for path, _ in jax.tree.leaves_with_path(self.split(gathered)[0])]
-        if self.delay.until not in parts:  # a norm without parameters
-            return row, unscattered
-        until = dgathered[parts.index(self.delay.until)]
+        until = dgathered[parts.index(delay.until)]
+
+        def is_late(path: tuple) -> bool:
+            return delay.gathers is None or _part(path) in delay.gathers
+
         leaves = jax.tree.leaves_with_path(row[0])
-        gathers = [leaf for path, leaf in leaves if self.is_late(path)]
-        scatters = unscattered if self.delay.scatters else []
+        gathers = [leaf for path, leaf in leaves if is_late(path)]
+        scatters = unscattered if delay.scatters else []
         gathers, scatters, _ = jax.lax.optimization_barrier((gathers, scatters, until))
         delayed = iter(gathers)
         params = jax.tree.map_with_path(
-            lambda path, leaf: next(delayed) if self.is_late(path) else leaf, row[0]
+            lambda path, leaf: next(delayed) if is_late(path) else leaf, row[0]
         )
         return (params, row[1]), scatters or unscattered
-
-    def is_late(self, path: tuple) -> bool:
-        """Return whether the parameter at `path` is gathered when `delay` says."""
-        assert self.delay is not None
-        return self.delay.gathers is None or _part(path) in self.delay.gathers
 
     def vjp(self, gathered, x, static) -> LayerVJP:
         """Build the layer's backward pass; parameters without a gradient, such as fp8 values, are context."""

@@ -150,16 +150,7 @@ def expert_exchange(
         with several C. A row that no token fills is ones, and its result does not count. It reads arrays from `params`
         only.
       params: a pytree of floats `[E, ...]`, this rank's experts: rank r of `axis` has those from r*E on.
-      x: this rank's tokens `[n, D]`.
-      ids: their experts `[n, k]`, integers, numbers of all ranks' experts. -1 is no choice, and a number that is no
-        expert's counts as a dropped one.
-      weights: `[n, k]` floats, used in float32.
-      axis: mesh axis of the experts.
-      moe: how the tokens are sent.
-
-    Returns:
-      `[n, D]` in x's type, and how many choices of this rank were dropped since no expert has their number, an int32
-      scalar.
+      x, ids, weights, axis, moe: as `expert_layer` takes them, and so are the results.
 
     Raises:
       ValueError: the shapes do not fit each other or the axis, or `expert` returns another shape than it takes.
