@@ -8,7 +8,6 @@ the same instructions, and takes seconds.
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
@@ -16,7 +15,7 @@ from ultrascale_jax.storage.cache import NoCache, cache_folder
 from ultrascale_jax.units import GIB
 
 MOST_BYTES = 4 * GIB
-"""Bytes of all programs that are kept; the ones that were used least lately go when a run starts."""
+"""Bytes of all programs that are kept; JAX removes the ones that were used least lately."""
 
 
 def keep_programs(tell: Callable[[str], None]) -> None:
@@ -26,21 +25,10 @@ def keep_programs(tell: Callable[[str], None]) -> None:
         return
     try:
         folder = cache_folder("programs")
-        _limit(folder)
-    except (NoCache, OSError) as error:
+    except NoCache as error:
         return tell(f"note: compiled programs are not kept for the next start: {error}")
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
         # XLA's own caches have no bound.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-
-
-def _limit(folder: Path) -> None:
-    """Remove the files that were read or written least lately until `MOST_BYTES` are left."""
-    sizes = {path: path.stat() for path in folder.iterdir()}
-    total = sum(stat.st_size for stat in sizes.values())
-    for path in sorted(sizes, key=lambda path: max(sizes[path].st_atime, sizes[path].st_mtime)):
-        if total <= MOST_BYTES:
-            return
-        total -= sizes[path].st_size
-        path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ def pipeline_notes(cfg: Config) -> list[str]:
         bubbles = {"by formula": closed, **bubbles}
     stages = f"{table.ranks} ranks with {counted(table.virtual, 'stage')} each"
     bubble_text = ", ".join(f"{share:.1%} {how}" for how, share in bubbles.items())
-    count = f"{table.microbatches} micro-batch{'es' * (table.microbatches > 1)}"
+    count = counted(table.microbatches, "micro-batch", "micro-batches")
     notes = [f"pipeline {table.name}: {stages}, {count}; bubble {bubble_text}"]
     if table.microbatches < table.ranks:
         notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
