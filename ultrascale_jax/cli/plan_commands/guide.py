@@ -272,8 +272,8 @@ def _memory(
             warnings.simplefilter("ignore")
             memory = breakdown(Run.of(run_cfg, options.gpus))
     except UserError as error:
-        sizes = {"peak_bytes": None, "activation_bytes": None}
-        return run | sizes | {"fits": False, "illegal": str(error)}
+        unknown = dict.fromkeys(("peak_bytes", "activation_bytes", "verdict"))
+        return run | unknown | {"illegal": str(error)}
     activations = sum(size for name, size in memory.parts.items() if name.startswith("activations"))
     sizes = {"peak_bytes": memory.peak_bytes, "activation_bytes": activations}
     verdict = by_formula(memory.peak_bytes, cluster.gpu.usable_bytes)
