@@ -61,6 +61,23 @@ def kill(run: subprocess.Popen) -> None:
             pipe.close()
 
 
+def run_pair(program: str, code: int, **variables: str) -> list[tuple[str, str]]:
+    """Run a program in two processes that join, and end with `code`; return stdout and stderr of each."""
+    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                python(
+                    "-c", program, env=place | {"JAX_PROCESS_ID": rank, "no_proxy": ""} | variables
+                )
+            )
+            for rank in ("0", "1")
+        ]
+        outputs = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [code, code], outputs
+    return outputs
+
+
 def wait_for[T](
     condition: Callable[[], T], *processes: subprocess.Popen, seconds: float = 300
 ) -> T:

@@ -15,10 +15,12 @@ import jax
 from jax.sharding import Mesh
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.data.loader import StartHash
 from ultrascale_jax.hooks import Batch, Hook, Run, StepFn
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.train_step.step import make_train_step
+from ultrascale_jax.training.compilation_cache import compile_step
 from ultrascale_jax.training.setup import open_run
 
 
@@ -93,11 +95,15 @@ def _compile(run: Run, batch: Batch) -> StepFn:
     begun, size = time.monotonic(), batch["tokens"].shape[0]
     cfg = run.cfg.of_batch(size) if run.cfg.train.batch_ramp else run.cfg
     with run.pause("compile"):
-        step_fn: StepFn = make_train_step(cfg).lower(run.state, batch).compile()
+        lowered = make_train_step(cfg).lower(run.state, batch)
+        program, loaded = compile_step(lowered, Lowering.of(cfg).xla_options, run.note)
+        step_fn: StepFn = program
     seconds = time.monotonic() - begun
     run.summary["compile_s"] = (run.summary["compile_s"] or 0.0) + seconds
     ramp = f" of {size} sequences (micro-batches: {cfg.train.microbatches})"
-    run.note(f"compiled the step{ramp if run.cfg.train.batch_ramp else ''} in {seconds:.1f} s")
+    run.note(
+        f"{'loaded' if loaded else 'compiled'} the step{ramp if run.cfg.train.batch_ramp else ''} in {seconds:.1f} s"
+    )
     for hook in run.hooks:
         step_fn = hook.wrap_step(run, step_fn)
     return step_fn

@@ -1,13 +1,11 @@
 """Processes join, fail and end together; each tells its cause even where the coordinator or the disk is gone."""
 
-import contextlib
 import signal
 
 import jax
 import pytest
 
-from tests.processes import python
-from ultrascale_jax.cli.launch import free_port
+from tests.processes import python, run_pair
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 
 PAIR = """
@@ -41,23 +39,6 @@ if os.environ["JAX_PROCESS_ID"] == "1":
 from ultrascale_jax.launch import distributed
 distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=60))
 """
-
-
-def run_pair(program: str, code: int, **variables: str) -> list[tuple[str, str]]:
-    """Run a program in two processes that join, and end with `code`; return stdout and stderr of each."""
-    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-    with contextlib.ExitStack() as stack:
-        runs = [
-            stack.enter_context(
-                python(
-                    "-c", program, env=place | {"JAX_PROCESS_ID": rank, "no_proxy": ""} | variables
-                )
-            )
-            for rank in ("0", "1")
-        ]
-        outputs = [run.communicate(timeout=300) for run in runs]
-    assert [run.returncode for run in runs] == [code, code], outputs
-    return outputs
 
 
 def test_two_versions_of_jax_are_refused_on_both_hosts():

@@ -1,11 +1,13 @@
 """A second start loads the programs of the first, and the folder of both stays small."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax._src import compilation_cache, monitoring
 
-from ultrascale_jax.training.compilation_cache import keep_programs
+from ultrascale_jax.training.compilation_cache import keep_programs, make_room
 
 
 @pytest.fixture
@@ -53,6 +55,15 @@ def test_the_programs_that_are_kept_are_bounded(folder, monkeypatch):
     keep_programs(pytest.fail)
     assert [start(), start()] == [{"cache_misses"}, {"cache_misses"}]
     assert not list(folder.glob("*-cache"))
+
+
+def test_the_steps_that_were_used_least_lately_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("ultrascale_jax.training.compilation_cache.MOST_BYTES", 25)
+    for age, name in enumerate("abc"):
+        (tmp_path / name).write_bytes(bytes(10))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    make_room(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_a_home_that_cannot_be_written_and_several_processes_keep_nothing(folder, monkeypatch):
