@@ -274,7 +274,11 @@ def _with_model_of(cfg: Config, recipe: Config) -> tuple[Config, str]:
 
 
 def _with_teacher(cfg: Config) -> Config:
-    """Return `cfg` with the shape of the teacher that it names."""
+    """Return `cfg` with the shape of the teacher that it names, or the number of its probabilities that are stored."""
+    if cfg.train.distill.stored:
+        from ultrascale_jax.data.top_k import with_top_k
+
+        return with_top_k(cfg)
     from ultrascale_jax.checkpoint.init_from import with_teacher
 
     return with_teacher(cfg) if cfg.train.distill.enabled else cfg

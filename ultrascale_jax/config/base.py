@@ -36,7 +36,7 @@ def at_home(text: str) -> str:
     """
     if "~" not in text:
         return text
-    begin = r"(^|=|\b(?:hf|tokens|text):)(~[^/]*)"
+    begin = r"(^|=|\b(?:hf|tokens|text|topk):)(~[^/]*)"
     return re.sub(begin, lambda match: match[1] + os.path.expanduser(match[2]), text)
 
 

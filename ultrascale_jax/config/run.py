@@ -184,7 +184,8 @@ class Config(Section, name=""):
                 "no pipeline runs a teacher; use mesh.fsdp in place of mesh.pp",
             )
         if model.mtp_layers:
-            self.refuse(mtp, f"modules that predict ahead have no loss of {noun}; use 0")
+            fix = f"modules that predict ahead have no loss of {noun}; use 0, to leave them out"
+            self.refuse(mtp, fix)
         if train.z_loss:
             self.refuse("train.z_loss", f"the loss is of {noun}, which has no z-loss; use 0")
         if self.kernels.loss == "mosaic":
@@ -214,6 +215,11 @@ class Config(Section, name=""):
 
     def _check_teacher(self, num_devices: int) -> None:
         """Refuse a teacher of another vocabulary, or one that the mesh does not divide."""
+        if self.train.distill.stored:
+            most = self.model.vocab_size
+            fix = f"must be the number that topk:DIR has, from 1 to model.vocab_size={most}"
+            self.require(1 <= self.train.distill.top_k <= most, "train.distill.top_k", fix)
+            return
         teacher = self.teacher
         teachers, models = teacher.model.vocab_size, self.model.vocab_size
         fix = f"its vocabulary has {teachers} tokens, and the model's {models}; take a teacher of the same family"

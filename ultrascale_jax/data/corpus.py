@@ -43,7 +43,8 @@ Fetch = Callable[[int, str], None]
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Token ids in a file, or the bytes of `Corpus.answers`, memory-mapped and verified on first use."""
+    """Token ids in a file, the bytes of `Corpus.answers` or the records of `top_k.py`, memory-mapped and verified on
+    first use."""
 
     path: Path
     dtype: np.dtype
@@ -53,6 +54,8 @@ class TokenFile:
     """uint8 [chunks, 16] that the file must have; none where the file was verified before."""
     fetch: Callable[[], None] | None = None
     """Puts the file there unless it is; none where it must be."""
+    field: str = "data.source"
+    """Field of the configuration that an error names."""
 
     @cached_property
     def _is_verified(self) -> np.ndarray:
@@ -69,7 +72,7 @@ class TokenFile:
             self.fetch()
         size, least_size = os.stat(self.path).st_size, self.size * self.dtype.itemsize
         fix = f"has {size} bytes, not {least_size}: truncated under the run; write it anew"
-        require(size >= least_size, "data.source", str(self.path), fix)
+        require(size >= least_size, self.field, str(self.path), fix)
         values = _map(self)
         if self.digests is not None:
             self._verify(values.view("u1"), span)
@@ -86,7 +89,7 @@ class TokenFile:
             where = f"was altered at byte {begin} or up to {CHUNK_BYTES} bytes behind it"
             fix = f"{where}: its SHA-256 is not that of the index; write it anew"
             same = digest == self.digests[chunk].tobytes()
-            require(same, "data.source", str(self.path), fix)
+            require(same, self.field, str(self.path), fix)
             self._is_verified[chunk] = True
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -38,11 +38,13 @@ from ultrascale_jax.data.mixture import StagedSamples, parse_named
 from ultrascale_jax.data.samples import (
     ENDLESS,
     Batch,
+    CorpusSamples,
     PackedSamples,
     PairSamples,
     Place,
     Samples,
     Shuffled,
+    Span,
     SyntheticSamples,
     nth_token,
 )
@@ -50,6 +52,9 @@ from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.data.stages import begins, parse_stages
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
+
+if TYPE_CHECKING:
+    from ultrascale_jax.data.top_k import TopK
 
 StartHash = Callable[[], Callable[[], str]]
 """Begins to add up a batch's row digests, a collective which every process calls at once; what it returns waits for the
@@ -136,6 +141,8 @@ class Loader:
         samples = self._split_samples()
         self.num_sequences: int = sum(map(len, samples.values()))
         """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
+        self.teacher: TopK | None = None
+        """What is stored of a teacher's probabilities, which batches then have: `teacher_ids` and `teacher_logps`."""
         self.room: int | None = None
         """Documents for which attention has room in a row; none: any number. A row of more stops the run."""
         self._samples = samples
@@ -347,7 +354,7 @@ class Loader:
                 count = len(range(size)[index[0]])
                 return local[first : first + count, index[1]]
 
-            return jax.make_array_from_callback((size, local.shape[1]), where, piece)
+            return jax.make_array_from_callback((size, *local.shape[1:]), where, piece)
 
         def start_hash(digests: jax.Array) -> Callable[[], str]:
             return functools.partial(_hash_text, add_rows(digests))
@@ -430,7 +437,26 @@ class Loader:
     def _sample(self, number: int) -> Batch:
         """Return a sequence of the run."""
         source, row = self._row(number)
-        return self._samples[source][row]
+        sample = self.row(source, row)
+        return (
+            sample
+            if self.teacher is None
+            else sample | self.teacher.read(source, self.spans(source, row))
+        )
+
+    def rows(self, steps: int) -> list[tuple[int, int]]:
+        """Return the source of each row that the first `steps` steps read, and its number there, each once."""
+        return sorted({self._row(number) for number in range(self.batches.before(steps))})
+
+    def row(self, source: int, number: int) -> Batch:
+        """Return a row of a source."""
+        return self._samples[source][number]
+
+    def spans(self, source: int, number: int) -> list[Span]:
+        """Return the parts of a source's documents of which a row is made, and the last target."""
+        samples = self._samples[source]
+        assert isinstance(samples, CorpusSamples), "random rows are of no documents"
+        return samples.spans(number)
 
     def _check(self, step: int, rows: Sequence[int] | np.ndarray, batch: Batch) -> None:
         """Check a batch: a shard may change under the run, and not all of a large one was read when it was opened."""

@@ -21,6 +21,9 @@ from ultrascale_jax.data.sources import Synthetic
 
 Batch = dict[str, np.ndarray]
 
+Span = tuple[int, int]
+"""The first token of a part of a corpus, and one past the last."""
+
 Place = tuple[str, int, int]
 """A file, the number of a token in it, and the count of tokens from there on."""
 
@@ -42,13 +45,13 @@ class CorpusSamples(ABC):
 
     def places(self, i: int) -> list[Place]:
         """The places in files from which the tokens of row i are read, as many as T + 1."""
-        return [(*self._corpus.place(start), stop - start) for start, stop in self._spans(i)]
+        return [(*self._corpus.place(start), stop - start) for start, stop in self.spans(i)]
 
     @abstractmethod
-    def _spans(self, i: int) -> list[tuple[int, int]]:
+    def spans(self, i: int) -> list[Span]:
         """Return the first token, and one past the last, of each document's span in row i, counted in the corpus."""
 
-    def _read(self, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray | None]:
+    def _read(self, spans: list[Span]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the tokens of these spans end to end, and if the corpus says so which the loss counts."""
         pieces = [self._corpus.read(start, stop) for start, stop in spans]
         counted = None
@@ -95,7 +98,7 @@ class PackedSamples(CorpusSamples):
         return -(-targets // size) if self._remainder else targets // size
 
     def __getitem__(self, i: int) -> Batch:
-        spans = self._spans(i)
+        spans = self.spans(i)
         stream, counted = self._read(spans)
         return _row(stream, np.diff(spans)[:, 0], self._data.document_mask, counted)
 
@@ -113,7 +116,7 @@ class PackedSamples(CorpusSamples):
         """Begin to fetch the files of a block in the background, where they are not on this host."""
         self._corpus.read_ahead(self._shards(block))
 
-    def _spans(self, i: int) -> list[tuple[int, int]]:
+    def spans(self, i: int) -> list[Span]:
         start = i * self._data.seq_len
         stop = min(start + self._data.seq_len + 1, int(self._begins[-1]))
         block = int(np.searchsorted(self._begins, start, side="right")) - 1
@@ -158,7 +161,7 @@ class PackedSamples(CorpusSamples):
         return begins, ends[documents] - lengths[documents]
 
 
-def _cut(begins: np.ndarray, starts: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
+def _cut(begins: np.ndarray, starts: np.ndarray, start: int, stop: int) -> list[Span]:
     """Return the places in the corpus of tokens `start` to `stop` of a block."""
     first = int(np.searchsorted(begins, start, side="right")) - 1
     last = int(np.searchsorted(begins, stop, side="left")) - 1
@@ -196,7 +199,7 @@ class PairSamples(CorpusSamples):
         return len(self._firsts) - 1
 
     def __getitem__(self, i: int) -> Batch:
-        spans = self._spans(i)
+        spans = self.spans(i)
         stream, counted = self._read(spans)
         num_padding = self._data.seq_len + 1 - stream.size
         lengths = np.append(np.diff(spans)[:, 0], num_padding)
@@ -210,7 +213,7 @@ class PairSamples(CorpusSamples):
         """The most documents that a row has, with its padding."""
         return 2 * int(np.diff(self._firsts).max(initial=0)) + 1
 
-    def _spans(self, i: int) -> list[tuple[int, int]]:
+    def spans(self, i: int) -> list[Span]:
         pairs = self._pairs[self._firsts[i] : self._firsts[i + 1]]
         documents = (2 * pairs[:, None] + np.arange(2)).ravel()
         starts, ends = self._corpus.starts[documents], self._corpus.ends[documents]

@@ -190,7 +190,8 @@ def scan_chunks(
     targets_BT: jax.Array,
     weight: jax.Array,
     vocab_size: int | None,
-    teacher: tuple[jax.Array, jax.Array] | None = None,
+    by_token: Sequence[jax.Array] = (),
+    heads: Sequence[jax.Array] = (),
     *,
     width: int,
     trained: bool,
@@ -199,11 +200,12 @@ def scan_chunks(
     """Visit the chunks of each device's tokens: return (dx, dhead), and two losses of each token, `[B, T]`.
 
     Args:
-      function: takes a chunk's hidden states, targets and weights, the `Head`, and of a teacher its hidden states and
-        its `Head`; it returns dhead, and (dx, loss, loss), or without gradients (any [M], loss, loss) alone.
+      function: takes a chunk's hidden states, targets and weights, the `Head`, and a chunk of each of `by_token`, and
+        `heads`; it returns dhead, and (dx, loss, loss), or without gradients three arrays `[M, ...]` alone.
       x_BTD, head_DV, targets_BT, vocab_size: as of `cross_entropy`.
       weight: a scalar, or `[B, T]`.
-      teacher: hidden states and head of another model with the same vocabulary.
+      by_token: other arrays `[B, T, ...]`.
+      heads: the heads of other models with the same vocabulary.
       width: bytes of a chunk for each logit.
       trained: whether the head is; dhead is none if not.
       with_gradients: as `function` has them.
@@ -212,20 +214,18 @@ def scan_chunks(
     partial = act("BTD", unreduced=of_x), act("DV", unreduced=of_head)
     trained = trained and with_gradients
 
-    def local(x_BTD, head_DV, targets_BT, weight, teacher):
+    def local(x_BTD, head_DV, targets_BT, weight, by_token, heads):
         x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
         words = vocab_size or head_DV.shape[1] * mesh_size(*axes_of("V"))
-        head, teacher_head = Head(head_DV, words), ()
+        head, *others = (Head(vary(one, of_head), words) for one in (head_DV, *heads))
         (B, T), V = targets_BT.shape, head_DV.shape[1]
         weight = jnp.broadcast_to(weight, (B, T))
         n = num_chunks(B * T, V, width)
         tokens = _cut(x_BTD, n), _cut(targets_BT, n, fill=-1), _cut(weight, n)
-        if teacher is not None:
-            tokens += (_cut(vary(teacher[0], of_x), n),)
-            teacher_head = (Head(vary(teacher[1], of_head), words),)
+        tokens += tuple(_cut(vary(value, of_x), n) for value in by_token)
 
         def visit(dhead, chunk):
-            found = function(*chunk[:3], head, *chunk[3:], *teacher_head)
+            found = function(*chunk[:3], head, *chunk[3:], *others)
             dhead_chunk, by_token = found if with_gradients else (None, found)
             if dhead is None or not trained:
                 return dhead_chunk if trained else None, by_token
@@ -241,7 +241,7 @@ def scan_chunks(
             dhead = leave_partial(dhead, partial[1].unreduced)
         return (leave_partial(dx, partial[0].unreduced), dhead), tuple(losses)
 
-    inputs = x_BTD, head_DV, place(targets_BT, act("BT")), weight, teacher
+    inputs = x_BTD, head_DV, place(targets_BT, act("BT")), weight, tuple(by_token), tuple(heads)
     results = (partial[0], partial[1] if trained else None) if with_gradients else act("BT")
     results = results, (act("BT"), act("BT"))
     return smap(local, in_specs=specs(inputs), out_specs=results)(*inputs)

@@ -96,6 +96,8 @@ class Run:
     """Frozen model that runs forward in each step: the reference of `train.dpo`, or the teacher of `train.distill`."""
     teaches: bool = False
     """Whether it is that teacher, whose logits the loss reads."""
+    top_k: int = 0
+    """Probabilities of each target that are stored of a teacher which does not run."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """As the section `cp`; it matters if mesh.cp > 1."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -147,7 +149,8 @@ class Run:
             **optimizer_bytes(cfg),
             "lora": train.lora,
             "reference": reference_of(cfg),
-            "teaches": train.distill.enabled,
+            "teaches": train.distill.enabled and not train.distill.stored,
+            "top_k": train.distill.top_k,
             "kernels": cfg.kernels,
         }
         if mesh.cp > 1:
@@ -391,7 +394,7 @@ def optimizer_bytes(cfg: Config) -> dict[str, int]:
 
 def reference_of(cfg: Config) -> ModelShape | None:
     """Return the shape of the frozen model that runs forward in each step, if there is one."""
-    if cfg.train.distill.enabled:
+    if cfg.train.distill.enabled and not cfg.train.distill.stored:
         return ModelShape.of(cfg.teacher.model)
     return ModelShape.of(cfg.model) if cfg.train.dpo.has_reference else None
 

@@ -1,4 +1,4 @@
-"""Compile what runs forward alone: the evaluation of tokens and of pairs, and the losses of rows."""
+"""Compile what runs forward alone: the evaluation of tokens and of pairs, the losses of rows, and a teacher."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.models.distillation import Stored, largest
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.loss import row_losses
 from ultrascale_jax.models.transformer import Transformer
@@ -17,6 +18,7 @@ from ultrascale_jax.train_step.objective import (
     NextToken,
     Sums,
     count,
+    last_states,
     of_known_ids,
     preference_objective,
 )
@@ -73,6 +75,18 @@ def _pair_sums(cfg: Config, batch: Batch, sums: Sums) -> Metrics:
     assert sums.pairs is not None, "the objective is train.dpo's"
     loss = of_known_ids(cfg, batch, sums.loss)
     return {"loss": loss, "sums": sums.pairs, "pairs": preference.count_pairs(batch)}
+
+
+def make_top_k_step(cfg: Config, k: int) -> Callable[[Transformer, Batch], Stored]:
+    """Return the jitted `(params, batch) -> largest` of the teacher, on every device, for a mesh without pp."""
+    tau, vocab_size = cfg.train.distill.temperature, cfg.model.vocab_size
+
+    def top_k_step(params, batch):
+        states = last_states(cfg.teacher, prepare_params(cfg.teacher, params), batch)
+        stored = largest(*states, batch["targets"], k, tau, vocab_size)
+        return jax.tree.map(lambda x: jax.reshard(x, jax.P()), stored)
+
+    return compiled(cfg.teacher, top_k_step)
 
 
 def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array, jax.Array]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.config.dpo import most_pairs
 from ultrascale_jax.models.block import Terms
-from ultrascale_jax.models.distillation import Form, distillation_loss
+from ultrascale_jax.models.distillation import Form, Stored, distillation_loss
 from ultrascale_jax.models.fp8 import Fp8
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import gather_sequence
@@ -27,7 +27,8 @@ from ultrascale_jax.train_step.remat import by_number
 from ultrascale_jax.train_step.zero import prepare_params
 
 Batch = dict[str, jax.Array]
-"""`tokens`, `targets`, `positions` and, with documents, `segment_ids`: `[B, T]` int32."""
+"""`tokens`, `targets`, `positions` and, with documents, `segment_ids`: `[B, T]` int32; of a stored teacher
+`teacher_ids` and `teacher_logps`, as of `Stored`."""
 
 Metrics = dict[str, jax.Array]
 
@@ -108,25 +109,31 @@ class NextToken:
 class Distillation(NextToken):
     """Divergence from a teacher and cross-entropy of the next token (`train.distill`), and the routers' losses."""
 
-    teacher: Transformer
-    """The teacher, as `prepare_params` returned it."""
+    teacher: Transformer | None
+    """The teacher, as `prepare_params` returned it; none where a batch has what is stored of its probabilities."""
 
     def head(
         self, model: Transformer, x_BRD: jax.Array, batch: Batch, inputs: LayerInputs
     ) -> tuple[jax.Array, Sums]:
         """Return what `NextToken.head` does; the loss to report is the objective, and its two parts are terms."""
-        cfg, distill = self.cfg.teacher, self.cfg.train.distill
-        dtype, form = inputs.dtype, Form.of(distill)
-        with jax.named_scope("teacher"):
-            teacher = run_layers(cfg, self.teacher, batch, layer_inputs(cfg, batch, None))
+        if self.teacher is None:
+            taught = Stored(batch["teacher_ids"], batch["teacher_logps"])
+        else:
+            taught = last_states(self.cfg.teacher, self.teacher, batch)
+        form, dtype = Form.of(self.cfg.train.distill), inputs.dtype
         with jax.named_scope("loss"):
-            student, taught = (
-                (gather_sequence(x, "V"), one.head_weight(dtype))
-                for x, one in ((x_BRD, model), (teacher.x_BRD, self.teacher))
-            )
-            arguments = batch["targets"], self.weight, taught, cfg.model.vocab_size
+            student = gather_sequence(x_BRD, "V"), model.head_weight(dtype)
+            arguments = batch["targets"], self.weight, taught, self.cfg.model.vocab_size
             total, *parts = distillation_loss(form, *student, *arguments)
         return total, Sums(total, terms=dict(zip(DISTILLATION_TERMS, parts, strict=True)))
+
+
+def last_states(cfg: Config, teacher: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Run a teacher, as `prepare_params` returned it: return its hidden states after the final norm, and its head."""
+    with jax.named_scope("teacher"):
+        inputs = layer_inputs(cfg, batch, None)
+        out = run_layers(cfg, teacher, batch, inputs)
+        return gather_sequence(out.x_BRD, "V"), teacher.head_weight(inputs.dtype)
 
 
 DISTILLATION_TERMS = ("hard_loss", "divergence")
@@ -201,8 +208,7 @@ def of_run(
     same = {"cfg": cfg, "fp8": fp8, "weight": weight, "router_weight": router_weight}
     if not cfg.train.distill.enabled:
         return NextToken(terms=(*used.loss_terms, *used.layer_terms), **same)
-    assert reference is not None, "train.distill has a teacher"
-    teacher = prepare_params(cfg.teacher, reference)
+    teacher = None if reference is None else prepare_params(cfg.teacher, reference)
     return Distillation(teacher=teacher, terms=(*DISTILLATION_TERMS, *used.layer_terms), **same)
 
 

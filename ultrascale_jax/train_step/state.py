@@ -97,7 +97,7 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
     if cfg.train.lora.enabled:
         made = add_adapters(made, cfg.train.lora, jax.random.fold_in(key, 1))
     state = fresh_state(cfg, map_params(at_rest, made))
-    if not cfg.train.distill.enabled:
+    if not cfg.train.distill.enabled or cfg.train.distill.stored:
         return state
     teacher = Transformer(cfg.teacher.model, jax.random.fold_in(key, 2), kernels=cfg.kernels)
     return dataclasses.replace(state, reference=_in_compute_type(cfg, map_params(at_rest, teacher)))
@@ -426,4 +426,8 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
         *(("segment_ids",) if cfg.data.document_mask else ()),
     )
     shape, sharding = (cfg.train.global_batch, cfg.data.seq_len), NamedSharding(mesh, act("BT"))
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
+    arrays: dict[str, tuple] = dict.fromkeys(names, (shape, jnp.int32))
+    if k := cfg.train.distill.top_k:
+        arrays["teacher_ids"] = (*shape, k), jnp.int32
+        arrays["teacher_logps"] = (*shape, k + 1), jnp.float32
+    return {name: jax.ShapeDtypeStruct(*kind, sharding=sharding) for name, kind in arrays.items()}

@@ -141,12 +141,11 @@ def _accumulated(
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
-    """Reshape `[B, T]` to `[M, B/M, T]` without moving data: micro-batch m takes every M-th row of each device."""
+    """Reshape `[B, T, ...]` to `[M, B/M, T, ...]` without moving data: part m has every M-th row of a device."""
 
     def rows(x):
-        parts = jax.lax.reshape(
-            x, (x.shape[0] // microbatches, microbatches, x.shape[1]), out_sharding=act("BMT")
-        )
+        shape = x.shape[0] // microbatches, microbatches, *x.shape[1:]
+        parts = jax.lax.reshape(x, shape, out_sharding=act("BMT"))
         return jnp.moveaxis(parts, 1, 0)
 
     return {name: rows(x) for name, x in batch.items()}

@@ -46,7 +46,7 @@ class Scorer:
         """Sum the loss over `rows`, as of `source_rows`."""
         nats, tokens, text_bytes, sizes = 0.0, 0, 0, self._tokenizer.token_bytes()
         for some in itertools.batched(rows, self._cfg.train.global_batch):
-            batch = self._on_devices(some, self._cfg.data.seq_len)
+            batch = on_devices(self._cfg, some, self._cfg.data.seq_len)
             batch_nats, count = jax.device_get(self._eval_step(self._params, batch))
             nats, tokens = nats + float(batch_nats), tokens + int(count)
             if sizes is not None:
@@ -76,25 +76,23 @@ class Scorer:
         scores = [(0.0, True)] * len(rows)
         for some in itertools.batched(order, self._cfg.train.global_batch):
             length = _padded_length(rows[some[0]]["tokens"].size, mesh.cp * mesh.sp)
-            batch = self._on_devices([rows[i] for i in some], length)
+            batch = on_devices(self._cfg, [rows[i] for i in some], length)
             nats, best = jax.device_get(self._row_step(self._params, batch))
             for i, row_nats, row_best in zip(some, nats, best, strict=False):
                 scores[i] = -float(row_nats), bool(row_best)
             done(len(some))
         return scores
 
-    def _on_devices(self, rows: Sequence[Batch], length: int) -> dict[str, jax.Array]:
-        """Pad the rows to `length` and the batch to `train.global_batch` rows with tokens outside the loss."""
-        cfg, batch = self._cfg, {}
-        order = sequence_order(length, cfg.mesh.cp, cfg.cp)
-        for name in rows[0]:
-            whole = np.full(
-                (cfg.train.global_batch, length), -1 if name == "targets" else 0, np.int32
-            )
-            for place, row in zip(whole, rows, strict=False):
-                place[: row[name].size] = row[name]
-            batch[name] = whole[:, order]
-        return jax.device_put(batch, jax.NamedSharding(jax.sharding.get_mesh(), act("BT")))
+
+def on_devices(cfg: Config, rows: Sequence[Batch], length: int) -> dict[str, jax.Array]:
+    """Pad the rows to `length` and the batch to `train.global_batch` rows with tokens outside the loss."""
+    order, batch = sequence_order(length, cfg.mesh.cp, cfg.cp), {}
+    for name in rows[0]:
+        whole = np.full((cfg.train.global_batch, length), -1 if name == "targets" else 0, np.int32)
+        for place, row in zip(whole, rows, strict=False):
+            place[: row[name].size] = row[name]
+        batch[name] = whole[:, order]
+    return jax.device_put(batch, jax.NamedSharding(jax.sharding.get_mesh(), act("BT")))
 
 
 def source_rows(cfg: Config, source: str) -> Iterator[Batch]:

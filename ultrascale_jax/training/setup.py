@@ -18,6 +18,7 @@ from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_d
 from ultrascale_jax.config import Config, require, require_type
 from ultrascale_jax.data.corpus import Corpus
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.data.top_k import TopK
 from ultrascale_jax.health.replicas import ReplicaCheck
 from ultrascale_jax.health.rerun import Rerun
 from ultrascale_jax.health.skipped_steps import SkippedSteps
@@ -171,7 +172,7 @@ def make_loader(cfg: Config) -> Loader:
     Every process of a job calls it. `held_out()` of the loader has the batches of an evaluation.
 
     Raises:
-        UserError: as `Loader` does; or preference pairs without `train.dpo`, or anything else with it.
+        UserError: as `Loader` and `TopK` do; or preference pairs without `train.dpo`, or anything else with it.
     """
     loader = Loader(
         cfg.data,
@@ -185,6 +186,8 @@ def make_loader(cfg: Config) -> Loader:
         context=cfg.cp,
     )
     check_pairs(cfg, loader)
+    if cfg.train.distill.stored:
+        loader.teacher = TopK(cfg, loader)
     return loader
 
 

@@ -22,12 +22,13 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.plan.formulas import memory
+from ultrascale_jax.plan.formulas.activations import loss_chunks
 from ultrascale_jax.plan.formulas.parameters import weights_of
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import abstract_state
+from ultrascale_jax.train_step.state import abstract_batch, abstract_state
 
 SIZES = {"vocab_size": 62, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
 TEACHER = ModelConfig(d_model=64, d_ff=96, num_layers=3, qk_norm="head", **SIZES)
@@ -69,12 +70,18 @@ def test_what_a_teacher_cannot_be_with_is_refused():
             r"the teacher's model\.num_heads=6: must be divisible",
         ),
         ({"kernels": {"loss": "mosaic"}}, r"kernels\.loss=.* use auto or xla"),
+        (
+            {"train": {"distill": Distill(teacher="topk:x", top_k=63)}},
+            r"train\.distill\.top_k=63: must be the number .* from 1 to model\.vocab_size=62",
+        ),
     ):
         cfg = change(CFG, **sections)
         with pytest.raises(UserError, match=words):
             cfg.check(math.prod(sections.get("mesh", {}).values()))
     with pytest.raises(UserError, match=r"temperature=2.0: has no effect without .*teacher"):
         Distill(temperature=2.0)
+    with pytest.raises(UserError, match=r"top_k=5: is the number that topk:DIR has; leave it out"):
+        Distill(teacher="hf:x", top_k=5)
 
 
 def test_the_teacher_rests_as_the_planner_counts_it():
@@ -91,6 +98,22 @@ def test_the_teacher_rests_as_the_planner_counts_it():
     assert run.step_flops == pytest.approx(plain.step_flops + teacher.step_flops / 3)
     cluster = find_cluster(None, "h100", 4)
     assert estimate(run, cluster).parts["reference"] > 0
+
+
+def test_what_is_stored_of_a_teacher_is_counted_with_the_batch_and_nothing_runs():
+    stored = {"distill": Distill(teacher="topk:x", top_k=5)}
+    cfg = change(CFG, train=stored, mesh={"fsdp": 2}).check(2)
+    mesh = make_mesh(cfg.mesh, jax.devices()[:2])
+    assert abstract_state(cfg, mesh).reference is None
+    sizes = [array.size * array.dtype.itemsize for array in abstract_batch(cfg, mesh).values()]
+    run = Run.of(cfg, 2)
+    assert memory.state(run, weights_of(run))["batch"] == sum(sizes) / 2
+    plain, online = (
+        Run.of(change(cfg, train=train), 2)
+        for train in ({"distill": Distill()}, {"distill": CFG.train.distill})
+    )
+    assert run.step_flops == plain.step_flops < online.step_flops
+    assert loss_chunks(run) == loss_chunks(online)
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -290,10 +290,10 @@ def experts_forward_bytes(run: Run, layer: Layer) -> float:
 def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials.
 
-    Distillation has two models' logits in their place.
+    Distillation has two models' logits in their place, also those that are stored.
     """
     tokens = run.sequences * run.seq_len // run.mesh.cp
-    width = DISTILLED if run.teaches else 4 if run.precision == "fp32" else 2
+    width = DISTILLED if run.teaches or run.top_k else 4 if run.precision == "fp32" else 2
     parts = run.mesh.tensor * run.mesh.pp
     vocab_size = padded_vocab_size(run.shape.vocab_size, parts) // parts
     chunks = num_chunks(tokens, vocab_size, width)

@@ -122,13 +122,14 @@ def host_moments(run: Run) -> int:
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
-    """Count the bytes between steps: master parameters, AdamW's moments, the batch of int32.
+    """Count the bytes between steps: master parameters, AdamW's moments, the batch, four bytes a number.
 
     The base of adapters is stored in the type of compute, and has no moments; so is the reference of `train.dpo` or
     `train.distill`.
     """
     trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
+    arrays += 2 * run.top_k + 1 if run.top_k else 0
     matrices = sharded_params(run, weights, tables=False)
     parameters = {"master parameters": resting_bytes(run, trained + weights.vectors, matrices)}
     width = 4 if run.precision == "fp32" else 2
