@@ -37,8 +37,8 @@ def load_params(
     """Load config and model of a run's checkpoint, by default the newest that restores, on `mesh`, without optimizer.
 
     The config's mesh is replaced by `mesh`, where each rank of a pipeline has consecutive layers, unless `like` has the
-    shapes, types and shardings that are wanted. Nothing is renamed: the run may be going on. `model` is the class that
-    the run was trained with.
+    shapes, types and shardings that are wanted; it may lack `model.mtp_layers`. Nothing is renamed: the run may be
+    going on. `model` is the class that the run was trained with.
 
     Adapters (`train.lora`) are merged into their base, or with `merge` false returned alone.
 
@@ -77,11 +77,15 @@ def _params(
     template = (
         abstract_state(cfg, mesh, model).params if like is None or cfg.train.lora.enabled else like
     )
+    drops_modules = bool(cfg.model.mtp_layers) and not template.cfg.mtp_layers
+    if drops_modules:
+        template = template.with_mtp_of(abstract_state(cfg, mesh, model).params)
     shapes = flatten(checkpoint_layout_shapes(template))
     groups = restoring.load(folder / str(step), meta, {PARAMS: shapes})
     loaded = unflatten(groups[PARAMS], template)
     params = from_checkpoint_layout(loaded, template)
     params = restoring.cast(params, template)
+    params = params.without_mtp() if drops_modules else params
     return _merged(cfg, mesh, params, like) if cfg.train.lora.enabled and merge else (cfg, params)
 
 

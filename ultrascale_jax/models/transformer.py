@@ -173,6 +173,13 @@ class Transformer(nnx.Module):
         del model.mtp
         return model
 
+    def with_mtp_of(self, other: "Transformer") -> "Transformer":
+        """Return the model with the modules of another of its shape; the inverse of `without_mtp`."""
+        model = copy.copy(self)
+        model.cfg = dataclasses.replace(self.cfg, mtp_layers=other.cfg.mtp_layers)
+        model.mtp = other.mtp
+        return model
+
     def with_whole_head(self, dtype: jax.typing.DTypeLike) -> "Transformer":
         """Return the model with its output head gathered, for several losses to share."""
         model, name = copy.copy(self), "embed" if self.cfg.tied_embeddings else "head"

@@ -148,6 +148,20 @@ def test_a_teacher_of_another_size_is_loaded_anew_from_its_folder(tmp_path):
         )
 
 
+def test_modules_that_predict_ahead_are_left_out_of_a_run_without_them(tmp_path):
+    words = f"{TINY} --model.num-layers 2"
+    with opened(f"{words} --model.mtp-layers 1 --log.run-dir {tmp_path}/ahead") as run:
+        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
+        with Checkpoints(run.cfg) as checkpoints:
+            checkpoints.save(run.state, meta, wait=True)
+        expected = [np.asarray(x) for x in jax.tree.leaves(run.state.params.without_mtp())]
+    begin = f"--train.init-from {tmp_path}/ahead --log.run-dir {tmp_path}/tuned"
+    with opened(f"{words} {begin} --model.mtp-layers 0") as run:
+        found = [np.asarray(x) for x in jax.tree.leaves(run.state.params)]
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"train\.lora\.rank=2: .*give --train.init-from hf:DIR"):
         with opened(f"{TINY} --train.lora.rank 2 --log.run-dir {tmp_path}/run"):
