@@ -54,6 +54,6 @@ def store(cfg: Config, options: Options) -> None:
         init_from.bring_tokenizer(cfg)
     with output.working(f"loading {distill.teacher}") as tell, output.writing("out", options.out):
         index = store_logits(cfg, make_mesh(cfg.mesh), options.out, options.top_k, tell)
-    size = sum(index.sizes) * index.record.itemsize
-    print(f"{options.out}: {index.top_k} probabilities of {sum(index.sizes):,} tokens, {size:,} B")
+    words = f"{index.top_k} probabilities of each target of {index.rows:,} rows"
+    print(f"{options.out}: {words}, {index.record.itemsize} bytes a target")
     print(f"--{TEACHER} {STORED}{options.out}")
