@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.hlo.collectives import Collective
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.plan.compiled.compile import CompiledStep, compile_step
+from ultrascale_jax.plan.formulas.costs import ring_bytes
 
 MODEL = ModelConfig(
     vocab_size=1024, d_model=512, d_ff=1536, num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64
@@ -55,12 +56,13 @@ def compiled(
     moe: Mapping[str, Any] | None = None,
     fp8: Mapping[str, Any] | None = None,
     experts: Experts | None = None,
+    model: ModelConfig = MODEL,
     seq_len: int = 512,
     **train,
 ) -> tuple[Config, CompiledStep]:
     """A small run, checked, and its step on H100s."""
     cfg = Config(
-        model=dataclasses.replace(MODEL, experts=experts),
+        model=dataclasses.replace(model, experts=experts),
         mesh=MeshConfig(**mesh),
         pp=PipelineConfig(**pp or {}),
         cp=ContextConfig(**cp or {}),
@@ -129,6 +131,25 @@ def steady_sends(table: Schedule, step: CompiledStep) -> list[Collective]:
     """Select the sends of the loop whose ticks run forward and backward."""
     both = sum({"F", "B"} <= {k for cell in row for k in cell} for row in table.ticks)
     return [c for c in sends(step) if c.loops == (both,)]
+
+
+def sent_bytes(
+    step: CompiledStep, groups: Iterable[tuple[str, ...]]
+) -> dict[tuple[str, ...], float]:
+    """Add up what a device sends in a step along each of `groups` of axes.
+
+    A collective over other axes counts with the first group that has them all, or else with that of its first axis.
+    """
+    sent = dict.fromkeys(groups, 0.0)
+    for c in step.collectives:
+        holding = [group for group in sent if {*c.axes} <= {*group}]
+        holding += [group for group in sent if c.axes[0] in group]
+        along = c.axes if c.axes in sent else holding[0]
+        size = max(c.operand_bytes, c.result_bytes)
+        if c.kind != "collective-permute":
+            size = ring_bytes(c.kind, size, len(c.groups[0]))
+        sent[along] += c.times * size
+    return sent
 
 
 MATRICES = 7

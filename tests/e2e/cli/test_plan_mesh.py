@@ -48,8 +48,8 @@ def test_links_are_those_of_the_groups(capsys):
     assert rows["fsdp"]["splits"] == "batch, state by ZeRO-3 over fsdp*cp"
     # Hidden states of a layer, of the half of the sequence that cp leaves: four collectives in each pass, and three
     # again where `full` repeats the forward pass.
-    tokens, layers, microbatches = 32 * 8192 // 2, 80 // 2, 8
-    assert rows["sp"]["sent_bytes"] == (8 + 3) * 2 * tokens * 8192 * 7 / 8 * layers * microbatches
+    tokens, layers, ticks = 32 * 8192 // 2, 80 // 2, 8 + 1  # the pipeline works in lock step
+    assert rows["sp"]["sent_bytes"] == (8 + 3) * 2 * tokens * 8192 * 7 / 8 * layers * ticks
 
 
 def test_zero_leaves_dp_its_shards_and_gathers_experts_over_fsdp_and_cp_alone(capsys):

@@ -65,9 +65,11 @@ def test_ratios_are_those_of_a3():
     ring = placed(cp=8)["cp"]
     assert ring.sent_bytes == SQUARE.layers * 4 * 7 * 4 * (TOKENS / 8) * H
     assert ring.ratio == pytest.approx(2 * NVLINK / (TOKENS / 8))
-    # Every token's copies there and back beside their experts of three matrices: their number cancels.
+    # Every token's copies there and back beside their experts of three matrices: their number cancels. A token goes
+    # once to two experts of a rank, which saves a sixteenth, and rows have a quarter more room than the mean.
     shape = ModelShape.of(SQUARE, experts=Experts(num=64, top_k=2, d_ff=2048))
-    assert placed(shape, ep=8)["ep"].ratio == pytest.approx(NVLINK * 2 * 7 / 8 / (3 * 2048))
+    room = placed(shape, ep=8)["ep"].ratio / (NVLINK * 2 * 7 / 8 / (3 * 2048))
+    assert room == pytest.approx(15 / 16 * 1.25, rel=0.02)
 
 
 def test_volumes_are_what_a_step_sends():
@@ -76,8 +78,12 @@ def test_volumes_are_what_a_step_sends():
     for zero, volume in volumes.items():
         assert placed(fsdp=8, microbatches=4, zero=zero)["fsdp"].sent_bytes == pytest.approx(volume)
     assert placed(dp=8, microbatches=4, zero=0)["dp"].sent_bytes == pytest.approx(4 * n)  # float32
-    # The playbook's 4 gas s mbs h.
-    assert placed(pp=4, microbatches=8)["pp"].sent_bytes == 4 * 8 * TOKENS * H
+    # The playbook's 4 gas s mbs h, in every tick, and all-reduces over the stages: of the embedding and its gradient in
+    # every tick, of the head's input and its gradient once a micro-batch.
+    ticks = 8 + 3
+    sums = 2 * ticks + 2 * 8
+    sent = placed(pp=4, microbatches=8)["pp"].sent_bytes
+    assert sent == (2 * ticks + sums * 2 * 3 / 4) * 2 * TOKENS * H
 
 
 def test_gradients_are_summed_over_the_ranks_that_share_parameters_and_no_others():

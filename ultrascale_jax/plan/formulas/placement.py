@@ -9,12 +9,15 @@ bandwidths are those of the data sheets: a lower bound for both sides, without l
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ultrascale_jax.config import AXES, Experts, MeshConfig
+from ultrascale_jax.config import AXES, Experts, LayerRemat, MeshConfig
+from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.formulas.context import mean_steps, query_key_values
 from ultrascale_jax.plan.formulas.costs import ring_bytes
+from ultrascale_jax.plan.formulas.experts import a2a_stages, num_chunks, received_rows
 from ultrascale_jax.plan.formulas.framework import kept_names
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import Group, Run, group
@@ -78,14 +81,23 @@ class Communication(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Bytes and operations of a micro-batch along one axis."""
+    """What one GPU sends along one axis."""
 
     size: float
-    """Bytes of one GPU, or of one parameter."""
+    """Bytes that can hide behind `flops` operations."""
+    step_size: float
+    """Bytes of a step."""
+    flops: float
+
+
+class PerParameter(NamedTuple):
+    """What one GPU sends of each parameter or its gradient."""
+
+    width: float
+    """Bytes that can hide behind `flops` operations."""
     times: float
     """How many times as many it sends in a step."""
     flops: float
-    """Operations behind which that can hide."""
 
 
 def place(run: Run, cluster: Cluster) -> list[Placement]:
@@ -117,15 +129,17 @@ def place(run: Run, cluster: Cluster) -> list[Placement]:
 def communication(run: Run, cluster: Cluster) -> dict[str, Communication]:
     """Return what each axis sends that the run uses."""
     mesh, peak = run.mesh, cluster.gpu.peak_flops("bf16")
-    sent = {axis: _tensor(run, axis) for axis in ("sp", "tp")}
-    sent |= {"pp": _pipeline(run), "cp": _context(run)}
-    if run.shape.experts is not None:
+    sent = {axis: _tensor(run, axis) for axis in ("sp", "tp") if mesh.sizes[axis] > 1}
+    if mesh.pp > 1:
+        sent["pp"] = _pipeline(run)
+    if mesh.cp > 1:
+        sent["cp"] = _context(run)
+    if mesh.ep > 1 and run.shape.experts is not None:
         sent["ep"] = _experts(run, run.shape.experts)
     found = _gradients(run, cluster)
-    for axis, (size, times, flops) in sent.items():
-        if mesh.sizes[axis] > 1:
-            rate = bandwidth(axis, group(mesh, (axis,), cluster.gpus_per_node), cluster)
-            found[axis] = Communication((axis,), size * times, size / rate / (flops / peak))
+    for axis, (size, step_size, flops) in sent.items():
+        rate = bandwidth(axis, group(mesh, (axis,), cluster.gpus_per_node), cluster)
+        found[axis] = Communication((axis,), step_size, size / rate / (flops / peak))
     return found
 
 
@@ -151,16 +165,16 @@ def _gradients(run: Run, cluster: Cluster) -> dict[str, Communication]:
     mesh, zero, m = run.mesh, run.zero, run.microbatches
     backward = 4 * run.tokens * (run.shape.active_params / (mesh.tensor * mesh.pp))
     # Over which axes, the axes that split the parameters, and the bytes of one of them.
-    ways: dict[str, tuple[Sequence[str], Sequence[str], Sent]] = {
-        "dp": (("dp",), ZERO_AXES, Sent(8, 1, backward)),
-        "fsdp": (ZERO_AXES, (), Sent(6, 1, backward)),
+    ways: dict[str, tuple[Sequence[str], Sequence[str], PerParameter]] = {
+        "dp": (("dp",), ZERO_AXES, PerParameter(8, 1, backward)),
+        "fsdp": (ZERO_AXES, (), PerParameter(6, 1, backward)),
     }
     if zero == 0:
-        ways = {"dp": (("dp", *ZERO_AXES), (), Sent(8, 1, backward))}
+        ways = {"dp": (("dp", *ZERO_AXES), (), PerParameter(8, 1, backward))}
     elif zero == 2:
-        ways["fsdp"] = (ZERO_AXES, (), Sent(2, m + 1, backward))
+        ways["fsdp"] = (ZERO_AXES, (), PerParameter(2, m + 1, backward))
     elif zero == 3:
-        ways["fsdp"] = (ZERO_AXES, (), Sent(6, m, 1.5 * backward))
+        ways["fsdp"] = (ZERO_AXES, (), PerParameter(6, m, 1.5 * backward))
     found = {}
     for axis, (axes, split, (width, times, flops)) in ways.items():
         if over := tuple(name for name in axes if mesh.sizes[name] > 1):
@@ -194,55 +208,118 @@ def _parameters(
     return groups
 
 
+def _passes(run: Run) -> tuple[float, float]:
+    """Count forward and backward passes of a GPU through its layers: in a pipeline's lock step one a tick, on whatever
+    rank it works."""
+    if run.mesh.pp == 1:
+        return run.microbatches, run.microbatches
+    ticks = pipeline.counts(run).ticks
+    return ticks["F"] / run.virtual_stages, ticks["B"] / run.virtual_stages
+
+
+def _layers(run: Run) -> float:
+    """Count the layers of a GPU, a pipeline's padding included."""
+    return run.shape.layers if run.mesh.pp == 1 else run.rank_layers
+
+
+def _moe_layers(run: Run) -> float:
+    """Count the layers of experts of a GPU."""
+    return _layers(run) * run.shape.moe_layers / run.shape.layers
+
+
+def _ways(run: Run) -> float:
+    """Count the ways of tokens to their experts and back: there once more where a layer is computed again."""
+    forward, backward = _passes(run)
+    return 2 * forward + (2 + _mean(run, lambda policy: policy != "none")) * backward
+
+
+def _mean(run: Run, term: Callable[[LayerRemat], float]) -> float:
+    """Return the mean over the layers of what depends on their policy."""
+    by_policy = run.by_policy
+    return sum(count * term(alike.policy) for alike, count in by_policy) / sum(
+        count for _, count in by_policy
+    )
+
+
 def _tensor(run: Run, axis: str) -> Sent:
     """Compare four collectives of the hidden states in the forward pass of a layer with its products.
 
     The backward pass has as many. Where it computes again, it also repeats the gathers of both inputs (`sp`), and the
     collective behind attention if its result is not kept.
     """
-    mesh, shape = run.mesh, run.shape
+
+    def repeated(policy: LayerRemat) -> float:
+        result = "attn_out" not in kept_names(policy)
+        inputs = 2 * (policy != "none")
+        return inputs + result if axis == "sp" else 2 * result
+
+    mesh, shape, ranks = run.mesh, run.shape, run.mesh.sizes[axis]
     layer = shape.attention_params + shape.mlp_params
-    repeated = 0.0
-    for alike, count in run.by_policy:
-        result = "attn_out" not in kept_names(alike.policy)
-        inputs = 2 * (alike.policy != "none")
-        repeated += count * (inputs + result if axis == "sp" else 2 * result)
-    repeated /= sum(count for _, count in run.by_policy)
-    one = ring_bytes("all-gather", 2 * run.tokens * shape.d_model, mesh.sizes[axis])
-    times = (8 + repeated) / 4 * (shape.layers / mesh.pp * run.microbatches)
-    return Sent(4 * one, times, 2 * run.tokens * layer / mesh.tensor)
+    one = ring_bytes("all-gather", 2 * run.tokens * shape.d_model, ranks)
+    forward, backward = _passes(run)
+    size = _layers(run) * one * (4 * forward + (4 + _mean(run, repeated)) * backward)
+    if axis == "sp" and mesh.ep > 1 and shape.experts is not None:
+        # The rows that came to the experts are gathered and scattered in place of the group's own tokens.
+        rows = num_chunks(run) * received_rows(run)
+        more = ring_bytes("all-gather", 2 * rows * shape.d_model, ranks) - one
+        size += _moe_layers(run) * more * _ways(run)
+    return Sent(4 * one, size, 2 * run.tokens * layer / mesh.tensor)
 
 
 def _context(run: Run) -> Sent:
-    """Compare a neighbour's keys and values with attention's forward pass.
+    """Compare the keys and values of others, and heads exchanged for sequence, with attention's forward pass.
 
-    The backward pass moves three times as many bytes: keys and values in bfloat16, their gradients in float32.
+    The backward pass moves three times as many bytes of the ring: keys and values in bfloat16, their gradients in
+    float32. Where it computes attention again, it receives the first keys once for both, or all that are gathered.
     """
+
+    def repeated(policy: LayerRemat) -> float:
+        if policy == "none":
+            return 0.0
+        if "attn_core" in kept_names(policy) or run.context.strategy == "allgather":
+            return exchanged
+        return max(0.0, steps - 1) * hop + exchanged
+
     n, shape = run.mesh.cp, run.shape
-    tokens = run.sequences * run.seq_len / n
-    heads = shape.head_dim / run.mesh.tensor
-    step = 4 * tokens * shape.num_kv_heads * heads
-    scores = 2 * tokens * run.seq_len / n * shape.num_heads * heads
-    times = 4 * (shape.layers / run.mesh.pp) * run.microbatches
-    return Sent((n - 1) * step, times, (n - 1) * scores)
+    query, key = query_key_values(run)
+    steps, hop = mean_steps(run), 4 * key
+    exchanged = ring_bytes("all-to-all", 4 * (query + key), run.ring[1])
+    forward, backward = _passes(run)
+    one = steps * hop + exchanged
+    backward *= one + 2 * steps * hop + _mean(run, repeated)
+    scores = 2 * run.tokens * run.seq_len / n * shape.num_heads * shape.head_dim / run.mesh.tensor
+    return Sent(one, _layers(run) * (forward * one + backward), (n - 1) * scores)
 
 
 def _pipeline(run: Run) -> Sent:
-    """Compare a micro-batch's hidden states with the next stage's forward pass."""
+    """Compare a micro-batch's hidden states with the next stage's forward pass.
+
+    Every tick sends them on, and gradients back. All stages hold a part of the vocabulary: the first stage's input and
+    the last one's result, with the gradients of both, are summed over them.
+    """
     shape, mesh = run.shape, run.mesh
     layer = (shape.attention_params + shape.mlp_params) / mesh.tensor
     size = 2 * run.tokens * shape.d_model / mesh.sp
     flops = 2 * run.tokens * (shape.num_layers / mesh.pp) * layer
-    return Sent(size, 2 * run.microbatches, flops)
+    ticks, times = pipeline.counts(run).ticks, pipeline.counts(run).times
+    sent = (ticks["F"] + ticks["B"]) * size
+    sent += times["embed"] * ring_bytes("all-reduce", size, mesh.pp * mesh.tp)
+    sums = 2 * times["head"] + times["embed_gradient"]
+    sent += sums * ring_bytes("all-reduce", size, mesh.pp)
+    return Sent(size, sent, flops)
 
 
 def _experts(run: Run, experts: Experts) -> Sent:
-    """Compare every token's copies to their experts and back with those experts."""
-    shape, mesh = run.shape, run.mesh
-    copies = run.tokens * experts.top_k
-    there = ring_bytes("all-to-all", 2 * copies * shape.d_model / mesh.sp, mesh.ep)
-    times = 2 * run.microbatches * shape.moe_layers / mesh.pp
-    return Sent(2 * there, times, 2 * copies * shape.expert_params / mesh.tensor)
+    """Compare the rows of tokens to their experts and back with those experts.
+
+    A token goes once to each rank that has experts of its own, and rows have room for more than the mean. The backward
+    pass brings the tokens once more, unless all is kept.
+    """
+    mesh, shape = run.mesh, run.shape
+    rows = sum(ring_bytes("all-to-all", hop.parts * hop.rows, hop.parts) for hop in a2a_stages(run))
+    there = 2 * shape.d_model * num_chunks(run) * rows
+    size = _moe_layers(run) * there * _ways(run)
+    return Sent(2 * there, size, 2 * run.tokens * experts.top_k * shape.expert_params / mesh.tensor)
 
 
 def _stride(mesh: MeshConfig, axis: str) -> int:
