@@ -45,22 +45,43 @@ PIPELINE = ("schedule", "stash")
 """Fields that a run has from the section `pp` as they are."""
 
 
+def _once(store: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Return the decorator of a function of a run, which computes it once for all runs that have that store in common.
+
+    A search asks for the same by the hundred thousand.
+    """
+
+    def decorate(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(function)
+        def kept(run: Any) -> Any:
+            known = run.__dict__[store]
+            try:
+                return known[function]
+            except KeyError:
+                value = known[function] = function(run)
+                return value
+
+        return kept
+
+    return decorate
+
+
 def of_sizes[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
     """Compute once what neither recomputation nor stash changes, for a run and all that `with_remat` makes of it.
 
-    A search asks for the same by the hundred thousand. A `Step` has as many runs, and the same store.
+    A `Step` has as many runs, and the same stores.
     """
+    return _once("_sizes")(function)
 
-    @functools.wraps(function)
-    def kept(run: R) -> T:
-        known = vars(run)["_known"]
-        try:
-            return known[function]
-        except KeyError:
-            value = known[function] = function(run)
-            return value
 
-    return kept
+def of_tokens[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
+    """Compute once what ZeRO and the schedule do not change either, also for all runs that `with_schedule` makes."""
+    return _once("_tokens")(function)
+
+
+def of_layer[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
+    """Compute once what of all these recomputation alone changes."""
+    return _once("_layer")(function)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +133,9 @@ class Run:
     """As `pp.stash`."""
 
     def __post_init__(self):
-        vars(self)["_known"] = {}
+        layer: dict[Callable, Any] = {}
+        stores = {"_sizes": {}, "_tokens": {}, "_layer": layer, "_layers": {self.remat: layer}}
+        vars(self).update(stores)
         if isinstance(self.shape, ModelConfig):
             require_type("shape", self.shape, ModelShape, "Shape.of(model) makes one")
         check_fields("", self)
@@ -158,9 +181,7 @@ class Run:
         if cfg.model.experts is not None:
             fields["moe"] = cfg.moe
         if mesh.pp > 1:
-            own = schedules.of_config(cfg).virtual if cfg.pp.from_file else 0
-            fields |= {name: getattr(cfg.pp, name) for name in PIPELINE}
-            fields["virtual_stages"] = own or cfg.pp.stages_per_rank
+            fields |= schedule_of(cfg)
         return cls(**(fields | changes))
 
     @property
@@ -181,7 +202,7 @@ class Run:
         return math.prod(self.mesh.sizes.values())
 
     @property
-    @of_sizes
+    @of_tokens
     def adapter_params(self) -> int:
         """Parameters of the adapters, of all layers."""
         return adapter_params(self.shape, self.lora)
@@ -222,7 +243,7 @@ class Run:
         return choose(traits)
 
     @property
-    @of_sizes
+    @of_tokens
     def attention(self) -> AttentionCall:
         """The facts about attention on a Hopper GPU that decide which implementations can compute it."""
         length, heads = self.seq_len // self.ring[0], self.shape.num_heads * self.shape.head_dim
@@ -240,12 +261,13 @@ class Run:
         )
 
     @property
-    @of_sizes
+    @of_tokens
     def packs_documents(self) -> bool:
         """Whether attention ends at document borders without a mask."""
         return self.attention.packs(self.kernels.attention)
 
     @property
+    @of_sizes
     def chunk_layers(self) -> int:
         """Layers of one stage; the stages that have a row less are padded."""
         layers, group = self.shape.layers - self.head_modules, self.shape.layer_group
@@ -267,19 +289,43 @@ class Run:
         """Layers of which the first may have another policy: those of the model, or of a pipeline's stage."""
         return self.chunk_layers if self.mesh.pp > 1 else self.shape.num_layers
 
-    @functools.cached_property
+    @property
     def by_policy(self) -> list[tuple["Run", int]]:
         """The layers of the model, or of a pipeline's stage, as runs with one policy, and the number of each."""
-        layers = self.split_layers + self.shape.mtp_layers - self.head_modules
-        parts = by_layer(self.remat, layers)
-        return [(self if len(parts) == 1 else self.with_remat(p), count) for p, count in parts]
+        if isinstance(self.remat, Split):
+            return self._policies
+        return [(self, self._counted_layers)]
+
+    @functools.cached_property
+    def _policies(self) -> list[tuple["Run", int]]:
+        parts = by_layer(self.remat, self._counted_layers)
+        return [(self.with_remat(policy), count) for policy, count in parts]
+
+    @property
+    @of_sizes
+    def _counted_layers(self) -> int:
+        return self.split_layers + self.shape.mtp_layers - self.head_modules
 
     def with_remat(self, remat: Remat, **changes: Any) -> "Run":
         """Return the run with another policy, and other fields that need no check; its sizes, whose check takes long,
         stay."""
+        layer = vars(self)["_layers"].setdefault(remat, {})
+        return self._with(remat=remat, _layer=layer, **changes)
+
+    def with_schedule(self, cfg: Config) -> "Run":
+        """Return the run with the ZeRO stage and schedule of `cfg`, which was checked and is the same else."""
+        fields = schedule_of(cfg) if self.mesh.pp > 1 else {}
+        return self._with(zero=cfg.train.zero, _sizes={}, **fields)
+
+    def differs_in_schedule(self, other: "Run") -> bool:
+        """Return whether `with_schedule` made one of the two of the other, or both of one, with one ZeRO stage."""
+        return vars(self)["_tokens"] is vars(other)["_tokens"] and self.zero == other.zero
+
+    def _with(self, **changes: Any) -> "Run":
+        """Return the run with other attributes, unchecked, and without what follows from them."""
         made = object.__new__(Run)
-        vars(made).update(vars(self), remat=remat, **changes)
-        for name in ("lowering", "by_policy"):  # which follow from the policy
+        vars(made).update(vars(self), **changes)
+        for name in ("lowering", "_policies", "of_reference"):
             vars(made).pop(name, None)
         return made
 
@@ -303,7 +349,7 @@ class Run:
         return self.step_flops / self.num_gpus / step_s / gpu.peak_flops(self.precision)
 
     @property
-    @of_sizes
+    @of_tokens
     def ring(self) -> tuple[int, int]:
         """Places in the ring over cp, and ranks of one place, which exchange heads for sequence."""
         return self.context.ranks(self.mesh.cp)
@@ -381,6 +427,13 @@ COUNTED_AS = {"fp16": "bf16", "fp8_rowwise": "fp8", "fp8_block": "fp8"}
 
 fp8 with scales for rows or blocks is a little worse: bfloat16 is gathered, and casts read more.
 """
+
+
+def schedule_of(cfg: Config) -> dict[str, Any]:
+    """Return the fields of a run that follow from the schedule of its pipeline."""
+    own = schedules.of_config(cfg).virtual if cfg.pp.from_file else 0
+    fields = {name: getattr(cfg.pp, name) for name in PIPELINE}
+    return fields | {"virtual_stages": own or cfg.pp.stages_per_rank}
 
 
 def optimizer_bytes(cfg: Config) -> dict[str, int]:

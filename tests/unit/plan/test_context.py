@@ -8,7 +8,6 @@ from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas.activations import (
     document_mask,
-    layer_of,
 )
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
@@ -99,13 +98,11 @@ def test_heads_are_exchanged_four_times_each_way():
 
 def test_a_document_mask_is_that_of_a_place():
     given = {"document_mask": True, "kernels": KernelsConfig(attention="cudnn")}
-    masked = {
-        cp: document_mask(run, layer_of(run)) for cp in (1, 2, 8) if (run := split(cp, **given))
-    }
+    masked = {cp: document_mask(run) for cp in (1, 2, 8) if (run := split(cp, **given))}
     # The own block, and two blocks of half as many queries and keys.
     assert masked == {cp: 2 * (131072 / cp) ** 2 * (1 if cp == 1 else 1.5) for cp in (1, 2, 8)}
     exchanged = split(8, ulysses=2, **given)
-    assert document_mask(exchanged, layer_of(exchanged)) == masked[8] * 4
+    assert document_mask(exchanged) == masked[8] * 4
     # Whole rows are packed, on one rank or after an exchange of heads; the blocks of a ring are not.
     packed = [split(8, strategy=name, document_mask=True) for name in ("ulysses", "zigzag")]
-    assert [document_mask(run, layer_of(run)) for run in packed] == [0, masked[8]]
+    assert [document_mask(run) for run in packed] == [0, masked[8]]

@@ -8,7 +8,7 @@ from ultrascale_jax.config import Config, DataConfig, LinearAttention, MeshConfi
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel import gated_delta_rule
 from ultrascale_jax.plan.formulas import linear_attention
-from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes
+from ultrascale_jax.plan.formulas.activations import saved_bytes
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Run
 
@@ -47,7 +47,7 @@ def test_a_layer_takes_the_time_of_its_simulated_program(linear, seconds):
 def test_a_mean_layer_keeps_its_share_of_both_kinds():
     def attention(**model):
         alike = run(**model)
-        return saved_bytes(alike, layer_of(alike))["attention"]
+        return saved_bytes(alike)["attention"]
 
     whole = attention(linear=None, full_attention_every=0)
     linear = attention(full_attention_every=0)

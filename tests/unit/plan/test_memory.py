@@ -182,7 +182,7 @@ def test_what_a_layer_of_experts_keeps_by_hand():
 
     def parts(remat: str) -> dict[str, float]:
         run = run_8b({"ep": 8}, shape=shape, remat=remat)
-        return saved_bytes(run, layer_of(run))
+        return saved_bytes(run)
 
     rows, came = 8 * math.ceil((1 + 0.25 / math.sqrt(8)) * 2048), 8 * 1.25 * 8192 / 4
     assert not parts("full")["mlp"] and not parts("full")["dispatch"]

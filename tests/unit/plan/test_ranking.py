@@ -259,6 +259,17 @@ def test_short_sequences_are_split_over_cp_where_nothing_else_fits():
     assert searched(one, 16, "cp=1").winner is None
 
 
+@pytest.mark.parametrize("fixed", ["pp=2,dp=1,tp=1", "pp=1,sp=1,tp=1,cp=1,2"])
+def test_candidates_that_share_terms_have_those_of_their_own_configuration(fixed):
+    search = searched(few_layers(4), 16, fixed)
+    ranking = search.ranking
+    assert len({(c.run.schedule, c.run.zero) for c in ranking}) > 2
+    for candidate in ranking[:: len(ranking) // 60]:
+        alone = Run.of(candidate.configured(search.cfg), 16)
+        assert alone == candidate.run
+        assert estimate(alone, search.cluster).summary() == candidate.formula.summary()
+
+
 def test_the_public_search_gives_the_ranking_with_the_recommended_candidate_first():
     cluster, fixed = find_cluster(None, "h100", 8), {"pp": 1, "dp": [1, 2], "tp": 1, "sp": 1}
     ranked = search_meshes(llama3_8b, cluster, fixed=fixed)

@@ -31,7 +31,7 @@ from jax import lax
 from ultrascale_jax.config import require, require_type
 from ultrascale_jax.parallel.floats import is_float, join_leaves, split_floats
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
-from ultrascale_jax.parallel.pipeline.program import ENOUGH, Program, assemble
+from ultrascale_jax.parallel.pipeline.program import Program, assemble
 from ultrascale_jax.parallel.pipeline.rows import (
     add,
     at,
@@ -43,7 +43,7 @@ from ultrascale_jax.parallel.pipeline.rows import (
     where,
 )
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
-from ultrascale_jax.parallel.pipeline.segments import Segment
+from ultrascale_jax.parallel.pipeline.segments import ENOUGH, Segment
 from ultrascale_jax.parallel.pipeline.stages import (
     PipelineCall,
     Stages,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultrascale_jax.parallel.pipeline.segments import Segment, segments
+from ultrascale_jax.parallel.pipeline.segments import ENOUGH, Segment, segments
 from ultrascale_jax.parallel.pipeline.table import Schedule
 
 PORTS = ("from_previous", "from_next", "from_self")
@@ -17,9 +17,6 @@ PORTS = ("from_previous", "from_next", "from_self")
 
 PASSES = {"F": "forward", "B": "backward", "W": "weight"}
 """Kind of operation to the first word of its columns."""
-
-ENOUGH = {"embed": 0.3, "head": 0.9, "embed_gradient": 0.3}
-"""Share of a segment's ticks from which on all of them run it, masked where it is not needed."""
 
 SLOTS = {
     "X": ("forward_input", "backward_input"),

@@ -7,6 +7,9 @@ from ultrascale_jax.parallel.pipeline.table import Schedule
 MOST_SEGMENTS = 8
 """Tables with more runs of like ticks (one operation a tick) become one run."""
 
+ENOUGH = {"embed": 0.3, "head": 0.9, "embed_gradient": 0.3}
+"""Share of a segment's ticks from which on all of them run it, masked where it is not needed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:

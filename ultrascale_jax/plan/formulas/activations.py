@@ -11,7 +11,7 @@ from ultrascale_jax.config import Keep, padded_vocab_size, remat_names
 from ultrascale_jax.config.remat import keeps
 from ultrascale_jax.models.loss_chunks import DISTILLED, num_chunks
 from ultrascale_jax.plan.formulas import context, experts, linear_attention
-from ultrascale_jax.plan.workload import Run, of_sizes
+from ultrascale_jax.plan.workload import Run, of_layer, of_tokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Layer:
     """Bytes of one that is kept only as the input of a matmul: 1 with fp8."""
 
 
-@of_sizes
+@of_tokens
 def layer_of(run: Run) -> Layer:
     """Return the layer of `run`; without experts."""
     shape, mesh, tokens = run.shape, run.mesh, run.tokens
@@ -58,13 +58,15 @@ def layer_of(run: Run) -> Layer:
     )
 
 
-def saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
+@of_layer
+def saved_bytes(run: Run) -> dict[str, float]:
     """Count the bytes that a mean layer keeps from its forward to its backward pass, by kind.
 
     Where a pipeline's layers are of both kinds, each has room for what routed experts keep; the branch that computes a
     dense layer or shared experts keeps nothing (`parallel/pipeline/rows.py: either`).
     """
-    parts, moe = dense_saved_bytes(run, layer), run.shape.expert_share
+    layer, moe = layer_of(run), run.shape.expert_share
+    parts = dense_saved_bytes(run, layer)
     if moe:
         parts["mlp"] = parts.get("mlp", 0) * (0 if _has_branches(run) else 1 - moe)
         for name, value in experts_saved_bytes(run, layer).items():
@@ -77,22 +79,23 @@ def _has_branches(run: Run) -> bool:
     return run.mesh.pp > 1 and 0 < run.shape.expert_share < 1
 
 
-def document_mask(run: Run, layer: Layer) -> float:
+@of_tokens
+def document_mask(run: Run) -> float:
     """Count the bytes of the masks that attention reads where documents end inside a sequence; packed it reads none.
 
     On a ring that of the own block, and of the blocks of the first step, which the backward pass uses again.
     """
-    if layer.scores or not run.document_mask or run.packs_documents:
+    if layer_of(run).scores or not run.document_mask or run.packs_documents:
         return 0
     others = context.block_share(run) if run.ring[0] > 1 else 0
     return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
 
 
-def kept_bytes(layers: Sequence[tuple[Run, int]], layer: Layer) -> dict[str, float]:
+def kept_bytes(layers: Sequence[tuple[Run, int]]) -> dict[str, float]:
     """Count the bytes that layers keep for their backward pass, by kind; they are given as `Run.by_policy`."""
     parts: dict[str, float] = {}
     for alike, count in layers:
-        for name, size in saved_bytes(alike, layer).items():
+        for name, size in saved_bytes(alike).items():
             parts[name] = parts.get(name, 0) + count * size
     return parts
 
@@ -143,7 +146,7 @@ def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, floa
     }
 
 
-@of_sizes
+@of_tokens
 def _attention_bytes(run: Run) -> dict[str, float]:
     """Count the bytes of the named tensors of a mean layer's attention."""
     layer = layer_of(run)
@@ -180,12 +183,13 @@ def _whole_attention(run: Run, layer: Layer) -> float:
     return named + (1 - share) * full + share * linear_attention.unnamed_bytes(run, a)
 
 
+@of_layer
 def offloaded_bytes(run: Run) -> float:
     """Count the bytes of a mean layer's activations that wait for its backward pass in the host's memory."""
     names = remat_names(run.policy)[1]
     if not names:
         return 0.0
-    kept = saved_bytes(run.with_remat(Keep(saved=names)), layer_of(run))
+    kept = saved_bytes(run.with_remat(Keep(saved=names)))
     return sum(kept.values()) - ("layer_input" not in names) * kept["layer inputs"]
 
 
@@ -226,7 +230,8 @@ def mtp_saved_bytes(run: Run, layer: Layer) -> float:
     return kept + (2 * layer.input_width + 36) * layer.residual if run.policy == "none" else kept
 
 
-def working_set(run: Run, layer: Layer) -> float:
+@of_layer
+def working_set(run: Run) -> float:
     """Count the bytes of activations that the backward pass of one layer has in hand at its largest moment.
 
     In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up, and of attention's
@@ -234,7 +239,8 @@ def working_set(run: Run, layer: Layer) -> float:
     gradient in float32 and in the type of compute; or a ring's blocks. Ranks that exchange heads have queries and
     result in both layouts, and keys and values.
     """
-    a, shape = layer.width, run.shape
+    layer, shape = layer_of(run), run.shape
+    a = layer.width
     wide = {"none": 2, "selective": 3, "dots": 3}.get(str(run.policy), 4)
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
@@ -278,15 +284,16 @@ def experts_working_set(run: Run, layer: Layer) -> float:
     return layer.width * (first * ffn + 2 * rows + 2 * came)
 
 
-def experts_forward_bytes(run: Run, layer: Layer) -> float:
+@of_tokens
+def experts_forward_bytes(run: Run) -> float:
     """Count the bytes of gate, up and their product, which the forward pass of the routed experts has in hand."""
     if run.shape.experts is None:
         return 0.0
     rows, ffn = experts.expert_values(run)
-    return layer.width * (3 * ffn + 2 * rows + experts.a2a_rows(run) * run.shape.d_model)
+    return layer_of(run).width * (3 * ffn + 2 * rows + experts.a2a_rows(run) * run.shape.d_model)
 
 
-@of_sizes
+@of_tokens
 def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials.
 

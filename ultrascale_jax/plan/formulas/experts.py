@@ -11,7 +11,7 @@ from ultrascale_jax.parallel.experts import capacity
 from ultrascale_jax.parallel.experts.capacity import A2AStage
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster
-from ultrascale_jax.plan.workload import Group, Run, group, of_sizes
+from ultrascale_jax.plan.workload import Group, Run, group, of_tokens
 
 
 def num_chunks(run: Run) -> int:
@@ -24,7 +24,7 @@ def tokens(run: Run) -> int:
     return run.tokens // run.mesh.sp // num_chunks(run)
 
 
-@of_sizes
+@of_tokens
 def a2a_stages(run: Run) -> list[A2AStage]:
     """Return the exchanges on the way of those tokens to their experts; back they go likewise."""
     experts = run.shape.experts
@@ -33,7 +33,7 @@ def a2a_stages(run: Run) -> list[A2AStage]:
     )
 
 
-@of_sizes
+@of_tokens
 def received_rows(run: Run) -> int:
     """Count the rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
     found = [hop.parts * hop.rows for hop in a2a_stages(run)]
@@ -47,7 +47,7 @@ def balanced_rows(run: Run) -> float:
     return tokens(run) * run.mesh.sp * experts.top_k * run.mesh.ep / experts.num
 
 
-@of_sizes
+@of_tokens
 def expert_capacity(run: Run) -> int:
     """Count the rows for which one expert has room: the balanced ones, and what chance may add.
 
@@ -77,7 +77,7 @@ def gemm_rows(run: Run) -> int:
     return math.ceil(balanced_rows(run)) if ragged(run) else expert_capacity(run)
 
 
-@of_sizes
+@of_tokens
 def a2a_rows(run: Run) -> int:
     """Count the rows that a GPU gets of all its tokens, in all exchanges together."""
     return num_chunks(run) * sum(hop.parts * hop.rows for hop in a2a_stages(run))
@@ -92,7 +92,7 @@ def exchange_loops(run: Run) -> int:
     return count
 
 
-@of_sizes
+@of_tokens
 def round_loops(run: Run) -> int:
     """Count all loops for further rounds: those of the exchanges, and that of an expert's rows inside."""
     if run.shape.experts is None:
@@ -100,7 +100,7 @@ def round_loops(run: Run) -> int:
     return exchange_loops(run) + (expert_capacity(run) < _most_rows(run))
 
 
-@of_sizes
+@of_tokens
 def expert_values(run: Run) -> tuple[float, float]:
     """Count the values of a GPU's experts' rows, padding included: as the residual stream has them, and as gate."""
     shape = run.shape

@@ -46,17 +46,17 @@ class Passes:
     traffic: float
     """Memory traffic of both passes, a third of it of the forward pass."""
 
-    @property
+    @functools.cached_property
     def backward_products(self) -> float:
         """Time of the matrix products of the backward pass."""
         return self.input_gradients + self.weight_gradients
 
-    @property
+    @functools.cached_property
     def forward(self) -> float:
         """Time of the full forward pass."""
         return sum(self.products.values()) + self.attention + self.traffic / 3
 
-    @property
+    @functools.cached_property
     def backward(self) -> float:
         """Time of the full backward pass."""
         return self.backward_products + self.attention_backward + self.traffic * 2 / 3

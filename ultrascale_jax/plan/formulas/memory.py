@@ -65,7 +65,7 @@ def breakdown(run: Run) -> MemoryBreakdown:
         moments += pipeline_memory.moments(run, weights, layer)
     else:
         living = sums(run, weights)
-        mask = {"activations: document mask": document_mask(run, layer)}
+        mask = {"activations: document mask": document_mask(run)}
         for place, (alike, _) in enumerate(run.by_policy, start=1):
             kept = activations(run, layer, run.by_policy[:place])  # of the layers behind none
             moments.append(living | kept | mask | _backward(alike, weights, layer))
@@ -97,7 +97,7 @@ def least_with_any_policy(run: Run) -> float:
 
     The backward pass of a layer has the least in hand where nothing is repeated.
     """
-    return least_bytes(run) + working_set(run, layer_of(run))
+    return least_bytes(run) + working_set(run)
 
 
 def host_bytes(run: Run) -> int:
@@ -190,7 +190,7 @@ def activations(
     run: Run, layer: Layer, parts_of_layers: Sequence[tuple[Run, int]]
 ) -> dict[str, float]:
     """Count the bytes that these of the layers keep from forward to backward pass."""
-    parts = kept_bytes(parts_of_layers, layer)
+    parts = kept_bytes(parts_of_layers)
     parts["mtp"] = run.shape.mtp_layers * mtp_saved_bytes(run.by_policy[-1][0], layer)
     return {f"activations: {name}": size for name, size in parts.items()}
 
@@ -215,7 +215,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     return {
         "gradients": gradients,
         "communication buffers": used if gathered else 0,
-        "workspace": working_set(run, layer) + returning_bytes(run) + (0 if gathered else used),
+        "workspace": working_set(run) + returning_bytes(run) + (0 if gathered else used),
     }
 
 

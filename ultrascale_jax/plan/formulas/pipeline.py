@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ultrascale_jax.config import GROUPED
+from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.segments import ENOUGH, segments
 from ultrascale_jax.parallel.pipeline.table import KINDS, Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.model_shape import ModelShape
-from ultrascale_jax.plan.schedules.measures import in_flight, w_queue
+from ultrascale_jax.plan.schedules.measures import holdings
 from ultrascale_jax.plan.workload import Run, of_sizes
 
 if TYPE_CHECKING:
     from ultrascale_jax.hlo import Instruction, Module
-    from ultrascale_jax.parallel.pipeline.program import Program
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def counts(run: Run) -> Counts:
     Raises:
       UserError: the schedule does not exist for these numbers.
     """
-    return _counts(_key(run), run.stash)
+    return _of_sizes(run)[run.stash]
 
 
 def stack_rows(run: Run) -> tuple[int, int]:
@@ -79,12 +80,13 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
     with and without a window the share of the layers without. A pipeline's stages have layers of both kinds in one
     iteration, and all wait for the slower kind: for the experts, or for the dense layer in their place.
     """
-    # It imports numpy, which no formula does without a pipeline.
+    # They import numpy, which no formula does.
     from ultrascale_jax.hlo.classes import block_of
+    from ultrascale_jax.parallel.pipeline.program import assemble
 
     shape = run.shape
     mixed = 0 < shape.dense_layers < shape.num_layers
-    program = None if run.mesh.pp == 1 else _assembled(_table(_key(run)), run.stash)
+    program = None if run.mesh.pp == 1 else assemble(_table(_key(run)), run.stash)
 
     def share(conditional: "Instruction", trips: tuple[int, ...]) -> float:
         bodies = (module.computations[name] for name in conditional.called)
@@ -133,31 +135,47 @@ class Key(NamedTuple):
 
 
 @of_sizes
+def _of_sizes(run: Run) -> dict[Stash, Counts]:
+    return _counts(_key(run))
+
+
+@of_sizes
 def _key(run: Run) -> Key:
     return Key(run.schedule, run.mesh.pp, run.microbatches, run.virtual_stages)
 
 
 @functools.cache
-def _counts(key: Key, stash: str) -> Counts:
+def _counts(key: Key) -> dict[Stash, Counts]:
+    """Return the counts with either stash."""
     if key.fewer is None:
-        return _joined(*_counted(key, stash))
+        return _joined(*_counted(key))
     small, larger, steps = key.fewer
-    first, second = (_counted(key._replace(microbatches=m), stash) for m in (small, larger))
+    first, second = (_counted(key._replace(microbatches=m)) for m in (small, larger))
     pairs = zip(first[1], second[1], strict=True)
-    segments = [_continued(a, b, steps) for a, b in pairs]
-    return _joined(_continued(first[0], second[0], steps), segments)
+    by_segment = [_continued(a, b, steps) for a, b in pairs]
+    return _joined(_continued(first[0], second[0], steps), by_segment)
 
 
-def _joined(counted: dict[str, dict], segments: list[dict[str, int]]) -> Counts:
+def _joined(
+    counted: dict[str, dict[Any, int]], by_segment: list[dict[str, int]]
+) -> dict[Stash, Counts]:
     """Make `Counts` of what `_counted` returns."""
-    from ultrascale_jax.parallel.pipeline.program import ENOUGH
-
     times = dict.fromkeys(ENOUGH, 0)
-    for segment in segments:
+    for segment in by_segment:
         for name, enough in ENOUGH.items():
             needed, every = segment[name], segment["ticks"]
             times[name] += every if needed and needed >= enough * every else needed
-    return Counts(times=times, **counted)
+    most = counted["most"]
+    peaks = {name: most[name] for name in ("in_flight", "w_queue")}
+    shared: dict[str, Any] = {"times": times, "peaks": peaks}
+    shared |= {name: counted[name] for name in ("ticks", "in_flight")}
+    slots = {"gradients": most["gradients"], "weights": most["w_queue"]}
+    stashed = {"inputs": most["stashed_inputs"], "residuals": 0}
+    kept = {"inputs": most["inputs"], "residuals": most["in_flight"]}
+    return {
+        "residuals": Counts(slots=kept | slots, **shared),
+        "input": Counts(slots=stashed | slots, **shared),
+    }
 
 
 def _continued(first: Any, second: Any, steps: int) -> Any:
@@ -176,37 +194,31 @@ def _stack_rows(key: Key, layers: int, dense: int) -> tuple[int, int]:
     return len(first) // table.ranks, len(others) // table.ranks
 
 
-@functools.lru_cache(8)  # the same table for either stash
+@functools.lru_cache(8)
 def _table(key: Key) -> Schedule:
     if key.schedule.lower().endswith(".csv"):
         return read_csv(key.schedule)
     return schedules.build(*key)
 
 
-def _assembled(schedule: Schedule, stash: str) -> "Program":
-    # It imports numpy, for which a plan without a pipeline need not wait.
-    from ultrascale_jax.parallel.pipeline.program import assemble
-
-    return assemble(schedule, stash)
-
-
 @functools.cache
-def _counted(key: Key, stash: str) -> tuple[dict[str, dict], list[dict[str, int]]]:
-    """Count the fields of `Counts` but `times`, and of each segment the ticks, and those that need each of `ENOUGH`."""
-    from ultrascale_jax.parallel.pipeline.program import ENOUGH
-
+def _counted(key: Key) -> tuple[dict[str, dict[Any, int]], list[dict[str, int]]]:
+    """Count ticks, most values at once and those in flight by rank; and of each segment the ticks, and those that need
+    each of `ENOUGH`."""
     schedule = _table(key)
-    program = _assembled(schedule, stash)
-    ticks = {"all": len(schedule.ticks)} | dict.fromkeys(KINDS, 0)
-    segments = []
-    for segment in program.segments:
+    last = schedule.num_stages - 1
+    needed = {"embed": ("F", 0), "head": ("F", last), "embed_gradient": ("B", 0)}
+    ticks, counted = {"all": len(schedule.ticks)} | dict.fromkeys(KINDS, 0), []
+    for segment in segments(schedule):
         length = segment.stop - segment.start
         for kind in segment.kinds:
             ticks[kind] += length
-        part = slice(segment.start, segment.stop)
-        needed = {name: int(program.every[name][part].sum()) for name in ENOUGH}
-        segments.append({"ticks": length} | needed)
-    ranks = dict(enumerate(in_flight(schedule)))
-    peaks = {"in_flight": max(ranks.values()), "w_queue": max(w_queue(schedule))}
-    counted = {"ticks": ticks, "slots": vars(program.slots), "peaks": peaks, "in_flight": ranks}
-    return counted, segments
+        counted.append({"ticks": length})
+        for name, (kind, stage) in needed.items():
+            cells = (
+                row[schedule.rank_of(stage)] for row in schedule.ticks[segment.start : segment.stop]
+            )
+            counted[-1][name] = sum(kind in cell and cell[kind][1] == stage for cell in cells)
+    held = holdings(schedule)
+    most = {name: max(ranks) for name, ranks in vars(held).items()}
+    return {"ticks": ticks, "most": most, "in_flight": dict(enumerate(held.in_flight))}, counted

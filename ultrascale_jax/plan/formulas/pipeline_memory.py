@@ -69,11 +69,7 @@ def by_rank(run: Run, parts: Mapping[str, float]) -> list[RankMemory]:
     if run.mesh.pp == 1:
         return []
     chunks = pipeline.counts(run).in_flight
-    kept = (
-        kept_bytes(run.by_policy, layer_of(run))
-        if run.stash == "residuals"
-        else {"stage inputs": 0}
-    )
+    kept = kept_bytes(run.by_policy) if run.stash == "residuals" else {"stage inputs": 0}
     filled = sum(parts.get(f"activations: {name}", 0) for name in kept)
     most, every = max(chunks.values()), sum(parts.values())
     return [
@@ -91,7 +87,7 @@ def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:
     """Count the ring buffers, and the values of this tick."""
     slots, stashes = pipeline.counts(run).slots, run.stash == "residuals"
     chunks = slots["residuals"] + 1 if stashes else 0
-    parts = _saved(run, layer, chunks)
+    parts = _saved(run, chunks)
     sent = slots["inputs"] + slots["gradients"] + 2 + (2 if stashes else 3)
     parts["activations: stage inputs"] = sent * layer.width * layer.residual
     if slots["weights"]:
@@ -100,9 +96,9 @@ def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:
     return parts
 
 
-def _saved(run: Run, layer: Layer, chunks: int) -> dict[str, float]:
+def _saved(run: Run, chunks: int) -> dict[str, float]:
     """Count the bytes that `chunks` stages keep, by kind."""
-    kept = kept_bytes(run.by_policy, layer)
+    kept = kept_bytes(run.by_policy)
     return {f"activations: {name}": chunks * size for name, size in kept.items()}
 
 
@@ -155,14 +151,14 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """
     a, both = layer.width, overlaps_passes(run)
     params = layer_params(run, weights)
-    forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_forward_bytes(run, layer)
+    forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_forward_bytes(run)
     copies = a * expert_matrices(run) * weights.routed
-    working = max(working_set(alike, layer) for alike, _ in run.by_policy)
+    working = max(working_set(alike) for alike, _ in run.by_policy)
     return {
         "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
         "workspace": working + both * forward + copies,
-        "activations: document mask": (1 + both) * document_mask(run, layer),
-        **(_saved(run, layer, 1) if run.stash == "input" else {}),
+        "activations: document mask": (1 + both) * document_mask(run),
+        **(_saved(run, 1) if run.stash == "input" else {}),
     }
 
 
@@ -182,8 +178,8 @@ def _head(run: Run) -> dict[str, float]:
 def _with_modules(run: Run, head: dict[str, float], layer: Layer) -> dict[str, float]:
     """Return `head` with the modules of `model.mtp_layers`, which have the last layer's policy."""
     last = run.by_policy[-1][0]
-    kept = sum(kept_bytes([(last, 1)], layer).values()) + mtp_saved_bytes(last, layer)
+    kept = sum(kept_bytes([(last, 1)]).values()) + mtp_saved_bytes(last, layer)
     return head | {
         "activations: mtp": run.head_modules * kept,
-        "workspace": head["workspace"] + working_set(last, layer),
+        "workspace": head["workspace"] + working_set(last),
     }

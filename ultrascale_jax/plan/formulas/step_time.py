@@ -37,7 +37,7 @@ from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, host_mome
 from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
-from ultrascale_jax.plan.workload import Group, Run, group, of_sizes
+from ultrascale_jax.plan.workload import Group, Run, group, of_layer, of_sizes, of_tokens
 
 SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
 """Axes over which ZeRO splits what all tokens meet, and routed experts, which ep splits already."""
@@ -92,20 +92,31 @@ class Step:
             "*".join(a for a in ("sp", "tp") if run.mesh.sizes[a] > 1) or "sp"
         )
         self.shards = self.group(*SHARDED[0])
-        self._known = {}
+        self._sizes, self._tokens, self._layer = {}, {}, {}
 
     def with_policy(self, run: Run) -> "Step":
         """Return the step of `run`, which differs in recomputation or stash alone; what follows from neither stays."""
         step = copy.copy(self)
-        vars(step).pop("by_policy", None)
-        step.run = run
+        vars(step).pop("_policies", None)
+        step.run, step._layer = run, {}
         return step
 
-    @functools.cached_property
+    def with_schedule(self, run: Run) -> "Step":
+        """Return the step of `run`, which differs in its schedule alone, recomputation and stash too; the passes of a
+        layer stay."""
+        step = self.with_policy(run)
+        step._sizes, step.layer_time = {}, LayerTime(run, self.cluster)
+        return step
+
+    @property
     def by_policy(self) -> list[tuple["Step", int]]:
         """The steps of `Run.by_policy`, and the number of layers of each."""
-        if not isinstance(self.run.remat, Split):
-            return [(self, self.run.by_policy[0][1])]
+        if isinstance(self.run.remat, Split):
+            return self._policies
+        return [(self, self.run.by_policy[0][1])]
+
+    @functools.cached_property
+    def _policies(self) -> list[tuple["Step", int]]:
         return [(self.with_policy(run), count) for run, count in self.run.by_policy]
 
     def mean(self, term: Callable[["Step"], float]) -> float:
@@ -178,7 +189,7 @@ class Step:
         count = sum(params.count for params in self.layer_params)
         params = count / (self.shards.ranks if run.zero == 3 else 1)
         layer = layer_of(run)
-        activations = 2 * sum(saved_bytes(run, layer).values())
+        activations = 2 * sum(saved_bytes(run).values())
         if self.splits_backward:
             activations += 2 * pipeline_memory.w_queue_bytes(run, layer)
         return costs.memory_seconds(self.gpu, activations + 8 * params)
@@ -287,7 +298,7 @@ class Step:
             return inputs
         return inputs + self.layer_time.gemms(shapes, "weight", fp8=False)
 
-    @of_sizes
+    @of_tokens
     def loss(self) -> float:
         """Time the cross-entropy of one micro-batch without its matrix products.
 
@@ -308,6 +319,7 @@ class Step:
         counts = (p.trained / (p.ranks.ranks if self.run.zero > 1 else 1) for p in params)
         return costs.memory_seconds(self.gpu, 10 * sum(counts))
 
+    @of_layer
     def recomputed(self) -> float:
         """Time what the backward pass repeats of the forward pass: all that is not kept but a layer's last product.
 
@@ -337,7 +349,7 @@ class Step:
     def kept_beyond_names(self) -> float:
         """Time writing and reading what a layer keeps with `none` and not with `selective`."""
         named = self.run.with_remat("selective")
-        every, some = (sum(saved_bytes(r, layer_of(r)).values()) for r in (self.run, named))
+        every, some = (sum(saved_bytes(r).values()) for r in (self.run, named))
         return costs.memory_seconds(self.gpu, self.overheads.kept_passes * (every - some))
 
     @property
@@ -369,7 +381,7 @@ class Step:
         gathered = sum(p.width * count for p, count in zip(params, sent, strict=True))
         return gathered, width * sum(sent)
 
-    @of_sizes
+    @of_tokens
     def tensor_group(self) -> float:
         """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
         size = 2 * self.run.tokens * self.shape.d_model
@@ -378,7 +390,7 @@ class Step:
             return passes * self.collective("all-gather", size, self.tensor)
         return passes / 2 * self.collective("all-reduce", size, self.tensor)
 
-    @of_sizes
+    @of_tokens
     def exchanged(self) -> tuple[float, float]:
         """Time how long attention waits for cp, forward and backward."""
         if self.mesh.cp == 1:
@@ -444,7 +456,7 @@ class Step:
         return 2, 2 if "dispatched" in self.kept else 3
 
     @property
-    @of_sizes
+    @of_tokens
     def one_way(self) -> float:
         """Time one way of tokens to their experts or back."""
         return experts.dispatch_seconds(self.run, self.cluster)

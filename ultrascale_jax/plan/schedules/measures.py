@@ -4,8 +4,10 @@ Costs `f`, `b`, `w` are the times of a forward pass, an input gradient and a wei
 all stages of a rank, in any unit; a backward pass that is not split takes `b + w`.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ultrascale_jax.parallel.pipeline.segments import segments
@@ -113,25 +115,79 @@ def formula(schedule: Schedule) -> float | None:
     }.get(schedule.name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """Most values that each rank holds at once, by kind: the slots of the executor's ring buffers."""
+
+    inputs: tuple[int, ...]
+    """Inputs of stages, until the forward pass has read them."""
+    stashed_inputs: tuple[int, ...]
+    """The same until the backward pass has, as with `pp.stash=input`."""
+    gradients: tuple[int, ...]
+    """Gradients of the outputs of stages."""
+    in_flight: tuple[int, ...]
+    """Pairs (microbatch, chunk) that have run F and wait for B."""
+    w_queue: tuple[int, ...]
+    """Pairs (microbatch, chunk) that have run B and wait for W."""
+
+
+def holdings(schedule: Schedule) -> Holdings:
+    """Count the values that each rank holds, from the ticks that make them and read them last.
+
+    `parallel/pipeline/program.py` keeps a slot for each through both ticks. A stage's input comes from the stage before
+    or the embedding, the gradient of its output from the stage behind or the head.
+    """
+    ticks = _ticks(schedule)
+    forward, backward, last = ticks["F"], ticks["B"], schedule.num_stages - 1
+    came = {(i, s): forward[i, s - 1] if s else tick for (i, s), tick in forward.items()}
+    returned = {(i, s): forward[i, s] if s == last else backward[i, s + 1] for i, s in backward}
+    return Holdings(
+        inputs=_most(schedule, came, forward),
+        stashed_inputs=_most(schedule, came, backward),
+        gradients=_most(schedule, returned, backward),
+        in_flight=_most(schedule, forward, backward),
+        w_queue=_most(schedule, backward, ticks["W"]),
+    )
+
+
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Return each rank's peak number of (microbatch, chunk) that have run F and wait for B."""
-    return _peaks(schedule, "F", "B")
+    ticks = _ticks(schedule)
+    return _most(schedule, ticks["F"], ticks["B"])
 
 
 def w_queue(schedule: Schedule) -> tuple[int, ...]:
     """Return each rank's peak number of (microbatch, chunk) that have run B and wait for W."""
-    return _peaks(schedule, "B", "W")
+    ticks = _ticks(schedule)
+    return _most(schedule, ticks["B"], ticks["W"])
 
 
 def held(schedule: Schedule) -> tuple[int, ...]:
     """Return each rank's peak number of (microbatch, chunk) between F and the last operation on them."""
-    return _peaks(schedule, "F", schedule.kinds[-1])
+    ticks = _ticks(schedule)
+    return _most(schedule, ticks["F"], ticks["W" if schedule.split else "B"])
 
 
-def _peaks(schedule: Schedule, begin: str, end: str) -> tuple[int, ...]:
-    now, peak = [0] * schedule.ranks, [0] * schedule.ranks
-    operations = schedule.ops() if end in schedule.kinds else ()
-    for _, rank, kind, _, _ in operations:
-        now[rank] += (kind == begin) - (kind == end)
-        peak[rank] = max(peak[rank], now[rank])
-    return tuple(peak)
+type Ticks = dict[tuple[int, int], int]
+"""(microbatch, stage) to a tick."""
+
+
+def _ticks(schedule: Schedule) -> dict[str, Ticks]:
+    """Return the tick of each operation, by kind."""
+    ticks: dict[str, Ticks] = {kind: {} for kind in KINDS}
+    for tick, row in enumerate(schedule.ticks):
+        for cell in row:
+            for kind, value in cell.items():
+                ticks[kind][value] = tick
+    return ticks
+
+
+def _most(schedule: Schedule, begins: Ticks, ends: Ticks) -> tuple[int, ...]:
+    """Count the values that each rank has at most at once, from one tick to another and in both."""
+    changes = [[0] * (len(schedule.ticks) + 1) for _ in range(schedule.ranks)]
+    of_stage = [changes[schedule.rank_of(stage)] for stage in range(schedule.num_stages)]
+    for value, end in ends.items():
+        of_rank = of_stage[value[1]]
+        of_rank[begins[value]] += 1
+        of_rank[end + 1] -= 1
+    return tuple(max(itertools.accumulate(of_rank)) for of_rank in changes)

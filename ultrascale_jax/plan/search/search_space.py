@@ -254,6 +254,7 @@ def _add_runs(
 ) -> None:
     """Add the runs on `mesh` to `space`."""
     oversized: dict[Any, bool] = {}
+    alike: dict[Any, Run] = {}
     for work, schedule, moe, cp in itertools.product(
         _work(cfg, mesh, choices),
         _schedules(cfg, mesh, choices),
@@ -265,7 +266,7 @@ def _add_runs(
             continue
         try:
             candidate = _candidate_config(cfg, mesh, work, schedule, moe=moe, cp=cp)
-            run = Run.of(candidate, cluster.num_gpus)
+            run = _run(candidate, cluster.num_gpus, alike)
             _require_parts(run, choices)
         except UserError as error:
             space.illegal[str(error).partition("=")[0]] += 1
@@ -277,6 +278,16 @@ def _add_runs(
             space.oversized.extend(variants[-1:])
         elif variants:
             space.variants.append(variants)
+
+
+def _run(cfg: Config, num_gpus: int, alike: dict[Any, Run]) -> Run:
+    """Return the run of `cfg` on a mesh, from the one that differs in ZeRO stage and schedule alone if it is known."""
+    key = cfg.train.global_batch, cfg.train.microbatches, cfg.moe, cfg.cp
+    if key not in alike:
+        alike[key] = Run.of(cfg, num_gpus)
+        return alike[key]
+    cfg.check(num_gpus)
+    return alike[key].with_schedule(cfg)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
