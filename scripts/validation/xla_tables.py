@@ -107,7 +107,7 @@ def measure(row: Row) -> Row:
 def with_formula(row: Row) -> Row:
     """Add the formulas' bytes, their error in percent and, where the row has the column, the seconds."""
     run = Run.of(*config(row))
-    formula = breakdown(run).peak_bytes
+    formula = breakdown(run).planned_bytes
     error = 100 * (formula / int(row["xla_bytes"]) - 1)
     columns = {"formula_bytes": str(formula), "error_pct": f"{error:.1f}"}
     if "formula_step_s" in row:

@@ -22,6 +22,7 @@ OWN = {
     "batch": "#999933",
     "communication buffers": "#BBCC33",
     "workspace": "#BBBBBB",
+    "cuDNN workspace": "#DDDDDD",
     "activations: layer inputs": "#EE8866",
     "activations: attention": "#CCBB44",
     "activations: mlp": "#AA3377",

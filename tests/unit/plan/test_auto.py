@@ -196,7 +196,7 @@ def test_values_that_stand_in_the_way_are_named_and_leaving_them_open_helps(
 
 
 def test_a_faster_mesh_that_may_fit_is_named_and_a_compilation_settles_it(capsys):
-    """At 70.9 of 72.8 GiB by formula; its program takes 70.8 + 1.0 and fits."""
+    """At 71.1 of 72.8 GiB by formula; its program takes 70.8 + 1.0 and fits."""
     fixed = {"pp": (1, 2), "dp": (1,), "cp": (1,), "tp": (1,)}
     fixed |= {"zero": (2, 3), "schedule": ("interleaved",), "stash": ("residuals",)}
     cluster = h100s(8)
@@ -207,7 +207,7 @@ def test_a_faster_mesh_that_may_fit_is_named_and_a_compilation_settles_it(capsys
         r"`plan compile` with these options settles it$",
         why,
     )
-    assert faster is not None and float(faster[1]) < 100 * LIKELY
+    assert faster is not None and float(faster[1]) <= 100 * LIKELY
     words = ["qwen3_30b_a3b", "--gpus", "8", *faster[2].split(), "--json"]
     plan.main(["memory", *words])
     told = json.loads(capsys.readouterr().out)

@@ -129,7 +129,10 @@ def test_kv_heads_are_repeated_for_a_larger_tensor_group():
 
 def test_a_document_mask_is_one_square_of_the_sequence_and_packed_documents_have_none():
     ids, masked = 4 * 8192, KernelsConfig(attention="cudnn")
-    assert peak(document_mask=True) - peak() == ids
+    # Packed, float32 gradients of the queries and a number of each, for four documents or, in rows of 4,096, eight.
+    assert peak(document_mask=True) - peak() == ids + 4 * 4 * 8192 * 32 * 129
+    eight = peak(document_mask=True, seq_len=4096) - peak(seq_len=4096)
+    assert eight == ids / 2 + 4 * 8 * 4096 * 32 * 129
     assert peak(document_mask=True, kernels=masked) - peak() == 2 * 8192**2 + ids
     for seq_len in (1024, 8190):  # too short, and not in classes
         packed, plain = (peak(document_mask=x, seq_len=seq_len) for x in (True, False))

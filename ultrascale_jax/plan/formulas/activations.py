@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax.config import Keep, padded_vocab_size, remat_names
 from ultrascale_jax.config.remat import keeps
+from ultrascale_jax.kernels.document_classes import class_segments
 from ultrascale_jax.models.loss_chunks import DISTILLED, num_chunks
 from ultrascale_jax.plan.formulas import context, experts, linear_attention
 from ultrascale_jax.plan.workload import Run, of_layer, of_tokens
@@ -77,6 +78,19 @@ def saved_bytes(run: Run) -> dict[str, float]:
 def _has_branches(run: Run) -> bool:
     """Return whether each layer of a pipeline may have experts or not, and chooses by a branch."""
     return run.mesh.pp > 1 and 0 < run.shape.expert_share < 1
+
+
+@of_tokens
+def attention_workspace(run: Run) -> float:
+    """Count the bytes that cuDNN takes beside XLA's plan for the backward pass of attention over packed documents.
+
+    They are float32 gradients of the queries, and one number of each query, for every document of a class that its call
+    has room for (`hlo/attention.py`). Without documents it is one of each, and left to the margin of `plan/verdict.py`.
+    """
+    if not run.packs_documents:
+        return 0.0
+    room = max(class_segments(run.seq_len))
+    return 4 * room * layer_of(run).query * (1 + 1 / run.shape.head_dim)
 
 
 @of_tokens

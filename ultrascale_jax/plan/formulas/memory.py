@@ -13,6 +13,7 @@ from ultrascale_jax.config import require_type
 from ultrascale_jax.plan.formulas import pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     Layer,
+    attention_workspace,
     document_mask,
     kept_bytes,
     layer_of,
@@ -34,6 +35,9 @@ from ultrascale_jax.plan.formulas.parameters import (
 from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run, of_sizes
 
+WORKSPACE = "cuDNN workspace"
+"""The part that cuDNN takes beside XLA's plan."""
+
 NF4_BITS = 4.127
 """Bits of a parameter in QLoRA's 4-bit NormalFloat with its quantized scales (arXiv 2305.14314, section 3)."""
 
@@ -49,6 +53,11 @@ class MemoryBreakdown:
     def peak_bytes(self) -> int:
         """All parts together."""
         return int(sum(self.parts.values()))
+
+    @property
+    def planned_bytes(self) -> int:
+        """The parts that XLA plans."""
+        return self.peak_bytes - int(self.parts.get(WORKSPACE, 0))
 
 
 def breakdown(run: Run) -> MemoryBreakdown:
@@ -75,7 +84,8 @@ def breakdown(run: Run) -> MemoryBreakdown:
     if run.mesh.pp == 1 and scatters:
         moments.append(sums(run, weights) | _scatter(weights))
     largest = max(moments, key=lambda parts: sum(parts.values()))
-    return MemoryBreakdown({name: value for name, value in (resting | largest).items() if value})
+    parts = resting | largest | {WORKSPACE: attention_workspace(run)}
+    return MemoryBreakdown({name: value for name, value in parts.items() if value})
 
 
 @of_sizes

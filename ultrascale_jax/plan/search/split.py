@@ -53,13 +53,16 @@ def fewest_layers(lean: Judged, rich: Judged, gpu: Gpu) -> tuple[Run, int] | Non
         run = rich.run.with_remat(Split(first=lean.run.policy, layers=layers, last=rich.run.policy))
         return run, breakdown(run).peak_bytes
 
-    every = lean.run.split_layers
-    saved = rich.peak_bytes - split(1)[1] if every > 1 else 0
-    missing = rich.peak_bytes - SURE * gpu.usable_bytes
-    if not 0 < missing < saved * (every - 1):
+    every, limit = lean.run.split_layers, SURE * gpu.usable_bytes
+    if every == 1 or rich.peak_bytes <= limit:
         return None
+    # The first layer also brings the working memory of `lean`; each further one saves the same.
+    (_, most), (_, least) = split(1), split(every - 1)
+    if least > limit:
+        return None
+    further = 0 if most <= limit else (every - 2) * (most - limit) / (most - least)
     group = lean.run.shape.layer_group
-    layers = group * math.ceil(missing / saved / group)
+    layers = group * math.ceil((1 + further) / group)
     if layers >= every:
         return None
     run, peak = split(layers)
