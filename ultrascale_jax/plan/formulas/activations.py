@@ -269,6 +269,7 @@ def working_set(run: Run) -> float:
     if shape.linear is not None:
         # The weight gradients of the feed-forward layer wait for those of attention.
         attention = max(attention, mlp + linear_attention.backward_bytes(run, a))
+        attention += a * (shape.layer_group - 1) * layer.residual  # inputs of the row's layers
     gathered = 2 if run.mesh.sp > 1 else 0
     # Inputs of the norms behind the half-blocks, once in float32.
     normed = 2 * (a + 4) * layer.residual if shape.norm_placement == "both" else 0

@@ -7,6 +7,7 @@ chunks, and keeps the states between blocks. Memory traffic bounds it in XLA's p
 from typing import NamedTuple
 
 from ultrascale_jax.config.model import Rule
+from ultrascale_jax.config.remat import keeps
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Run, group
@@ -59,9 +60,13 @@ def named_bytes(run: Run, width: int) -> dict[str, float]:
     XLA copies the stacks of values and gates before the backward pass, to have the tokens last.
     """
     key, value, _, states = sizes_of(run)
-    names = {"q": key, "k": key, "v": 2 * value, "attn_gate": 2 * value}
-    names = {name: width * size for name, size in names.items()}
-    return names | {"attn_core": width * value + 4 * states}
+    return {
+        "q": width * key,
+        "k": width * key,
+        "v": 2 * width * value,
+        "attn_gate": 2 * width * value,
+        "attn_core": width * value + 4 * states,
+    }
 
 
 def unnamed_bytes(run: Run, width: int) -> float:
@@ -79,13 +84,16 @@ def backward_bytes(run: Run, width: int) -> float:
     """Count the bytes that the backward pass of the layer has in hand beside its input and output.
 
     Products with parameters; what the rule reads, as it is and by block, and its gradients; the result, its gradient,
-    and the norm behind it in float32; of one block the states of its chunks, their gradients and products.
+    and the norm behind it in float32; of one block the states of its chunks, their gradients and products. Of Mamba-2
+    also the products with parameters that are computed again.
     """
     linear = run.shape.linear
     if linear is None:
         return 0.0
     key, value, _, _ = sizes_of(run)
     tokens = width * (4 * (2 * key + value) + 3 * value) + 8 * value
+    if linear.rule == "mamba2" and not keeps(run.policy, "v"):
+        tokens += sum(named_bytes(run, width).values())
     pieces = pieces_of(run)
     length = pieces * min(BLOCK, run.seq_len // run.mesh.cp // pieces)
     heads = run.sequences * linear.value_heads / run.mesh.tensor
