@@ -56,10 +56,22 @@ def in_hugging_face_layout(model, cfg, model_type=""):
             name = re.sub(r"\.[qkv]_proj", ".qkv_proj", name)
             name = re.sub(r"\.(gate|up)_proj", ".gate_up_proj", name)
         else:
+            name = name.replace(".shared_experts", "")
             name = re.sub(r"\.mlp\.(gate|up)_proj", ".shared_mlp.input_linear", name)
             name = name.replace(".mlp.down_proj", ".shared_mlp.output_linear")
+            name = name.replace(".mlp.gate.", ".block_sparse_moe.router.layer.")
+            if expert := re.search(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj", name):
+                join = "output" if expert[1] == "down" else "input"
+                name = name.replace(expert[0], f".block_sparse_moe.{join}_linear")
+                whole[name] = [*whole.get(name, []), value]
+                continue
         whole[name] = np.concatenate([whole[name], value]) if name in whole else value
-    return whole
+    return {
+        name: np.concatenate(value).reshape(cfg.experts.num, -1, value[0].shape[1])
+        if isinstance(value, list)
+        else value
+        for name, value in whole.items()
+    }
 
 
 def separate_tensors(model, cfg):

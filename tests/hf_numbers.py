@@ -38,6 +38,11 @@ from ultrascale_jax.train_step.optim import optimizer
 from ultrascale_jax.train_step.state import TrainState, abstract_state
 from ultrascale_jax.train_step.step import gradients, make_train_step
 
+GRANITE = {
+    ".mlp.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".mlp.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".mlp.router.layer": ".block_sparse_moe.router",
+}
 FUSED = {"(gate_proj|up_proj|w1|w3)": "gate_up_proj", "(down_proj|w2)": "down_proj"}
 
 
@@ -88,6 +93,8 @@ def norms_by_name(grads, model, family):
             full = full.replace("experts.0.", "experts.E.") if tensor.experts else full
             for pattern, whole in FUSED.items():
                 full = re.sub(rf"experts\.E\.{pattern}\.weight", f"experts.{whole}", full)
+            for stored, whole in GRANITE.items():
+                full = full.replace(stored, whole)
             squares[full] += np.sum(np.square(value))
     return {name: square**0.5 for name, square in squares.items()}
 

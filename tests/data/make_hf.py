@@ -258,11 +258,12 @@ def qwen3_5_moe_text() -> transformers.PretrainedConfig:
 
 
 def granite4_h() -> transformers.PretrainedConfig:
-    """Six layers, the second of every three with attention and the others Mamba-2; dense."""
+    """Six layers, the second of every three with attention and the others Mamba-2; experts."""
     return transformers.GraniteMoeHybridConfig(
         **GRANITE | {"intermediate_size": 16, "num_hidden_layers": 6},
-        shared_intermediate_size=48,
-        num_local_experts=0,
+        shared_intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
         layer_types=["mamba", "attention", "mamba"] * 2,
         mamba_n_heads=8,
         mamba_n_groups=4,

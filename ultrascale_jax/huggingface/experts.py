@@ -25,6 +25,8 @@ def read_experts(raw: Mapping[str, Any], num_layers: int) -> Experts | None:
     if family.experts is None:
         return None
     raw = {**raw, **_count(raw, model_type)}
+    if family.may_be_dense and raw.get(family.expert_keys["num"]) == 0:
+        return None
     fields: dict[str, Any] = {}
     for name, key in family.expert_keys.items():
         if name == SHARED_WIDTH:
@@ -70,6 +72,8 @@ def expert_keys(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
     family, experts = FAMILIES[model_type], cfg.experts
     if family.experts is None:
         return {}
+    if experts is None and family.may_be_dense:
+        return {family.expert_keys["num"]: 0}
     if experts is None:
         return {family.expert_keys["dense_layers"]: cfg.num_layers + cfg.mtp_layers}
     keys: dict[str, Any] = {}

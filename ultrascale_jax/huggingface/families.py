@@ -197,6 +197,8 @@ class Family:
     """Rules of its layers of linear attention; None: it may have none."""
     experts: Experts | None = None
     """Experts that absent keys mean, or None; values without a key always hold."""
+    may_be_dense: bool = False
+    """Whether its models have no experts where their number is 0."""
 
     norm_eps: float = 1e-6
     """Meaning of an absent key, as in the next fields."""
@@ -239,6 +241,8 @@ class Family:
     """Tensors that hold matrices of several parameters, one below the other."""
     joined_by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The same, head by head: of linear attention for each head of keys."""
+    experts_from_left: bool = False
+    """Whether tensors of all experts of a layer hold them as they are multiplied from the left."""
     left_out: str = ""
     """Beginning of the names of tensors that its code ignores."""
     scales_queries: bool = False
@@ -263,7 +267,7 @@ class Family:
             fixed
             and self.latent == (cfg.latent is not None)
             and (cfg.linear and cfg.linear.rule) in self.linear
-            and (self.experts is not None) == sparse
+            and ((self.experts is not None) == sparse or (self.may_be_dense and not sparse))
         )
 
 
@@ -491,12 +495,12 @@ def _granite4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         if (listed := raw.pop(key, None)) is not None:
             kinds = _granite4_layers(key, listed, num_layers)
     raw["layers_block_type"] = kinds
-    experts = raw.get("num_local_experts")
-    require(experts == 0, "num_local_experts", experts, "supported is 0")
-    for key, minimum in (("num_experts_per_tok", 0), ("intermediate_size", 1)):  # of experts
-        integer(raw, key, 1, minimum=minimum)
     kind, fix = raw.get("position_embedding_type"), "supported are rope and null"
     require(kind in ("rope", "nope", None), "position_embedding_type", kind, fix)
+    if integer(raw, "num_local_experts", 8, minimum=0):
+        return raw
+    for key, minimum in (("num_experts_per_tok", 0), ("intermediate_size", 1)):  # of experts
+        integer(raw, key, 1, minimum=minimum)
     return raw | {"intermediate_size": integer(raw, "shared_intermediate_size", 1024)}
 
 
@@ -576,8 +580,7 @@ def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
         "layer_types": [
             "attention" if cfg.mixer(i) == "attention" else "mamba" for i in range(cfg.num_layers)
         ],
-        "num_local_experts": 0,
-        "shared_intermediate_size": cfg.d_ff,
+        **({} if cfg.experts else {"shared_intermediate_size": cfg.d_ff}),
         "position_embedding_type": None if cfg.nope_every else "rope",
     }
 
@@ -808,25 +811,41 @@ FAMILIES = {
             *("full_attention_every", "full_attention_offset"),
         ),
         linear=(None, "mamba2"),
+        experts=Experts(num=8, top_k=2, d_ff=1024, shared=1),
+        may_be_dense=True,
+        expert_keys={
+            "num": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+            "d_ff": "intermediate_size",
+            SHARED_WIDTH: "shared_intermediate_size",
+        },
         constants=NO_BIAS,
         own_keys=(
-            *(*GRANITE, "layers_block_type", "num_local_experts"),
-            *("num_experts_per_tok", "shared_intermediate_size", "position_embedding_type"),
+            *(*GRANITE, "layers_block_type", "position_embedding_type"),
             *(*MAMBA_KEYS.values(), "mamba_expand", "mamba_conv_bias", "mamba_proj_bias"),
             "time_step_limit",
         ),
         common=_granite4,
         read=_read_granite4,
         write=_write_granite4,
+        experts_from_left=True,
         names={
             "mlp.w_down": "shared_mlp.output_linear",
+            "moe.shared.w_down": "shared_mlp.output_linear",
+            "moe.w_router": "block_sparse_moe.router.layer",
+            "moe.w_gate": "block_sparse_moe.input_linear",
+            "moe.w_up": "block_sparse_moe.input_linear",
+            "moe.w_down": "block_sparse_moe.output_linear.weight",
             "linear.a_log": "mamba.A_log",
             "linear.dt_bias": "mamba.dt_bias",
             "linear.scale": "mamba.norm.weight",
             "linear.w_o": "mamba.out_proj",
         },
         joined={
-            "shared_mlp.input_linear": ("mlp.w_gate", "mlp.w_up"),
+            "shared_mlp.input_linear": tuple(
+                f"{part}.w_{name}" for part in ("mlp", "moe.shared") for name in ("gate", "up")
+            ),
+            "block_sparse_moe.input_linear": ("moe.w_gate", "moe.w_up"),
             "mamba.in_proj": tuple(f"linear.w_{name}" for name in "zvkqa"),
             "mamba.conv1d": tuple(f"linear.conv_{name}" for name in "vkq"),
             "mamba.conv1d.bias": tuple(f"linear.b_{name}" for name in "vkq"),

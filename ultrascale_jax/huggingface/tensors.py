@@ -124,7 +124,7 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
 
     def add_layer(path: str, prefix: str, layer: int, stack: int | None = None) -> None:
         """Add the parameters of a stack of layers like this one, or of one layer."""
-        rows = list(_layer(cfg, layer))
+        rows, from_left = list(_layer(cfg, layer)), family.experts_from_left
         for (ours, dims, stored), own_sizes in rows:
             name, _, part = family.name(ours).partition("[")
             is_joined = "E" in dims and "{}" not in name
@@ -133,7 +133,7 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
             table[path + _path(ours)] = Tensor(
                 name=f"{prefix}{name}{'.weight' if is_weight and not is_joined else ''}",
                 dims=dims,
-                stored=dims if is_joined else stored,
+                stored=stored if not is_joined else f"E{stored}" if from_left else dims,
                 part=int(part.removesuffix("]")) if part else None,
                 sizes=sizes | own_sizes,
                 float32=ours == "moe.bias",
@@ -146,7 +146,8 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
             parts = [path + _path(ours) for ours in members if ours in here]
             suffix = "" if name.endswith(".bias") else ".weight"
             shared: dict[str, Any] = {"name": f"{prefix}{name}{suffix}"}
-            shared["rows"] = tuple(table[part].shape[0] for part in parts)
+            axis = int(any(table[part].stored.startswith("E") for part in parts))
+            shared |= {"axis": axis, "rows": tuple(table[part].shape[axis] for part in parts)}
             if name in family.joined_by_head:
                 linear = cfg.linear if members[0].startswith("linear.") else None
                 shared["heads"] = cfg.num_heads if linear is None else linear.key_heads

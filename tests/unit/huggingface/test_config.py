@@ -219,6 +219,13 @@ READ = [
         GRANITE_KEYS | {"position_embedding_type": "rope", "shared_intermediate_size": 80},
         change(GRANITE_3, d_ff=80),
     ),
+    (
+        "granitemoehybrid",
+        GRANITE_KEYS | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 48},
+        change(
+            GRANITE_3, d_ff=48, nope_every=1, experts=Experts(num=6, top_k=3, d_ff=48, shared=2)
+        ),
+    ),
     ("granitemoehybrid", MAMBA_KEYS, MAMBA),
     (
         "granitemoehybrid",
@@ -487,7 +494,7 @@ REFUSED = {
         ("layer_types", ["attention", "mamba", "mamba", "attention"]),
         ("layer_types", ["attention", "mamba", "mamba", "mamba", "attention"]),
         ("layer_types", ["attention", "conv"] * 2),
-        ("num_local_experts", 8),
+        ("num_local_experts", None),
         ("position_embedding_type", "learned"),
     ],
     "phi3": [
@@ -579,6 +586,11 @@ WITH_OTHER_KEYS = [
         "deepseek_v3",
         {"num_mtp_layers": 2, "num_nextn_predict_layers": 1},
         "num_mtp_layers=2",
+    ),
+    (
+        "granitemoehybrid",
+        {"num_local_experts": 6, "shared_intermediate_size": 100},
+        "shared_intermediate_size=100",
     ),
     # Of layers of Mamba-2.
     *(
