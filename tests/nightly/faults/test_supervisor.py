@@ -21,7 +21,7 @@ def test_a_killed_worker_costs_steps_and_no_bit_of_the_losses(launch, undisturbe
     assert ledger.steps_again <= 9
     spawned, gone = run.events("spawn")[0]["time"], run.events("exit")[-1]["time"]
     # All but the seconds after the last heartbeat, in which the processes end.
-    assert 0.0 <= gone - spawned - ledger.total_s < 10.0
+    assert 0.0 <= gone - spawned - ledger.total_s < 60.0
     spent = {name for name, seconds in ledger.seconds.items() if seconds > 0}
     assert spent >= {"productive", "start-up", "compile", "checkpoint", "down"}
 
