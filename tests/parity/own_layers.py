@@ -6,12 +6,11 @@ from typing import ClassVar
 import optax
 
 import ultrascale_jax as us
-from tests.own_layers import GatedAttention, OwnModel
+from tests.own_layers import GatedAttention, OwnModel, on
 from tests.parity.comparison import compare
 from tests.parity.rows import BASE
 from tests.runs import change
 from tests.states import some_state
-from ultrascale_jax.config import MeshConfig
 
 
 class OwnAttention(us.Transformer):
@@ -42,10 +41,11 @@ class Frozen(us.Transformer):
 
 
 def compare_model(cls: type, mesh: str, evaluates: bool = False, **sections) -> None:
-    """Compare a model of eight heads and four layers on eight devices with one device."""
+    """Compare a model of eight heads and four layers on a mesh with one device, in two micro-batches."""
     shape = {"num_heads": 8, "num_kv_heads": 4, "num_layers": 4} | sections.pop("model", {})
-    cfg = change(BASE, model=shape, mesh=MeshConfig.parse(mesh).sizes, **sections)
-    compare(cfg.check(8), evaluates, start=functools.partial(some_state, model=cls))
+    train = {"microbatches": 2} | sections.pop("train", {})
+    cfg = on(change(BASE, model=shape, train=train, **sections), mesh)
+    compare(cfg, evaluates, functools.partial(some_state, model=cls), seeds=(0,))
 
 
 def compare_own_model(mesh: str, train: dict, schedule: str = "1f1b") -> None:
@@ -56,4 +56,7 @@ def compare_own_model(mesh: str, train: dict, schedule: str = "1f1b") -> None:
 def compare_own_attention(mesh: str) -> None:
     """Compare terms of layers with and without experts."""
     experts = us.Experts(num=4, top_k=2, d_ff=32, dense_layers=1)
-    compare_model(OwnAttention, mesh, model={"experts": experts})
+    train = {"remat": "full"}
+    compare_model(
+        OwnAttention, mesh, model={"experts": experts}, train=train, pp={"schedule": "afab"}
+    )
