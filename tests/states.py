@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from ultrascale_jax.checkpoint.mesh_independent import reset_optional_state
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.train_step.state import TrainState, abstract_state, reset_optional_state
+from ultrascale_jax.train_step.state import TrainState, abstract_state
 
 
 def some_state(

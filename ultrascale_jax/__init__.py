@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ultrascale_jax.checkpoint.load_params import load_params as load_run
+    from ultrascale_jax.checkpoint.mesh_independent import gather_stages
     from ultrascale_jax.checkpoint.tree import load_tree, save_tree, tree_meta
     from ultrascale_jax.cli.lm_eval_model import LMEvalModel
     from ultrascale_jax.config import (
@@ -105,12 +106,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.sharding.rules import act, vary
     from ultrascale_jax.sharding.sequence_order import sequence_order
     from ultrascale_jax.train_step.optim import schedule as lr_schedule
-    from ultrascale_jax.train_step.state import (
-        TrainState,
-        abstract_state,
-        gather_stages,
-        init_state,
-    )
+    from ultrascale_jax.train_step.state import TrainState, abstract_state, init_state
     from ultrascale_jax.train_step.step import make_train_step
     from ultrascale_jax.training.loop import train
     from ultrascale_jax.training.setup import make_loader
@@ -119,6 +115,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "checkpoint.load_params": "load_run",
+    "checkpoint.mesh_independent": "gather_stages",
     "checkpoint.tree": "load_tree save_tree tree_meta",
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
@@ -171,7 +168,7 @@ _HOME = {
     "sharding.primitives": "all_reduce broadcast_param einsum mean reshard",
     "sharding.rules": "act vary",
     "train_step.optim": "lr_schedule",
-    "train_step.state": "TrainState abstract_state gather_stages init_state",
+    "train_step.state": "TrainState abstract_state init_state",
     "train_step.step": "make_train_step",
     "training.loop": "train",
     "plan.model_shape": "Shape",

@@ -10,6 +10,10 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.init_from import initial_params
 from ultrascale_jax.checkpoint.layout import PARAMS, TRAIN, flatten, unflatten
+from ultrascale_jax.checkpoint.mesh_independent import (
+    checkpoint_layout_shapes,
+    from_checkpoint_layout,
+)
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict, saved_config
 from ultrascale_jax.config import Config, KernelsConfig, MeshConfig, PipelineConfig, require
 from ultrascale_jax.config.distill import Distill
@@ -18,11 +22,7 @@ from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.launch.run_files import checkpoints_of
 from ultrascale_jax.models.lora import merged
 from ultrascale_jax.models.transformer import Transformer
-from ultrascale_jax.train_step.state import (
-    abstract_state,
-    checkpoint_layout_shapes,
-    from_checkpoint_layout,
-)
+from ultrascale_jax.train_step.state import abstract_state
 
 
 def load_params(

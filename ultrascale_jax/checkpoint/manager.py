@@ -21,6 +21,13 @@ from ultrascale_jax.checkpoint import restoring, saving
 from ultrascale_jax.checkpoint.branch import branch_point, bring_metrics
 from ultrascale_jax.checkpoint.copies import Copies, Uploads, announce_fetch, complete
 from ultrascale_jax.checkpoint.layout import Groups, join, split
+from ultrascale_jax.checkpoint.mesh_independent import (
+    checkpoint_layout_shapes,
+    from_checkpoint_layout,
+    reset_optional_state,
+    saved_shapes,
+    to_checkpoint_layout,
+)
 from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
@@ -38,14 +45,7 @@ from ultrascale_jax.launch.exit_codes import CRASHED
 from ultrascale_jax.launch.multihost import agree
 from ultrascale_jax.launch.run_files import METRICS, checkpoints_of
 from ultrascale_jax.launch.run_lock import refusal
-from ultrascale_jax.train_step.state import (
-    TrainState,
-    checkpoint_layout_shapes,
-    from_checkpoint_layout,
-    reset_optional_state,
-    saved_shapes,
-    to_checkpoint_layout,
-)
+from ultrascale_jax.train_step.state import TrainState
 
 MOST_FAILURES = 3
 """Saves in a row that may fail before a run ends."""

@@ -158,9 +158,9 @@ def texts(options: Options) -> Iterator[str]:
     """Yield the prompt with its continuation, or with `options.chat` an answer to each line of stdin; all printable."""
     import jax
 
+    from ultrascale_jax.checkpoint.mesh_independent import gather_stages
     from ultrascale_jax.data.tokenizer import JsonTokenizer, load_tokenizer
     from ultrascale_jax.sharding.mesh import make_mesh
-    from ultrascale_jax.train_step.state import gather_stages
 
     present = options.find_devices()
     if options.mesh is None:

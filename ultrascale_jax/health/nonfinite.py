@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.fp8 import is_variable
 from ultrascale_jax.models.layer_group import layers_of
@@ -17,7 +18,7 @@ from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import reshard
 from ultrascale_jax.train_step.objective import Batch
 from ultrascale_jax.train_step.precision import fp8_of, layer_inputs
-from ultrascale_jax.train_step.state import TrainState, gather_stages
+from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.train_step.step import compiled, gradients, position_weight, split
 
 HALVES = ("attention", "feed-forward layer")

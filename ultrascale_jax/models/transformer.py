@@ -11,7 +11,7 @@ one piece, whose layers read a flag. Under ZeRO-3 each iteration gathers one lay
 (`Block.gather_params`): in training those of the next layer, otherwise its own.
 
 `model.orders` says where layers rest: the layer at each row of each stack. A pipeline's have padding
-(`schedules.stack_orders`); a checkpoint's are those above (`train_step/state.py`).
+(`schedules.stack_orders`); a checkpoint's are those above (`checkpoint/mesh_independent.py`).
 """
 
 import copy

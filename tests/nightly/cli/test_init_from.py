@@ -9,11 +9,11 @@ from safetensors.numpy import load_file
 
 from tests.paths import HF
 from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.mesh_independent import to_checkpoint_layout
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import UserError
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import to_checkpoint_layout
 from ultrascale_jax.training.setup import make_loader, open_run
 
 TINY = "debug --data.seq-len 64 --data.source synthetic --train.global-batch 8"

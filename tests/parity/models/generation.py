@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tests.states import some_state
+from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import (
     Config,
     Experts,
@@ -21,7 +22,6 @@ from ultrascale_jax.config import (
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import gather_stages
 
 LAYERS = 5
 LLAMA = ModelConfig(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.runs import change, mesh_of
 from tests.states import bytes_at_rest, some_state
+from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -30,7 +31,7 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import step
-from ultrascale_jax.train_step.state import abstract_state, gather_stages
+from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import train_step
 from ultrascale_jax.training.setup import make_loader
 

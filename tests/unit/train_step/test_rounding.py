@@ -12,6 +12,7 @@ import pytest
 from tests.runs import mesh_of
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.mesh_independent import to_checkpoint_layout
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
     Config,
@@ -30,7 +31,7 @@ from ultrascale_jax.train_step.rounding import (
     random_bits,
     round_stochastically,
 )
-from ultrascale_jax.train_step.state import abstract_state, to_checkpoint_layout
+from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import apply_gradients
 
 CFG = Config(

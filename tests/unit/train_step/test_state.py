@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.runs import mesh_of
 from tests.states import some_state
+from ultrascale_jax.checkpoint.mesh_independent import gather_stages, to_checkpoint_layout
 from ultrascale_jax.config import (
     Config,
     Experts,
@@ -25,12 +26,7 @@ from ultrascale_jax.parallel.pipeline.schedules import order_of_config
 from ultrascale_jax.sharding.mesh import abstract_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.optim import optimizer
-from ultrascale_jax.train_step.state import (
-    abstract_state,
-    gather_stages,
-    init_state,
-    to_checkpoint_layout,
-)
+from ultrascale_jax.train_step.state import abstract_state, init_state
 
 LAYERS = 5
 
