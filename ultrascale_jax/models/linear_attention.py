@@ -72,8 +72,8 @@ class LinearAttention(nnx.Module):
         qkv = [checkpoint_name(y, name) for y, name in zip(qkv, "qkv", strict=True)]
         z_BTNW = checkpoint_name(z_BTNW, "attn_gate")
         decay_BTN, beta_BTN = self._gates(x_BTD)
-        before = [None] * 3 if inputs.cache is None else inputs.cache[:3]
-        tokens = *self._convolved(qkv, inputs, before), decay_BTN, beta_BTN
+        previous = [None] * 3 if inputs.cache is None else inputs.cache[:3]
+        tokens = *self._convolved(qkv, inputs, previous), decay_BTN, beta_BTN
         if inputs.cache is None:
             where = {"segment_ids_BT": inputs.segment_ids_BT, "context": inputs.context}
             out_BTNW, cache = gated_delta_rule(*tokens, **where, delta=self.delta), None
@@ -129,17 +129,17 @@ class LinearAttention(nnx.Module):
         return [None] * 3
 
     def _convolved(
-        self, qkv: list[jax.Array], inputs: LayerInputs, before: Sequence[jax.Array | None]
+        self, qkv: list[jax.Array], inputs: LayerInputs, previous: Sequence[jax.Array | None]
     ) -> list[jax.Array]:
-        """Return queries, keys and values as the rule takes them: convolved along the sequence, after the tokens
-        `before` it, and activated."""
+        """Return queries, keys and values as the rule takes them: convolved along the sequence, after the
+        `previous` tokens, and activated."""
         taps = [self._heads(f"conv_{name}") for name in ("q", "k", "v")]
         then, dims = self._activations(qkv[0].dtype), ("BTKH", "BTKH", "BTNW")
         where = inputs.segment_ids_BT, inputs.context
         return [
             short_convolution(y, taps, dims, *where, last, bias, then)
             for y, taps, dims, last, bias, then in zip(
-                qkv, taps, dims, before, self._biases(), then, strict=True
+                qkv, taps, dims, previous, self._biases(), then, strict=True
             )
         ]
 
@@ -148,13 +148,13 @@ class LinearAttention(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Return the rule's result after the tokens of the cache, and the cache with the first `length` of these."""
         assert inputs.cache is not None
-        *before, state_BNHW, start = inputs.cache
+        *previous, state_BNHW, start = inputs.cache
         *activated, decay_BTN, beta_BTN = tokens
         T, halo = beta_BTN.shape[1], self.linear.conv_kernel - 1
         length = jnp.int32(T) if inputs.length is None else inputs.length
         kept = [
             jax.lax.dynamic_slice_in_dim(jnp.concatenate(pair, axis=1), length, halo, axis=1)
-            for pair in zip(before, qkv, strict=True)
+            for pair in zip(previous, qkv, strict=True)
         ]
         is_new = jax.lax.broadcasted_iota(jnp.int32, beta_BTN.shape, 1) < length
         is_new = jax.reshard(is_new, act("BTN"))

@@ -68,8 +68,8 @@ def prepare(tokens: Tokens, begins: jax.Array, delta: bool) -> Chunks:
     sums = [jnp.einsum("bctkr->cbkrt", x) for x in _decay_sums(log_decay)]
     beta = jnp.einsum("bctkr->cbkrt", beta.astype(jnp.float32))
     document = jnp.moveaxis(jnp.cumsum(begins, axis=2, dtype=jnp.int32), 1, 0)[:, :, None, None]
-    together = document[..., :, None] == document[..., None, :]
-    pair_decay = _exp(jnp.tril(together), *(x[..., :, None] - x[..., None, :] for x in sums))
+    same_document = document[..., :, None] == document[..., None, :]
+    pair_decay = _exp(jnp.tril(same_document), *(x[..., :, None] - x[..., None, :] for x in sums))
     from_start = _exp(document == 0, *sums)
     to_end = _exp(document == document[..., -1:], *(x[..., -1:] - x for x in sums))
 

@@ -246,9 +246,9 @@ def _rule_fwd(layout: Layout, delta: bool, arrays, begins, joins):
         start = _cross(layout, joins, end, delta)
     end, (states, out) = _forward(tokens, split_begins, start, delta)
     if layout.is_split and delta:
-        before = _cross(layout, joins, end, delta)
-        states = _apply("nbkrhg,bkrgw->nbkrhw", states, before)
-        out = _apply("nbctkrg,bkrgw->nbctkrw", out, before)
+        start = _cross(layout, joins, end, delta)
+        states = _apply("nbkrhg,bkrgw->nbkrhw", states, start)
+        out = _apply("nbctkrg,bkrgw->nbctkrw", out, start)
     out, states = name_attention(layout.join(out).reshape(arrays[2].shape), states)
     return out, (arrays, begins, joins, states)
 

@@ -24,7 +24,7 @@ def short_convolution(
     dims: str,
     segment_ids_BT: jax.Array | None,
     context: ContextConfig,
-    before: jax.Array | None = None,
+    previous: jax.Array | None = None,
     bias: jax.Array | None = None,
     then: Callable[[jax.Array], jax.Array] = lambda y: y,
 ) -> jax.Array:
@@ -38,15 +38,15 @@ def short_convolution(
       dims: letters of x and of the result.
       segment_ids_BT: the document of each token, or None for one a row.
       context: the order in which the sequence stands, where cp splits it.
-      before: the O - 1 tokens in front of x, where cp does not split it; without them there are none.
+      previous: the O - 1 tokens in front of x, where cp does not split it; without them there are none.
       bias: `[K, H]`, added to the sums.
       then: a function of each token, such as silu, made of its float32 sums.
     """
 
-    def run(x, taps, segments, before, bias):
-        x, taps, segments, before, bias = match_vma(x, taps, segments, before, bias)
-        if before is not None:
-            return _convolve(then, x, taps, bias, before, None, None)
+    def run(x, taps, segments, previous, bias):
+        x, taps, segments, previous, bias = match_vma(x, taps, segments, previous, bias)
+        if previous is not None:
+            return _convolve(then, x, taps, bias, previous, None, None)
         halo = taps.shape[-1] - 1
         bounds, preceding = _preceding(x.shape[1], context, halo)
         sides = zip(*(_halos(a, halo, bounds, preceding) for a in (x, segments)), strict=True)
@@ -57,7 +57,7 @@ def short_convolution(
             parts.append(_convolve(then, stretch, taps, bias, x_before, ids, ids_before))
         return jnp.concatenate(parts, axis=1)
 
-    operands = x, taps, segment_ids_BT, before, bias
+    operands = x, taps, segment_ids_BT, previous, bias
     return smap(run, in_specs=specs(operands), out_specs=act(dims))(*operands)
 
 
@@ -67,15 +67,15 @@ def _convolve(
     x: jax.Array,
     taps: jax.Array,
     bias: jax.Array | None,
-    before: jax.Array,
+    previous: jax.Array,
     ids: jax.Array | None,
     ids_before: jax.Array | None,
 ) -> jax.Array:
-    """Convolve one stretch `[B, T, K, H]`; `before` are the O - 1 tokens in front of it.
+    """Convolve one stretch `[B, T, K, H]`; `previous` are the O - 1 tokens in front of it.
 
     `ids` `[B, T]` and `ids_before` are the documents: a token of another one counts as zero.
     """
-    joined, length = jnp.concatenate([before, x], axis=1), x.shape[1]
+    joined, length = jnp.concatenate([previous, x], axis=1), x.shape[1]
     total = jnp.zeros_like(x, jnp.float32)
     for tap in range(taps.shape[-1]):
         part = joined[:, tap : tap + length].astype(jnp.float32) * taps[None, None, :, :, tap]
