@@ -142,7 +142,7 @@ class Loader:
         self.num_sequences: int = sum(map(len, samples.values()))
         """Rows of one epoch over all sources; 0 if the held-out documents do not fill one."""
         self.teacher: TopK | None = None
-        """What is stored of a teacher's probabilities, which batches then have: `teacher_ids` and `teacher_logps`."""
+        """Stored probabilities of a teacher, which batches then have: `teacher_ids` and `teacher_logps`."""
         self.room: int | None = None
         """Documents for which attention has room in a row; none: any number. A row of more stops the run."""
         self._samples = samples

@@ -1,7 +1,7 @@
 """Vocabulary-parallel divergence of a student's distribution from a teacher's, in the chunks of `loss.py`.
 
 A chunk has both models' log-probabilities in float32, from which its losses and gradients follow in one visit, as
-there. Of a stored teacher the k largest are known, and the sum of all others, which are one event, the ghost token of
+there. A stored teacher has the k largest and the sum of all others, which are one event, the ghost token of
 arXiv 2503.16870: a divergence over k + 1 events is that over the vocabulary where the teacher has these k, and gives
 the sum to the other tokens in the student's own proportions.
 """

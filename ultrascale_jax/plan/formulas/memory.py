@@ -215,7 +215,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     Gradients of the blocks collect in the type and sharding in which the blocks are used: shards with zero 3.
     The head's gradient waits in the type of compute until the backward pass is over. The layer's own parameters in
     memory are attention's and two of the feed-forward layer's: gathered, cut out of the stack, or as gradients; of the
-    routed experts there are more. Of a dense row of several layers the others' parameters and gradients are there too.
+    routed experts there are more. In a dense row of several layers the others' parameters and gradients are there too.
     """
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed

@@ -81,7 +81,7 @@ class Communication(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What one GPU sends along one axis."""
+    """Traffic of one GPU along one axis."""
 
     size: float
     """Bytes that can hide behind `flops` operations."""
@@ -91,12 +91,12 @@ class Sent(NamedTuple):
 
 
 class PerParameter(NamedTuple):
-    """What one GPU sends of each parameter or its gradient."""
+    """Traffic of one GPU for each parameter or its gradient."""
 
     width: float
     """Bytes that can hide behind `flops` operations."""
     times: float
-    """How many times as many it sends in a step."""
+    """Times that it sends them in a step."""
     flops: float
 
 
