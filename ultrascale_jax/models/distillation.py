@@ -94,11 +94,11 @@ def _backward(form, vocab_size, gradients, g):
 
 def _scan(form, vocab_size, x_BTD, head_DV, targets_BT, weight, teacher, *, trained):
     if isinstance(teacher, Stored):
-        visit, others = functools.partial(_gradients, form, _completed), (tuple(teacher), ())
+        visit, teachers = functools.partial(_gradients, form, _completed), (tuple(teacher), ())
     else:
         runs = functools.partial(_computed, form.temperature)
-        visit, others = functools.partial(_gradients, form, runs), (teacher[:1], teacher[1:])
-    arguments = x_BTD, head_DV, targets_BT, weight, vocab_size, *others
+        visit, teachers = functools.partial(_gradients, form, runs), (teacher[:1], teacher[1:])
+    arguments = x_BTD, head_DV, targets_BT, weight, vocab_size, *teachers
     gradients, (nll_BT, divergence_BT) = scan_chunks(
         visit, *arguments, width=DISTILLED, trained=trained
     )
@@ -169,8 +169,8 @@ def largest(
     visit = functools.partial(_largest, k, temperature)
     arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), vocab_size
     how = {"width": DISTILLED, "trained": False, "with_gradients": False}
-    ids, (logps, others) = scan_chunks(visit, *arguments, **how)
-    return Stored(ids, jnp.concatenate([logps, others], axis=2))
+    ids, (logps, ghosts) = scan_chunks(visit, *arguments, **how)
+    return Stored(ids, jnp.concatenate([logps, ghosts], axis=2))
 
 
 def _largest(k, tau, x_MD, targets_M, weights_M, head):

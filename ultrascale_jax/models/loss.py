@@ -204,11 +204,9 @@ def scan_chunks(
         `heads`; it returns dhead, and (dx, loss, loss), or without gradients three arrays `[M, ...]` alone.
       x_BTD, head_DV, targets_BT, vocab_size: as of `cross_entropy`.
       weight: a scalar, or `[B, T]`.
-      by_token: other arrays `[B, T, ...]`.
-      heads: the heads of other models with the same vocabulary.
+      by_token, heads: other arrays `[B, T, ...]`, and the heads of other models with the same vocabulary.
       width: bytes of a chunk for each logit.
-      trained: whether the head is; dhead is none if not.
-      with_gradients: as `function` has them.
+      trained, with_gradients: whether the head is, dhead is none if not; and as `function` has them.
     """
     of_x, of_head = axes_of("V"), gradient_axes("DV", "BTD")
     partial = act("BTD", unreduced=of_x), act("DV", unreduced=of_head)
@@ -217,7 +215,7 @@ def scan_chunks(
     def local(x_BTD, head_DV, targets_BT, weight, by_token, heads):
         x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
         words = vocab_size or head_DV.shape[1] * mesh_size(*axes_of("V"))
-        head, *others = (Head(vary(one, of_head), words) for one in (head_DV, *heads))
+        head, *heads = (Head(vary(one, of_head), words) for one in (head_DV, *heads))
         (B, T), V = targets_BT.shape, head_DV.shape[1]
         weight = jnp.broadcast_to(weight, (B, T))
         n = num_chunks(B * T, V, width)
@@ -225,8 +223,8 @@ def scan_chunks(
         tokens += tuple(_cut(vary(value, of_x), n) for value in by_token)
 
         def visit(dhead, chunk):
-            found = function(*chunk[:3], head, *chunk[3:], *others)
-            dhead_chunk, by_token = found if with_gradients else (None, found)
+            results = function(*chunk[:3], head, *chunk[3:], *heads)
+            dhead_chunk, by_token = results if with_gradients else (None, results)
             if dhead is None or not trained:
                 return dhead_chunk if trained else None, by_token
             return dhead + dhead_chunk, by_token
