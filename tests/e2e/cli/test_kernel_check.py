@@ -107,3 +107,12 @@ def test_gpus_are_known_before_they_are_taken(tmp_path):
     launch = Launch(method="slurm", local_device_ids=(1,))
     assert own(launch, {"CUDA_VISIBLE_DEVICES": "2,3"}) == ["3"]
     assert own(dataclasses.replace(launch, local_device_ids=None), {}) == ["0", "1", "2", "3"]
+
+
+def test_windows_and_blocks_of_a_ring_are_checked_where_a_run_has_them():
+    ring = "llama3_8b --mesh fsdp=2,cp=4 --train.global-batch 16 --train.microbatches 1 --train.remat full"
+    assert checked(ring, 8)[0]["attention"].check == "ring_block"
+    ulysses = checked(f"{ring} --cp.strategy ulysses", 8)[0]["attention"]
+    assert (ulysses.check, ulysses.sizes) == ("plain", (4096, 8, 2, 128))
+    window = checked(f"{DENSE} --model.sliding-window 1024", 8)[0]["attention"]
+    assert window.options == {"window": 1024, "documents": True, "sinks": False}

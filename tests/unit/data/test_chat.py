@@ -1,6 +1,7 @@
 """Conversations by a chat template: their text, their answers, and the tokens that the loss counts."""
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -254,3 +255,25 @@ def test_a_conversation_that_cannot_be_is_refused_by_line(bpe, tmp_path, templat
     with pytest.raises(UserError, match=said):
         prepare(args)
     assert not args.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer": "bytes"}, r"'bytes': has no chat template, .*; give --tokenizer"),
+        ({"input": "*.*", "chat": True}, r"b\.txt': is no file of JSON lines or Parquet"),
+        ({"date": "31.1.2025"}, r"date='31\.1\.2025': write it as 2025-01-31"),
+        ({"date": "2025-01-31", "input": "b.txt"}, "date=.*: is for chat templates"),
+        ({}, r"needs jinja2; pip install 'ultrascale_jax\[chat\]'"),
+    ],
+)
+def test_what_conversations_need_is_said(bpe, tmp_path, monkeypatch, changes, said):
+    monkeypatch.chdir(tmp_path)
+    path = write_template(bpe, tmp_path / "hf", CHATML)
+    write_lines(tmp_path / "a.jsonl", [{"messages": turns("a", "b")}])
+    (tmp_path / "b.txt").write_text("text")
+    if not changes:
+        monkeypatch.setitem(sys.modules, "jinja2", None)
+    args = Options(input="a.jsonl", out=tmp_path / "out", tokenizer=str(path), workers=1)
+    with pytest.raises(UserError, match=said):
+        prepare(replace(args, **changes))

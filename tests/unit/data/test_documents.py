@@ -120,3 +120,43 @@ def test_a_file_that_cannot_be_opened_is_one_error(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=f"{name}': cannot be read .Is a directory"):
         texts(tmp_path / name)
+
+
+def column(values):
+    return pyarrow.table({"text": values, "body": ["a"]})
+
+
+NOT_UTF8 = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (column(pyarrow.array([b"a"])), "has binary, not text, in 'text'; .*cast it to string"),
+        (
+            column(pyarrow.array([7])),
+            r"has int64, .*; give another --text-field of \['body'\], or ",
+        ),
+        (column(pyarrow.array([None], pyarrow.string())), "row 1 has no text in 'text', .* null"),
+        (pyarrow.table({"body": ["a"]}), r"has no column 'text' but \['body'\]; give another"),
+        (
+            pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text"] * 2),
+            "has 2 columns 'text'; leave one",
+        ),
+        (
+            column(pyarrow.Array.from_buffers(pyarrow.string(), 1, NOT_UTF8)),
+            "has text that is not UTF-8",
+        ),
+    ],
+)
+def test_a_column_without_text_is_told_its_type(tmp_path, table, said):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(UserError, match=rf"^input='{path}': {said}"):
+        texts(path)
+
+
+def test_texts_that_begin_like_a_format_are_texts(tmp_path):
+    for text in ("ORCHIDS bloom", "PARTS", "[1] a note", '{"a": 1}', "{", "a, b", "<p>", "]"):
+        (tmp_path / "a.txt").write_text(text)
+        assert texts(tmp_path / "a.txt") == [text]

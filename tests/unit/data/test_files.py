@@ -47,3 +47,10 @@ def test_folders_and_links_to_nothing_are_refused(tmp_path):
     (tmp_path / "a/gone.txt").symlink_to("nothing")
     with pytest.raises(UserError, match=r"a/gone\.txt': is a link to a file that is not there"):
         names(tmp_path, "a/*")
+
+
+def test_hidden_files_are_left_out_unless_they_are_named(tmp_path):
+    write(tmp_path, "a.txt", ".DS_Store", "._a.txt", ".git/b.txt", "c/.d/e.txt")
+    assert names(tmp_path, "*") == names(tmp_path, "**") == ["a.txt"]
+    assert names(tmp_path, ".git/*") == [".git/b.txt"]
+    assert names(tmp_path, ".*.txt") == names(tmp_path, "._a.txt") == ["._a.txt"]

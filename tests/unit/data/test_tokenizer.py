@@ -218,3 +218,14 @@ def test_documents_are_encoded_whole_and_alike_whatever_the_file_says(bpe_path, 
     expected, expected_lengths = encode_documents(plain, texts)
     assert tokens.tolist() == expected.tolist() and lengths.tolist() == expected_lengths.tolist()
     assert tokenizer.encode(texts[0]) == plain.encode(texts[0])
+
+
+@pytest.mark.parametrize("other", ["tokenizer.model", "tekken.json"])
+def test_a_tokenizer_in_another_format_is_refused_with_the_command_that_converts_it(
+    tmp_path, other
+):
+    (tmp_path / other).touch()
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        said = rf"{other} is not read; make .*from_pretrained\('{tmp_path}'\)"
+        with pytest.raises(UserError, match=said):
+            load_tokenizer(str(name))

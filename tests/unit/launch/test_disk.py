@@ -21,3 +21,10 @@ def test_a_call_that_is_not_answered_is_not_waited_for_twice_and_done_later():
     while len(done) < 2:
         time.sleep(0.01)
     assert disk.ask(lambda: call("third"), 300) == "third" and done == ["first", "second", "third"]
+
+
+def test_an_error_of_the_disk_is_no_answer():
+    def fail():
+        raise OSError("gone")
+
+    assert Disk().ask(fail, 60) is None

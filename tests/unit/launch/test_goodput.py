@@ -9,7 +9,9 @@ from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events
 from ultrascale_jax.launch.goodput import (
     CLASSES,
+    Ledger,
     begun_again,
+    read_beat,
     read_ledger,
     stacks_path,
 )
@@ -145,3 +147,10 @@ def test_two_runs_of_one_process_and_a_clock_that_is_set_count_no_second_twice(t
     assert seconds(tmp_path)["start-up"] == pytest.approx(3.0 + 1.0)
     clock.now -= 3600.0
     assert begun_again(tmp_path, 0, 3.0).seconds["down"] == 0.0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}', '{"pid": "x", "step": []}'])
+def test_a_heartbeat_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / "heartbeats").mkdir()
+    (tmp_path / "heartbeats/0").write_text(text)
+    assert read_beat(tmp_path) is None and read_ledger(tmp_path) == Ledger()

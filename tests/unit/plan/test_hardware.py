@@ -160,3 +160,15 @@ def test_every_named_cluster_is_found_without_its_gpu_and_refuses_another():
         other = "l40s" if gpu != "l40s" else "h100"
         with pytest.raises(UserError, match=f"its GPUs are {gpu}, not {other}; add --gpu {gpu}"):
             find_cluster(name, other, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "message"),
+    [
+        ("48,768", 1, r"gpu='48,768': choose one of .*, or write GIB,GBS,TFLOPS"),
+        ("48,768,154.8", 8, r"nothing tells the links of 8 of them; add --cluster NODESxGPUS"),
+    ],
+)
+def test_a_gpu_that_is_not_written_out_in_full_is_refused(text, gpus, message):
+    with pytest.raises(UserError, match=message):
+        find_cluster(None, text, gpus)

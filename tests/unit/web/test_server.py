@@ -101,3 +101,8 @@ def test_an_open_server_knows_its_own_name_and_says_that_nothing_is_encrypted(ca
     with running(server):
         assert get(server, "/echo", Host="node-7")[0] == 200
         assert get(server, "/echo", Host="node-8")[0] == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9000", "[::1]:9000", "10.1.2.3"])
+def test_a_tunnel_may_have_another_port_and_a_number_is_nobodys_name(server, host):
+    assert get(server, "/echo?say=hello", Host=host)[0] == 200
