@@ -4,6 +4,7 @@ import dataclasses
 
 from ultrascale_jax.config import (
     Experts,
+    FullAttention,
     LatentAttention,
     LinearAttention,
     ModelConfig,
@@ -125,6 +126,33 @@ GEMMA3_12B = ModelConfig(
     rope_scaling=RopeScaling(kind="linear", factor=8.0, original_seq_len=16384),
     sliding_window=1024,
     full_attention_every=6,
+)
+
+GEMMA4_31B = ModelConfig(
+    vocab_size=262144,
+    d_model=5376,
+    d_ff=21504,
+    activation="gelu_tanh",
+    num_layers=60,
+    num_heads=32,
+    num_kv_heads=16,
+    head_dim=256,
+    norm_eps=1e-6,
+    norm_placement="both",
+    qk_norm="head",
+    value_norm=True,
+    query_scale=1.0,
+    tied_embeddings=True,
+    embed_scale=0.0,
+    logit_cap=30.0,
+    layer_scale=True,
+    rope_theta=1_000_000.0,
+    rope_theta_local=10_000.0,
+    sliding_window=1024,
+    full_attention_every=6,
+    full_attention=FullAttention(
+        num_kv_heads=4, head_dim=512, rope_share=0.25, values_are_keys=True
+    ),
 )
 
 GPT_OSS_20B = ModelConfig(

@@ -74,10 +74,16 @@ def in_hugging_face_layout(model, cfg, model_type=""):
     }
 
 
+def zero_centred(cfg):
+    """Whether norms multiply by 1 + weight: those of Gemma 3 and Qwen3-Next."""
+    gemma3 = cfg.norm_placement == "both" and not cfg.value_norm
+    return gemma3 or (cfg.linear is not None and cfg.linear.rule == "delta")
+
+
 def separate_tensors(model, cfg):
     array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
     # The norms of Gemma and Qwen3-Next multiply by 1 + weight.
-    both = has_zero_centred_norms(cfg)
+    both = zero_centred(cfg)
     tensors = {
         "model.embed_tokens.weight": array(model.embed)[: cfg.vocab_size],
         "model.norm.weight": array(model.final_norm) - both,
@@ -105,17 +111,15 @@ def separate_tensors(model, cfg):
         attention = MIXERS[cfg.mixer(layer)]
         dense = layer < cfg.dense_layers
         feed_forward = gated("mlp.", row, "mlp.") if dense else experts(row, cfg)
-        for name, value in (attention(row, cfg) | feed_forward).items():
+        if cfg.layer_scale:
+            tensors[f"{at}.layer_scalar"] = row("scale")
+        for name, value in (attention(row, cfg.of_layer(layer)) | feed_forward).items():
             tensors[f"{at}.{name}"] = value
     for depth in range(cfg.mtp_layers):
         at = f"model.layers.{cfg.num_layers + depth}"
         module = {f"{at}.{name}": value for name, value in mtp_module(model, cfg, depth).items()}
         tensors |= module
     return tensors
-
-
-def has_zero_centred_norms(cfg):
-    return cfg.norm_placement == "both" or (cfg.linear and cfg.linear.rule) == "delta"
 
 
 def mtp_module(model, cfg, depth):
@@ -142,14 +146,14 @@ def grouped_attention(row, cfg):
     tensors = {"self_attn.o_proj.weight": row("attn.w_o").reshape(-1, cfg.d_model).T}
     if cfg.attention_sinks:  # gpt-oss
         tensors |= {"self_attn.sinks": row("attn.sinks"), "self_attn.o_proj.bias": row("attn.b_o")}
-    for name in ("q", "k", "v"):
+    for name in ("q", "k") if cfg.values_are_keys else ("q", "k", "v"):
         weight = row(f"attn.w_{name}").reshape(cfg.d_model, -1).T
         tensors[f"self_attn.{name}_proj.weight"] = weight
         if cfg.qkv_bias:
             tensors[f"self_attn.{name}_proj.bias"] = row(f"attn.b_{name}").reshape(-1)
         if cfg.qk_norm != "none" and name != "v":
             weight = row(f"attn.{name}_norm").reshape(-1)
-            tensors[f"self_attn.{name}_norm.weight"] = weight - has_zero_centred_norms(cfg)
+            tensors[f"self_attn.{name}_norm.weight"] = weight - zero_centred(cfg)
     if cfg.output_gate:
         heads = [row(f"attn.w_{name}").transpose(1, 2, 0) for name in ("q", "gate")]
         tensors["self_attn.q_proj.weight"] = np.concatenate(heads, 1).reshape(-1, cfg.d_model)

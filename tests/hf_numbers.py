@@ -78,7 +78,8 @@ def run(family, mesh):
 def norms_by_name(grads, model, family):
     """L2 norm of each gradient, by the name of the parameter in `transformers`.
 
-    There a layer's experts are one parameter, and gate and up as well; the router's bias has no gradient.
+    There a layer's experts are one parameter, and gate and up as well; the router's bias and a layer's scalar have no
+    gradient.
     """
     squares = collections.defaultdict(float)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
@@ -86,6 +87,9 @@ def norms_by_name(grads, model, family):
         if name.endswith("moe.bias"):
             continue
         tensor, values = checkpoint.tensors(model, family)[name], np.asarray(leaf, np.float64)
+        if tensor.name.endswith("layer_scalar"):
+            assert not values.any()
+            continue
         alone = tensor.stack is None
         layers, values = ([None], [values]) if alone else (model.stacks[tensor.stack], values)
         for layer, value in zip(layers, values, strict=True):

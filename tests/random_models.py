@@ -21,6 +21,7 @@ from ultrascale_jax.config import (
     AXES,
     SCHEDULES,
     Experts,
+    FullAttention,
     LatentAttention,
     LinearAttention,
     ModelConfig,
@@ -72,17 +73,22 @@ def draw_model(rng: random.Random) -> Flags:
         "qkv_bias": not latent and rng.random() < 0.5,
         "o_bias": not latent and rng.random() < 0.3,
         "attention_sinks": not latent and rng.random() < 0.3,
+        "value_norm": not latent and rng.random() < 0.3,
+        "values_are_keys": not latent and rng.random() < 0.2,
         "query_scale": 0.0 if latent else rng.choice((0.0, 24.0)),
         "tied_embeddings": rng.random() < 0.3,
         "embed_scale": rng.choice((0.0, 1.0, 1.0, 12.0)),
         "residual_scale": rng.choice((1.0, 1.0, 0.22)),
         "logit_divisor": rng.choice((1.0, 1.0, 8.0)),
+        "logit_cap": rng.choice((0.0, 0.0, 2.0)),
+        "layer_scale": rng.random() < 0.2,
         "rope_theta": rng.choice((1e4, 5e5)),
         "rope_theta_local": rng.choice((0.0, 1e4)) if full_every else 0.0,
         "sliding_window": window,
         "first_window_layer": rng.choice((0, 1)) if window and not full_every else 0,
         "full_attention_every": full_every,
         "rope_dim": 0 if latent else rng.choice((0, 0, 4)),
+        "rope_share": rng.choice((1.0, 1.0, 0.5)),
         "nope_every": rng.choice((0, 0, 2)),
         "mtp_layers": rng.choice((0, 0, 0, 1)),
     }
@@ -90,7 +96,7 @@ def draw_model(rng: random.Random) -> Flags:
     model |= prefixed("experts", draw_experts(rng, layers) if experts else {})
     if not latent:
         model["output_gate"] = rng.random() < 0.2
-        model |= draw_linear(rng, experts) if rng.random() < 0.2 else {}
+        model |= draw_linear(rng, experts) if rng.random() < 0.2 else draw_full(rng, model)
     return model | prefixed("latent", draw_latent(rng) if latent else {})
 
 
@@ -110,6 +116,23 @@ def draw_linear(rng: random.Random, experts: bool) -> Flags:
         | dense
         | prefixed("linear", sizes | heads)
     )
+
+
+def draw_full(rng: random.Random, model: Flags) -> Flags:
+    """Return a shape of the attention of layers without a window, for half of the models that have both."""
+    every, experts = model["full_attention_every"], "experts.num" in model
+    if not every or rng.random() < 0.5:
+        return {}
+    sizes = {"num_kv_heads": rng.choice((1, 2, 4)), "head_dim": rng.choice((8, 16))}
+    others = {"rope_share": rng.choice((0.5, 1.0)), "values_are_keys": rng.random() < 0.5}
+    without = {
+        "rope_dim": 0,
+        "nope_every": 0,
+        "mtp_layers": 0,
+        "num_layers": every * rng.randint(1, 3),
+    }
+    without |= {"experts.dense_layers": 0} if experts else {}
+    return without | prefixed("full_attention", sizes | others)
 
 
 def draw_rope_scaling(rng: random.Random) -> Flags:
@@ -161,6 +184,7 @@ SECTIONS = {
     "experts": Experts,
     "latent": LatentAttention,
     "linear": LinearAttention,
+    "full_attention": FullAttention,
 }
 """Fields of `ModelConfig` that are sections."""
 

@@ -29,6 +29,8 @@ def some_state(
     def numbers(name, shape):
         if not name.startswith(("params.", "frozen.", "reference.")) or "bias" in name:
             return np.zeros(shape)
+        if name.endswith(".scale.value") and ".attn." not in name:  # of a layer
+            return 1 + scale * rng.normal(size=shape)
         return np.ones(shape) if "norm" in name else scale * rng.normal(size=shape)
 
     def leaf(path, like):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Distill,
         Dpo,
         Experts,
+        FullAttention,
         Keep,
         KernelsConfig,
         LatentAttention,
@@ -119,8 +120,8 @@ _HOME = {
     "checkpoint.tree": "load_tree save_tree tree_meta",
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
-        "CheckpointConfig Config ContextConfig DataConfig Distill Dpo Experts Keep KernelsConfig LatentAttention "
-        "LinearAttention LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
+        "CheckpointConfig Config ContextConfig DataConfig Distill Dpo Experts FullAttention Keep KernelsConfig "
+        "LatentAttention LinearAttention LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
         "PipelineConfig Split TrainConfig UserError"
     ),
     "config.lowering": "Lowering",

@@ -272,6 +272,24 @@ def granite4_h() -> transformers.PretrainedConfig:
     )
 
 
+GEMMA4 = {
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.0,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 64,
+}
+
+
+def gemma4_text() -> transformers.PretrainedConfig:
+    """Six layers, every third without a window: heads of two widths, values that are keys, capped logits."""
+    return transformers.Gemma4TextConfig(**SMALL, **GEMMA4)
+
+
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
@@ -290,13 +308,14 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5_text,
     "qwen3_5_moe_text": qwen3_5_moe_text,
+    "gemma4_text": gemma4_text,
 }
 
 
 def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, norm: float) -> None:
     """Draw weights that matter: of norms about `norm`, and exact as 1 + w in float32; gates that reach the clamp."""
     values = torch.randn(parameter.shape, generator=generator)
-    if "norm" in name:
+    if "norm" in name or name.endswith("scalar"):
         norm = 1.0 if "linear_attn" in name else norm
         values = norm + torch.round(0.2 * values * 4096) / 4096
     elif name.endswith(("bias", "sinks")):
@@ -321,9 +340,13 @@ def main(folder: Path, family: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, **eager).float()
     zero_centred = ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     norm = 0.0 if config.model_type in zero_centred else 1.0
-    biases = [pair for pair in model.named_buffers() if pair[0].endswith("bias")]
-    for name, tensor in (*model.named_parameters(), *biases):
-        fill(name, tensor, generator, norm)
+    buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("bias", "scalar"))]
+    for name, tensor in (*model.named_parameters(), *buffers):
+        # Nothing divides Gemma 4's scores.
+        small = config.model_type == "gemma4_text" and name.endswith(
+            ("q_norm.weight", "k_norm.weight")
+        )
+        fill(name, tensor, generator, 0.5 if small else norm)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)

@@ -1,6 +1,6 @@
 """Write the checkpoints of `tests/data/vision` and the logits of `transformers` for text: make_vision.py FOLDER NAME...
 
-    python tests/data/make_vision.py tests/data/vision gemma3 mistral3 qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5_moe
+    python tests/data/make_vision.py tests/data/vision gemma3 gemma4 qwen3_vl
 
 It wants torch and transformers, which no test does.
 """
@@ -57,6 +57,13 @@ STRETCH = {
 }
 CLIP = VISION | {"model_type": "clip_vision_model", "projection_dim": 16}
 NO_WIDTH = {key: value for key, value in TEXT.items() if key != "head_dim"}
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 7,
+    "global_head_dim": 16,
+    "final_logit_softcapping": 2.0,
+    "hidden_size_per_layer_input": 0,
+}
 NO_MLP = {key: value for key, value in TEXT.items() if key != "intermediate_size"}
 EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
 LINEAR = {
@@ -93,6 +100,11 @@ CONFIGS = {
         "text_config": TEXT | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
         "vision_config": QWEN_VISION | {"num_position_embeddings": 4},
         "tie_word_embeddings": True,
+    },
+    "gemma4": {
+        "text_config": TEXT | GEMMA4 | {"pad_token_id": 0},
+        "vision_config": VISION | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 4},
+        "audio_config": None,
     },
     "qwen3_vl_moe": {
         "text_config": TEXT | EXPERTS | {"rope_parameters": MROPE | {"mrope_interleaved": True}},

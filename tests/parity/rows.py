@@ -22,6 +22,7 @@ from ultrascale_jax.config import (
     Config,
     DataConfig,
     Experts,
+    FullAttention,
     Keep,
     LatentAttention,
     LinearAttention,
@@ -65,6 +66,20 @@ LINEAR = {
     "output_gate": True,
     "qk_norm": "head",
 }
+GEMMA4 = {
+    "num_layers": 6,
+    "sliding_window": 5,
+    "full_attention_every": 3,
+    "full_attention": FullAttention(
+        num_kv_heads=1, head_dim=16, rope_share=0.5, values_are_keys=True
+    ),
+    "rope_theta_local": 1e3,
+    "qk_norm": "head",
+    "value_norm": True,
+    "query_scale": 16.0,
+    "logit_cap": 8.0,
+    "layer_scale": True,
+}
 # A vocabulary of 65 is padded wherever an axis splits it.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -85,6 +100,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": LINEAR
     | {"attention_sinks": True}
     | {"experts": dataclasses.replace(EXPERTS, shared=1, shared_gate=True, bias=True)},
+    "gemma4": GEMMA4 | {"tied_embeddings": True, "vocab_size": 65},
     "latent": LATENT | {"sliding_window": 5, "experts": EXPERTS, "vocab_size": 65},
     "deepseek": LATENT
     | {
@@ -98,7 +114,7 @@ OFFLOADED = Keep(saved=("q",), offloaded=("layer_input", "gate"))
 BY_LAYER = (
     Split(first="full", layers=1, last="selective"),
     Split(first="full", layers=3, last="none"),
-    Split(first=OFFLOADED, layers=4, last="dots"),
+    Split(first=OFFLOADED, layers=3, last="dots"),
 )
 ADAPTERS = {"lora": Lora(rank=4, rslora=True), "init_from": "hf:x"}
 
@@ -189,7 +205,7 @@ ROWS: tuple[Row, ...] = (
     Row("llama", "pp dp cp", schedule="zb_v", strategy="ring", zero=0, remat=BY_LAYER[0]),
     Row("mamba", "pp cp tp", schedule="zb_v", strategy="ulysses", remat="selective", plain=True),
     Row("deepseek", "pp fsdp ep", schedule="zb_v", zero=2, lora=True),
-    Row("llama", "pp fsdp cp", schedule="zb_v", zero=1, remat="dots"),
+    Row("gemma4", "pp fsdp cp", schedule="zb_v", zero=1, remat="dots"),
     Row("latent", "pp fsdp cp", schedule="dualpipe_v", strategy="allgather", zero=1, remat="full", plain=True),
     Row("sinks", "pp ep cp", schedule="dualpipe_v", strategy="ring", zero=0, remat="selective"),
     Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=2, remat="full", lora=True),
@@ -199,7 +215,7 @@ ROWS: tuple[Row, ...] = (
     Row("latent", "fsdp cp", strategy="ring", zero=2, plain=True, microbatches=2),
     Row("sinks", "dp fsdp cp", strategy="ulysses", zero=0, remat="dots", microbatches=2, lora=True),
     Row("gpt_oss", "fsdp ep", remat=BY_LAYER[1], microbatches=2),
-    Row("llama", "fsdp sp tp", remat=BY_LAYER[2], microbatches=2),
+    Row("gemma4", "fsdp sp tp", remat=BY_LAYER[2], microbatches=2),
     Row("sinks", "fsdp cp", zero=1, microbatches=2, lora=True),
 )  # fmt: skip
 """Rows of `make test`, on eight devices, all in float32: the cheapest that have each pair."""
@@ -243,6 +259,7 @@ NIGHTLY_ROWS: tuple[Row, ...] = (
     Row("sinks", "cp fsdp sp", "fp8_rowwise", strategy="ulysses", zero=2, remat="dots", microbatches=2, lora=True),
     Row("latent", "ep sp tp", "fp8_rowwise", microbatches=2),
     Row("linear", "cp fsdp", "bf16", remat="full", lora=True),
+    Row("gemma4", "cp fsdp tp", "bf16", remat="full", lora=True),
     Row("latent", "cp dp sp", "fp8_block", zero=1, microbatches=2),
     Row("sinks", "cp dp ep", "fp8_block", strategy="ring", zero=1, remat="full", plain=True, microbatches=2, lora=True),
 )  # fmt: skip

@@ -22,6 +22,7 @@ from ultrascale_jax.config import (
     ContextConfig,
     DataConfig,
     Experts,
+    FullAttention,
     Keep,
     LatentAttention,
     LinearAttention,
@@ -94,6 +95,7 @@ def test_a_part_of_the_model_is_one_value_among_the_fields_of_a_run():
 
 
 LINEAR = {"linear": LinearAttention(), "full_attention_every": 4}
+FULL = {"full_attention": FullAttention(), "sliding_window": 8, "full_attention_every": 4}
 LATENT = {"head_dim": 192, "latent": LatentAttention()}
 REFUSED = [
     # One of each kind of bound.
@@ -129,6 +131,9 @@ REFUSED = [
     (ModelConfig, LATENT | {"output_gate": True}),
     (LinearAttention, {"key_heads": 4, "value_heads": 6}),
     (ModelConfig, LINEAR | {"num_layers": 6}),
+    (ModelConfig, FULL | {"num_layers": 6}),
+    (ModelConfig, FULL | {"rope_dim": 4}),
+    (ModelConfig, {"full_attention": FullAttention()}),
     (ModelConfig, LINEAR | {"sliding_window": 8}),
     (ModelConfig, LINEAR | {"nope_every": 2}),
     (ModelConfig, LINEAR | {"full_attention_offset": 4}),

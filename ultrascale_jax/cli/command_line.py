@@ -32,6 +32,7 @@ from ultrascale_jax.config import (
     Config,
     DistConfig,
     Experts,
+    FullAttention,
     Keep,
     LatentAttention,
     LayerRemat,
@@ -60,6 +61,7 @@ PARTS = {
     "experts": Experts,
     "latent": LatentAttention,
     "linear": LinearAttention,
+    "full_attention": FullAttention,
 }
 """Optional parts of a model; naming a field of one on the command line turns it on."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale_jax.cli import command_line, devices
-from ultrascale_jax.config import Config, UserError, padded_vocab_size, require
+from ultrascale_jax.config import Config, ModelConfig, UserError, padded_vocab_size, require
 from ultrascale_jax.kernels.choices import auto_order
 from ultrascale_jax.launch import distributed
 from ultrascale_jax.launch.cluster import Launch, visible_gpus
@@ -54,6 +54,14 @@ class Part:
         return ", ".join([f"{self.check} {list(self.sizes)}", *options])
 
 
+def _heads(shape: ModelConfig, ranks: int) -> tuple[int, int, int]:
+    """Return query heads, key heads, at most two, and their width of a layer's attention, as one of `ranks` has it."""
+    local_key_heads = max(1, shape.num_kv_heads // ranks)
+    key_heads = min(local_key_heads, 2)
+    heads = shape.num_heads // ranks // local_key_heads * key_heads
+    return heads, key_heads, shape.head_dim
+
+
 def parts(cfg: Config, kind: str) -> list[Part]:
     """Return the parts of a run on GPUs of `kind` that XLA may not compute; `cfg` is checked, and not open."""
     if cfg.train.precision == "fp32":
@@ -69,19 +77,18 @@ def parts(cfg: Config, kind: str) -> list[Part]:
             checked.append(Part(field, value, check, sizes, options, dtype))
 
     ring, ulysses = cfg.cp.ranks(mesh.cp)
-    local_key_heads = max(1, model.num_kv_heads // (tensor * ulysses))
-    key_heads = min(local_key_heads, 2)
-    heads = model.num_heads // (tensor * ulysses) // local_key_heads * key_heads
     row, documents = cfg.data.seq_len // ring, cfg.data.document_mask
     while row > TOKENS and row % 2 == 0:  # halved, a row of documents keeps its classes
         row //= 2
-    sizes, sinks = (row, heads, key_heads, model.head_dim), model.attention_sinks
+    sinks = model.attention_sinks
+    sizes = row, *_heads(model.full_shape, tensor * ulysses)
     if ring > 1:
         add("attention", "ring_block", *sizes, documents=documents)
     else:
         add("attention", "plain", *sizes, documents=documents, sinks=sinks)
     if model.sliding_window is not None:
         window, documents = min(model.sliding_window, row // 2), documents and ring == 1
+        sizes = row, *_heads(model, tensor * ulysses)
         add("attention", "plain", *sizes, window=window, documents=documents, sinks=sinks)
     width, d_ff = model.d_model, model.d_ff // tensor
     add("norm", "norm", TOKENS, width)

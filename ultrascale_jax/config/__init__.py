@@ -27,6 +27,7 @@ from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.config.mesh import AXES, MeshConfig
 from ultrascale_jax.config.model import (
     Experts,
+    FullAttention,
     LatentAttention,
     LinearAttention,
     ModelConfig,

@@ -81,7 +81,9 @@ def projections(model: ModelConfig) -> tuple[Target, ...]:
     for rule, targets in LINEAR.items():
         names |= set(targets) if rule in mixers else set()
     if "attention" in mixers:
-        names |= {"q_proj", "k_proj", "v_proj", "o_proj"}
+        names |= {"q_proj", "k_proj", "o_proj"}
+        kinds = (model.of_layer(layer) for layer in range(model.layer_group))
+        names |= set() if all(kind.values_are_keys for kind in kinds) else {"v_proj"}
     if model.latent is not None:
         names |= {"q_a_proj", "q_b_proj"} if model.latent.q_rank else {"q_proj"}
         names |= {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}

@@ -1,11 +1,13 @@
 """The shape of one decoder: everything that its checkpoint fixes."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ultrascale_jax.config.section import (
     EVEN,
+    POSITIVE,
     Count,
     Natural,
     NonNegative,
@@ -190,6 +192,27 @@ class LinearAttention(Section, name="model.linear"):
         self.require(self.value_heads % self.key_heads == 0, "value_heads", fix)
 
 
+Share = Annotated[float, POSITIVE, between(0, 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttention(Section, name="model.full_attention"):
+    """Attention of the layers without a window, where it has another shape than that of the others (Gemma 4).
+
+    Each field takes the place of the model's own of that name. `model.full_attention_every` layers are one row of a
+    stack.
+    """
+
+    num_kv_heads: Count = 4
+    """Number of key/value heads."""
+    head_dim: Annotated[int, at_least(1), EVEN] = 64
+    """Width of one head."""
+    rope_share: Share = 1.0
+    """Share of the pairs of a head's dims that turn with the position."""
+    values_are_keys: bool = False
+    """Values are the keys, as they are before norm and rotation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, name="model"):
     """Shape of one decoder; it covers the families of `huggingface/checkpoint.py`."""
@@ -217,6 +240,10 @@ class ModelConfig(Section, name="model"):
     """Normalise the input of each half-block (Llama), its output (OLMo-2), or each with a norm of its own (Gemma)."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: none, per head (Qwen3) or over the full width (OLMo-2)."""
+    value_norm: bool = False
+    """RMSNorm of values per head, without a scale (Gemma 4)."""
+    values_are_keys: bool = False
+    """Values are the keys, as they are before norm and rotation; the layers have no projection of values."""
     qkv_bias: bool = False
     """Add a bias to the query, key and value projections (Qwen2)."""
     o_bias: bool = False
@@ -236,6 +263,10 @@ class ModelConfig(Section, name="model"):
     """Multiplies the result of each half of a layer before it is added to the residual stream (Granite)."""
     logit_divisor: Positive = 1.0
     """Divides the logits (Granite's `logits_scaling`)."""
+    logit_cap: NonNegative = 0.0
+    """Logits l become logit_cap tanh(l / logit_cap) (Gemma 4); 0: they stay."""
+    layer_scale: bool = False
+    """Each layer multiplies what it returns by a number of its own, which is not trained (Gemma 4)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_theta_local: float = 0.0
@@ -244,6 +275,8 @@ class ModelConfig(Section, name="model"):
     """Stretch of the rotary frequencies, or none."""
     rope_dim: Annotated[int, at_least(0), EVEN] = 0
     """First dims of a head that have rotary positions (GLM-4.5: half of them); 0: all."""
+    rope_share: Share = 1.0
+    """Share of the pairs of these dims that turn, those with the highest frequencies (Gemma 4: a quarter)."""
     nope_every: Natural = 0
     """Every n-th layer has no rotary positions (NoPE; 4 in SmolLM3); 0: all have them."""
     sliding_window: Count | None = None
@@ -260,6 +293,8 @@ class ModelConfig(Section, name="model"):
     """Multi-head latent attention, or none: grouped-query attention."""
     linear: LinearAttention | None = None
     """Linear attention, or none."""
+    full_attention: FullAttention | None = None
+    """Another shape of the attention in layers that ignore `sliding_window`, or none."""
     mtp_layers: Annotated[int, between(0, MOST_PARTS)] = 0
     """Modules that each predict one token further than the one before (multi-token prediction, DeepSeek-V3): a layer
     like the last one, after the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
@@ -288,6 +323,8 @@ class ModelConfig(Section, name="model"):
             self._check_latent(self.latent)
         if self.linear is not None:
             self._check_linear()
+        if self.full_attention is not None:
+            self._check_full_attention(self.full_attention)
 
     def _check_pattern(self) -> None:
         """Check which layers have a window."""
@@ -317,19 +354,40 @@ class ModelConfig(Section, name="model"):
         if self.query_scale:
             self.refuse("query_scale", "latent attention scales by head_dim; use 0")
         self.require(not self.rope_dim, "rope_dim", f"is model.latent.rope_dim={rope} here; use 0")
-        for name in ("qkv_bias", "o_bias", "attention_sinks", "output_gate"):
+        none = ("qkv_bias", "o_bias", "attention_sinks", "output_gate")
+        for name in (*none, "value_norm", "values_are_keys"):
             self.require(not getattr(self, name), name, "latent attention has none; use False")
 
-    def _check_linear(self) -> None:
-        """Refuse models whose layers are no repeated group."""
+    def _check_group(self, section: str) -> None:
+        """Refuse models whose layers are no repeated group, as `section` makes them."""
         group = f"must be a multiple of model.full_attention_every={self.layer_group}"
         self.require(self.num_layers % self.layer_group == 0, "num_layers", group)
+        if self.dense_layers not in (0, self.num_layers):
+            self.refuse("experts.dense_layers", f"layers of model.{section} are alike; use 0")
+
+    def _check_full_attention(self, full: FullAttention) -> None:
+        self._check_group("full_attention")
+        fix = "needs model.full_attention_every layers with a model.sliding_window, and no latents"
+        patterned = self.full_attention_every > 0 and self.sliding_window is not None
+        sound = patterned and self.linear is None and self.latent is None
+        self.require(sound, "full_attention", fix)
+        divides = self.num_heads % full.num_kv_heads == 0
+        fix = f"must divide model.num_heads={self.num_heads}"
+        full.require(divides, "num_kv_heads", fix)
+        for name in ("rope_dim", "nope_every", "mtp_layers"):
+            fix = "is not for models with model.full_attention; use 0"
+            self.require(not getattr(self, name), name, fix)
+        beta = self.rope_scaling is not None and self.rope_scaling.query_beta
+        fix = "is not for models with model.full_attention; use 0"
+        self.require(not beta, "rope_scaling.query_beta", fix)
+
+    def _check_linear(self) -> None:
+        """Refuse what has no place beside linear attention."""
+        self._check_group("linear")
         for name, value in (("latent", self.latent), ("sliding_window", self.sliding_window)):
             self.require(value is None, name, "a model with model.linear has none; use none")
         fix = "must be 0 or 1 in models with model.linear"
         self.require(self.nope_every < 2, "nope_every", fix)
-        if self.dense_layers not in (0, self.num_layers):
-            self.refuse("experts.dense_layers", "layers of model.linear are alike; use 0")
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Return which feed-forward layer a layer has."""
@@ -344,7 +402,21 @@ class ModelConfig(Section, name="model"):
     @property
     def layer_group(self) -> int:
         """Consecutive layers that are one row of a stack: more than one where layers of two kinds alternate."""
-        return 1 if self.linear is None else self.full_attention_every or 1
+        alternate = self.linear is not None or self.full_attention is not None
+        return self.full_attention_every or 1 if alternate else 1
+
+    @property
+    def full_shape(self) -> "ModelConfig":
+        """The model as if all its layers had the attention of the full ones, with the fields of `full_attention`."""
+        if self.full_attention is None:
+            return self
+        full = self.full_attention
+        own = {field.name: getattr(full, field.name) for field in dataclasses.fields(full)}
+        return dataclasses.replace(self, **own)
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """Return the model as if all its layers had the attention of this one."""
+        return self.full_shape if self.is_full(layer) else self
 
     @property
     def rotary_dim(self) -> int:

@@ -25,6 +25,8 @@ from ultrascale_jax.config.section import Section, refuse
 from ultrascale_jax.config.training import FP8, Fp8Config, OptimConfig, TrainConfig
 from ultrascale_jax.config.watch import WatchConfig
 
+UNCAPPED = "logits without model.logit_cap"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section, name=""):
@@ -71,8 +73,9 @@ class Config(Section, name=""):
             self._check_teacher(num_devices)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
-            fix = "is not for models with model.linear; use bf16"
-            self.require(model.linear is None, "train.precision", fix)
+            for name in ("linear", "full_attention"):
+                fix = f"is not for models with model.{name}; use bf16"
+                self.require(getattr(model, name) is None, "train.precision", fix)
         for size in train.batches.sizes[:-1]:
             try:
                 self.of_batch(size).check(num_devices)
@@ -171,6 +174,8 @@ class Config(Section, name=""):
                 self.refuse(
                     "kernels.grouped_matmul", "adds no adapters to experts; use auto or xla"
                 )
+        if model.logit_cap and self.kernels.loss == "mosaic":
+            self.refuse("kernels.loss", "has no model.logit_cap; use auto or xla")
         if model.mtp_layers >= data.seq_len:
             self.refuse(mtp, f"must be less than data.seq_len={data.seq_len}")
         if not (train.dpo.enabled or train.distill.enabled):
@@ -178,6 +183,8 @@ class Config(Section, name=""):
         noun = "pairs" if train.dpo.enabled else "a teacher"
         if train.dpo.enabled and train.distill.enabled:
             self.refuse(beta, "pairs have no teacher; leave out train.distill.teacher, or use 0")
+        if train.distill.enabled and model.logit_cap:
+            self.refuse("train.distill.teacher", f"is for {UNCAPPED}")
         if mesh.pp > 1 and train.distill.enabled:
             self.refuse(
                 "train.distill.teacher",
@@ -224,6 +231,8 @@ class Config(Section, name=""):
         teachers, models = teacher.model.vocab_size, self.model.vocab_size
         fix = f"its vocabulary has {teachers} tokens, and the model's {models}; take a teacher of the same family"
         self.require(teachers == models, "train.distill.teacher", fix)
+        capped = teacher.model.logit_cap > 0
+        self.require(not capped, "train.distill.teacher", f"must have {UNCAPPED}")
         try:
             teacher.check(num_devices)
         except UserError as error:
@@ -240,7 +249,7 @@ class Config(Section, name=""):
             fix = "stages must be alike: a window for all layers or none, or mesh.pp=1"
             self.refuse("model.first_window_layer", fix)
         passes_on = mesh.cp > 1 and self.cp.strategy in ("ring", "zigzag")
-        if model.full_attention_every and model.linear is None and passes_on:
+        if model.full_attention_every and model.layer_group == 1 and passes_on:
             ring = "passes keys on from rank to rank, which stages cannot where model.full_attention_every"
             fix = f"{ring} makes their layers differ; use allgather or ulysses, or mesh.pp=1"
             self.refuse("cp.strategy", fix)
@@ -277,17 +286,18 @@ def check_split(
         if size % tensor:
             fix = f"must be divisible by {group}; use a smaller group"
             refuse("model", name, size, fix)
-    kv_heads = model.num_kv_heads
-    if kv_heads % tensor and tensor % kv_heads:
-        fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
-        model.refuse("num_kv_heads", fix)
+    for shape in (model, model.full_attention or model):
+        kv_heads = shape.num_kv_heads
+        if kv_heads % tensor and tensor % kv_heads:
+            fix = f"must divide {group} or be divisible by it; change mesh.sp or mesh.tp"
+            shape.refuse("num_kv_heads", fix)
+        if mesh.cp > 1:
+            context.check(mesh.cp, model.num_heads // tensor, max(1, kv_heads // tensor))
     if model.linear is not None:
         linear, keys = model.linear, model.linear.key_heads
         fix = f"must be divisible by {group}; use a smaller group"
         linear.require(linear.value_heads % tensor == 0, "value_heads", fix)
         linear.require(keys % tensor == 0 or keys == 1, "key_heads", f"{fix}, or one head")
-    if mesh.cp > 1:
-        context.check(mesh.cp, model.num_heads // tensor, max(1, kv_heads // tensor))
     shards, latent = mesh.shards if zero else 1, model.latent
     sizes = {"d_model": model.d_model}
     if latent is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.fp8 import is_variable
-from ultrascale_jax.models.layer_group import layers_of
+from ultrascale_jax.models.layer_group import with_inputs
 from ultrascale_jax.models.stack import Piece, pieces
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import reshard
@@ -131,8 +131,8 @@ def _run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def run_layer(x_BRD, row):
         block, layer_row = row
-        inputs, finite = piece.inputs.of_layer(layer_row), []
-        for layer in layers_of(block):
+        finite = []
+        for layer, inputs in with_inputs(block, piece.inputs.of_layer(layer_row)):
             x_BRD, _, feed_forward, _ = layer.gather_params(inputs).attend(x_BRD, inputs)
             attended = _is_finite(x_BRD)
             x_BRD, *_ = layer.feed(x_BRD, feed_forward, inputs.moe)

@@ -333,7 +333,12 @@ def config_dict(
         if family.scales_queries:
             raw["rope_scaling"][QUERY_BETA] = cfg.rope_scaling.query_beta
     raw |= {**_window_keys(cfg, family), **family.constants}
-    return raw | expert_keys(cfg, model_type) | family.write(cfg)
+    raw |= expert_keys(cfg, model_type) | family.write(cfg)
+    if "rope_parameters" in raw:  # null beside it would take its place
+        raw = {
+            key: value for key, value in raw.items() if key not in ("rope_theta", "rope_scaling")
+        }
+    return raw
 
 
 def _window_keys(cfg: ModelConfig, family: Family) -> dict[str, Any]:

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ultrascale_jax.config import Experts, LatentAttention, LinearAttention, ModelConfig, require
+from ultrascale_jax.config import (
+    Experts,
+    FullAttention,
+    LatentAttention,
+    LinearAttention,
+    ModelConfig,
+    require,
+)
 from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, Rule
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
@@ -18,14 +25,15 @@ FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attentio
 """Kinds of layers in `layer_types` and `rope_parameters`."""
 
 FIXED = (
-    *("activation", "attention_sinks", "embed_scale"),
-    *("norm_placement", "o_bias", "output_gate", "qk_norm", "qkv_bias"),
+    *("activation", "attention_sinks", "embed_scale", "layer_scale"),
+    *("norm_placement", "o_bias", "output_gate", "qk_norm", "qkv_bias", "value_norm"),
 )
 """Fields of `ModelConfig` that the code of most families fixes, and no key says."""
 
 OPTIONAL = (
     *("query_scale", "residual_scale", "logit_divisor", "rope_theta_local"),
     *("full_attention_every", "full_attention_offset", "rope_dim", "nope_every", "mtp_layers"),
+    *("full_attention", "logit_cap", "rope_share", "values_are_keys"),
 )
 """Fields that only some families have."""
 
@@ -420,6 +428,84 @@ def _write_nope(cfg: ModelConfig) -> dict[str, Any]:
     return {"no_rope_layer_interval": every or cfg.num_layers + 1, "no_rope_layers": kinds}
 
 
+GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""Keys of a layer's attention to Gemma 4's for those of full layers."""
+
+UNUSED = ("moe_intermediate_size", "top_k_experts", "vocab_size_per_layer_input")
+"""Keys of Gemma 4's experts and of inputs of single layers."""
+
+ROPE_SHARE, SAME = "rope_share", "attention_k_eq_v"
+"""Key that `_gemma4` adds, and Gemma's of `values_are_keys` in full layers."""
+
+
+def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Gemma 4's keys as Gemma 3's, with those of full layers by themselves, whichever form they have.
+
+    Refused are layers' inputs of their own and shared keys and values (E2B, E4B), and experts (26B-A4B).
+    """
+    raw, num_layers = dict(raw), integer(raw, "num_hidden_layers")
+    for key in (*GLOBAL.values(), *UNUSED):
+        integer(raw, key, 1, null=1)
+    inputs = raw.get("hidden_size_per_layer_input", 256)
+    fix = "supported is 0, no inputs of single layers (so not E2B and E4B)"
+    require(inputs == 0, "hidden_size_per_layer_input", inputs, fix)
+    default = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    given = raw.get("rope_parameters") or {FULL: default, WINDOWED: {"rope_theta": 1e4}}
+    raw = dict(_one_rope(raw | {"rope_parameters": given}))
+    full = dict(raw["rope_parameters"])
+    if full.get("rope_type") == "proportional":
+        raw[ROPE_SHARE] = number(full, "partial_rotary_factor", 1.0)
+        full["rope_type"] = "default"
+    full.pop("partial_rotary_factor", None)
+    raw["rope_parameters"] = full
+    layers, kinds = raw.pop("per_layer_config", None), raw.get("layer_types")
+    if layers:
+        kinds = kinds if isinstance(kinds, list) else []
+        values = list(layers.values()) if isinstance(layers, dict) else []
+        one = values[0] if values and isinstance(values[0], dict) else {}
+        numbers = [i for i, kind in enumerate(kinds[:num_layers]) if kind == FULL]
+        same = layers == {str(i): one for i in numbers} and set(one) <= set(GLOBAL)
+        fix = f"supported is one value, {' and '.join(GLOBAL)}, for all {FULL} layers"
+        require(same, "per_layer_config", layers, fix)
+        raw |= {GLOBAL[key]: one.get(key, raw.get(key)) for key in GLOBAL}
+    elif not flag(raw, SAME, False):
+        raw[GLOBAL["num_key_value_heads"]] = None
+    return raw
+
+
+def _read_gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    heads = integer(raw, "num_key_value_heads", 4, null=integer(raw, "num_attention_heads"))
+    full = FullAttention(
+        num_kv_heads=integer(raw, GLOBAL["num_key_value_heads"], heads, null=heads),
+        head_dim=integer(raw, GLOBAL["head_dim"], 512),
+        rope_share=number(raw, ROPE_SHARE, 1.0),
+        values_are_keys=flag(raw, SAME, False),
+    )
+    cap = raw.get("final_logit_softcapping")
+    return {
+        "full_attention": full,
+        "rope_theta_local": number(raw, LOCAL_BASE, 10000.0),
+        "logit_cap": 0.0 if cap is None else number(raw, "final_logit_softcapping"),
+    }
+
+
+def _write_gemma4(cfg: ModelConfig) -> dict[str, Any]:
+    full = cfg.full_attention
+    assert full is not None
+    heads, name = full.num_kv_heads, "model.full_attention.num_kv_heads"
+    fix = f"is model.num_kv_heads={cfg.num_kv_heads} where values are no keys"
+    require(full.values_are_keys or heads == cfg.num_kv_heads, name, heads, fix)
+    whole = {"rope_type": "proportional", "partial_rotary_factor": full.rope_share}
+    local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
+    return {
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": heads,
+        SAME: full.values_are_keys,
+        "final_logit_softcapping": cfg.logit_cap or None,
+        "rope_parameters": {FULL: whole | {"rope_theta": cfg.rope_theta}, WINDOWED: local},
+    }
+
+
 def _olmo3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return OLMo 3's keys as Gemma has them; `rope_theta` alone is that of full layers."""
     return _one_rope({key: value for key, value in raw.items() if key != LOCAL_BASE})
@@ -752,6 +838,12 @@ POST_NORMS = {
     "mlp_norm": "post_feedforward_layernorm",
 }
 
+GEMMA_NORMS = {
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", whole_heads=True, constants=NO_BIAS),
     "mistral": Family(architecture="MistralForCausalLM", window="all", num_kv_heads=8),
@@ -921,12 +1013,44 @@ FAMILIES = {
         own_keys=("query_pre_attn_scalar", LOCAL_BASE),
         read=_read_gemma,
         write=_write_gemma,
-        names={
-            "attn_out_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_out_norm": "post_feedforward_layernorm",
-        },
+        names=GEMMA_NORMS,
         norm_offset=1.0,
+    ),
+    "gemma4_text": Family(
+        architecture="Gemma4ForCausalLM",
+        model={
+            "activation": "gelu_tanh",
+            "embed_scale": 0.0,
+            "layer_scale": True,
+            "norm_placement": "both",
+            "qk_norm": "head",
+            "query_scale": 1.0,
+            "value_norm": True,
+        },
+        optional=(*("rope_theta_local", "full_attention_every", "full_attention", "logit_cap"),),
+        window="pattern",
+        pattern=6,
+        sliding_window=512,
+        num_kv_heads=4,
+        head_dim=256,
+        rope_theta=1e6,
+        tied=True,
+        activation_key="hidden_activation",
+        allowed={
+            "enable_moe_block": (False,),
+            "num_kv_shared_layers": (0,),
+            "use_double_wide_mlp": (False, True),  # of layers that share keys
+            "use_bidirectional_attention": (False, "vision"),  # text is causal
+        },
+        constants=NO_BIAS | {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+        common=_gemma4,
+        own_keys=(
+            *("final_logit_softcapping", "hidden_size_per_layer_input", "per_layer_config"),
+            *(SAME, *GLOBAL.values(), *UNUSED),
+        ),
+        read=_read_gemma4,
+        write=_write_gemma4,
+        names=GEMMA_NORMS | {"scale": "layer_scalar"},
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
@@ -1131,13 +1255,16 @@ def _lacking(name: str, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
             yield "full_attention_every", 0, fix
         if "rope_theta_local" in family.optional and not cfg.rope_theta_local:
             yield "rope_theta_local", 0.0, f"{name} has such layers; set it to model.rope_theta"
+        if "full_attention" in family.optional and cfg.full_attention is None:
+            yield "full_attention", None, f"{name} says the shape of such layers; set it"
     stretch = cfg.rope_scaling
     if family.scales_queries and (stretch is None or stretch.kind != "yarn"):
         yield "rope_scaling", stretch, f"{name} has a YaRN; set it"
     if not family.scales_queries and stretch is not None and stretch.query_beta:
         yield "rope_scaling.query_beta", stretch.query_beta, f"{name} has none; use 0"
     for option in OPTIONAL:
-        value, default = getattr(cfg, option), getattr(PLAIN, option)
+        value = getattr(cfg, option)
+        default = family.model.get(option, getattr(PLAIN, option))
         if option not in family.optional and value != default:
             yield option, value, f"{name} has none; use {default}"
     if family.experts is not None and cfg.experts is not None:

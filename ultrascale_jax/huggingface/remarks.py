@@ -21,6 +21,7 @@ from ultrascale_jax.storage.foreign import read_json
 ROPE_KEYS = {
     "default": ("factor",),
     "linear": ("factor",),
+    "proportional": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         *("factor", "original_max_position_embeddings", "attention_factor", "truncate"),

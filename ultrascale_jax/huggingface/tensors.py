@@ -289,9 +289,10 @@ def _path(ours: str) -> str:
 
 def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str], dict[str, int]]]:
     """Return the parameters of a layer, each with the sizes of dims that are of its part of the layer alone."""
-    norms = ["attn_norm", "mlp_norm"]
+    one, norms = cfg.of_layer(layer), ["attn_norm", "mlp_norm"]
     norms += ["attn_out_norm", "mlp_out_norm"] if cfg.norm_placement == "both" else []
     rows = [(name, "D", "D") for name in norms]
+    of_attention = {"K": one.num_kv_heads, "H": one.head_dim}
     match cfg.mixer(layer):
         case "delta" | "mamba2":
             assert cfg.linear is not None
@@ -302,7 +303,9 @@ def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str],
             assert cfg.latent is not None
             rows += _latent_attention(cfg.latent)
         case "attention":
-            rows += _grouped_attention(cfg)
+            yield from ((row, of_attention) for row in _grouped_attention(one))
+    if cfg.layer_scale:
+        yield ("scale", "X", "X"), {"X": 1}
     if cfg.feed_forward(layer) == "mlp":
         yield from ((row, {"F": cfg.d_ff}) for row in rows + _gated("mlp"))
         return
@@ -327,7 +330,8 @@ def _grouped_attention(cfg: ModelConfig) -> Rows:
     rows += [("attn.b_o", "D", "D")] if cfg.o_bias else []
     rows += [("attn.w_gate", "DNH", "NHD")] if cfg.output_gate else []
     rows += [("attn.sinks", "N", "N")] if cfg.attention_sinks else []
-    for letter, heads in (("q", "NH"), ("k", "KH"), ("v", "KH")):
+    values = () if cfg.values_are_keys else (("v", "KH"),)
+    for letter, heads in (("q", "NH"), ("k", "KH"), *values):
         rows.append((f"attn.w_{letter}", f"D{heads}", f"{heads}D"))
         if cfg.qkv_bias:
             rows.append((f"attn.b_{letter}", heads, heads))

@@ -75,6 +75,7 @@ TEXTS = {
     "qwen2": Text("qwen2", _sizes(151936, 4096, 22016, 32, 32, 32768)),
     "qwen3": Text("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32768)),
     "gemma3_text": Text("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+    "gemma4_text": Text("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 131072)),
     "qwen2_vl_text": Text("qwen2", _QWEN2_VL),
     "qwen2_5_vl_text": Text("qwen2", _QWEN2_VL),
     "qwen3_vl_text": Text("qwen3", _sizes(151936, 4096, 22016, 32, 32, 128000, rope_theta=5e5)),
@@ -86,6 +87,7 @@ TEXTS = {
 
 WRAPPERS = {
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "gemma4": ("Gemma4ForConditionalGeneration", "gemma4_text"),
     "internvl": ("InternVLForConditionalGeneration", "qwen2"),
     "llava": ("LlavaForConditionalGeneration", "llama"),
     "llava_next": ("LlavaNextForConditionalGeneration", "llama"),

@@ -41,12 +41,14 @@ class Attention(nnx.Module):
         k_q, k_k, k_v, k_o = jax.random.split(key, 4)
         self.w_q = param(k_q, "DNH", "BTD", (D, N, H))
         self.w_k = param(k_k, "DKH", "BTD", (D, K, H))
-        self.w_v = param(k_v, "DKH", "BTD", (D, K, H))
+        if not cfg.values_are_keys:
+            self.w_v = param(k_v, "DKH", "BTD", (D, K, H))
         self.w_o = param(k_o, "NHD", "BTNH", (N, H, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
         if cfg.qkv_bias:
             self.b_q = param(None, "NH", "BTNH", (N, H), std=0)
             self.b_k = param(None, "KH", "BTKH", (K, H), std=0)
-            self.b_v = param(None, "KH", "BTKH", (K, H), std=0)
+            if not cfg.values_are_keys:
+                self.b_v = param(None, "KH", "BTKH", (K, H), std=0)
         if cfg.o_bias:
             self.b_o = param(None, "D", "BRD", (D,), std=0)
         if cfg.output_gate:
@@ -64,18 +66,25 @@ class Attention(nnx.Module):
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[Partial, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         x_BTD = gather_sequence(x_BRD)
-        q_BTNH, k_BTKH, v_BTKH, *gate_BTNH = self._project(x_BTD)
-        q_BTNH = self._complete(q_BTNH, "q", "N")
-        k_BTKH = self._complete(k_BTKH, "k", "K")
-        v_BTKH = checkpoint_name(self._complete(v_BTKH, "v", "K"), "v")
+        q_BTNH, k_BTKH, *others = self._project(x_BTD)
+        q_BTNH, k_BTKH = self._biased(q_BTNH, "q", "N"), self._biased(k_BTKH, "k", "K")
+        if self.cfg.qk_norm != "none":
+            # The norm's backward pass reads its input: kept after it, products would run again, and not rotation alone.
+            q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
+        v_BTKH = k_BTKH
+        if not self.cfg.values_are_keys:
+            v_BTKH = checkpoint_name(self._biased(others.pop(0), "v", "K"), "v")
+        if self.cfg.value_norm:
+            v_BTKH = rms_norm(v_BTKH, None, "H", "BTKH", self.cfg.norm_eps)
+        q_BTNH, k_BTKH = self._normed(q_BTNH, "q", "N"), self._normed(k_BTKH, "k", "K")
         q_BTNH = rotate(q_BTNH, inputs.query_rope or inputs.rope, self.cfg.score_scale)
         k_BTKH = rotate(k_BTKH, inputs.rope)
-        if self.cfg.qk_norm == "none":  # otherwise `_complete` names what the norm reads
+        if self.cfg.qk_norm == "none":  # otherwise what the norm reads is named
             q_BTNH, k_BTKH = name_product(q_BTNH, "q"), name_product(k_BTKH, "k")
         sinks = self.sinks[...] if self.cfg.attention_sinks else None
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs, sinks)
         if self.cfg.output_gate:
-            gate_BTNH = checkpoint_name(gate_BTNH[0], "attn_gate").astype(jnp.float32)
+            gate_BTNH = checkpoint_name(others[0], "attn_gate").astype(jnp.float32)
             out_BTNH = (out_BTNH * jax.nn.sigmoid(gate_BTNH)).astype(out_BTNH.dtype)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
         if not self.cfg.o_bias:
@@ -84,10 +93,12 @@ class Attention(nnx.Module):
         return (partial_BTD, bias_BRD), cache
 
     def _project(self, x_BTD: jax.Array) -> list[jax.Array]:
-        """Project to queries, keys, values, and the gate of the result if the model has one."""
-        names, heads, weights = ["q", "k", "v"], "NKK", []
+        """Project to queries, keys, values unless they are the keys, and the gate of the result if there is one."""
+        names, heads, weights = ["q", "k"], "NK", []
+        if not self.cfg.values_are_keys:
+            names, heads = [*names, "v"], f"{heads}K"
         if self.cfg.output_gate:
-            names, heads = [*names, "gate"], "NKKN"
+            names, heads = [*names, "gate"], f"{heads}N"
         for name, letter in zip(names, heads, strict=True):
             local_heads = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
             weights.append(map_columns(local_heads, getattr(self, f"w_{name}")[...]))
@@ -96,20 +107,21 @@ class Attention(nnx.Module):
             return [linear(d, x_BTD, weight) for d, weight in zip(dims, weights, strict=True)]
         return projections(x_BTD, weights, heads)
 
-    def _complete(self, y: jax.Array, name: str, heads: str) -> jax.Array:
-        """Add the bias to queries, keys or values, and normalise them, where the model has that."""
-        dims = f"BT{heads}H"
-        if self.cfg.qkv_bias:
-            bias = broadcast_param(
-                self._heads(f"b_{name}", f"{heads}H"), f"{heads}H", dims, y.shape
-            )
-            y = y + bias.astype(y.dtype)
-        if self.cfg.qk_norm != "none" and name != "v":
-            # The norm's backward pass reads its input: kept after it, products would run again, and not rotation alone.
-            y = checkpoint_name(y, name)
-            over = "H" if self.cfg.qk_norm == "head" else f"{heads}H"
-            y = rms_norm(y, self._heads(f"{name}_norm", over), over, dims, self.cfg.norm_eps)
-        return y
+    def _biased(self, y: jax.Array, name: str, heads: str) -> jax.Array:
+        """Add the bias to queries, keys or values, where the model has one."""
+        if not self.cfg.qkv_bias:
+            return y
+        dims = f"{heads}H"
+        bias = broadcast_param(self._heads(f"b_{name}", dims), dims, f"BT{dims}", y.shape)
+        return y + bias.astype(y.dtype)
+
+    def _normed(self, y: jax.Array, name: str, heads: str) -> jax.Array:
+        """Normalise queries or keys, where the model does that."""
+        if self.cfg.qk_norm == "none":
+            return y
+        over = "H" if self.cfg.qk_norm == "head" else f"{heads}H"
+        weight = self._heads(f"{name}_norm", over)
+        return rms_norm(y, weight, over, f"BT{heads}H", self.cfg.norm_eps)
 
     def _heads(self, name: str, dims: str, value: jax.Array | None = None) -> jax.Array:
         """Return a parameter of this device's heads, or `value` in its place."""

@@ -29,6 +29,7 @@ from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import Dense, MoE, Routed
 from ultrascale_jax.parallel.adapted import Adapted
 from ultrascale_jax.sharding.primitives import (
+    broadcast_param,
     gather_param,
     grad_barrier,
     partial_axes,
@@ -180,10 +181,13 @@ class Block(nnx.Module):
         k_attention, k_feed_forward = jax.random.split(key)
         attention = layers.attention or MIXERS[cfg.mixer(number)]
         self.attn_norm = layers.make_norm(cfg)
-        self.attn = _with_call("attention", attention(cfg, k_attention, kernels), "x_BRD", "inputs")
+        of_layer = attention(cfg.of_layer(number), k_attention, kernels)
+        self.attn = _with_call("attention", of_layer, "x_BRD", "inputs")
         self.mlp_norm = layers.make_norm(cfg)
         if cfg.norm_placement == "both":
             self.attn_out_norm, self.mlp_out_norm = layers.make_norm(cfg), layers.make_norm(cfg)
+        if cfg.layer_scale:
+            self.scale = param(None, "X", "BRX", (1,), std=1)
         if cfg.feed_forward(number) == "moe":
             self.moe = MoE(cfg, k_feed_forward, kernels=kernels)
         else:
@@ -256,6 +260,11 @@ class Block(nnx.Module):
                 _check_result("mlp", feed_forward, h, x_BRD)
             h = checkpoint_name(h, "mlp_out")
             x_BRD = x_BRD + self._scaled(self._after(h, "mlp_norm", "mlp_out_norm"))
+            if self.cfg.layer_scale:
+                # Without a gradient it stays as it is.
+                scale = jax.lax.stop_gradient(self.scale[...])
+                scale_BRX = broadcast_param(scale, "X", "BRX", (*x_BRD.shape[:2], 1))
+                x_BRD = (x_BRD.astype(jnp.float32) * scale_BRX).astype(x_BRD.dtype)
             return x_BRD, routed, dense_extra, terms
 
     def _before(self, x_BRD: jax.Array, name: str) -> jax.Array:

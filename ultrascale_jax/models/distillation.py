@@ -16,6 +16,7 @@ from ultrascale_jax.config import Distill
 from ultrascale_jax.models.loss import (
     LOWEST,
     exps_type,
+    is_target,
     log_sum_exp,
     nan_unless_words,
     scale,
@@ -114,8 +115,7 @@ def _gradients(form, teacher_logps, x_MD, targets_M, weights_M, head, *teacher):
     logp_MV = _log_softmax(head, logits_MV / tau)
     logq_MV = teacher_logps(logp_MV, head, *teacher)
     logits_MV = head.fill(logits_MV, LOWEST)
-    columns_M = targets_M - offset("V", logits_MV.shape[1])
-    gold_MV = jax.lax.broadcasted_iota(jnp.int32, logits_MV.shape, 1) == columns_M[:, None]
+    gold_MV = is_target(targets_M, logits_MV)
     lse_M, picked_M, _ = log_sum_exp(logits_MV, gold_MV)
     picked_M = nan_unless_words(picked_M, targets_M, head.vocab_size)
     p_MV, q_MV, ratio_MV = jnp.exp(logp_MV), jnp.exp(logq_MV), logp_MV - logq_MV

@@ -173,8 +173,9 @@ def empty_cache(
 
     def of_layer(layer: int) -> tuple[jax.Array, ...]:
         if linear is None or cfg.is_full(layer):
-            heads = max(cfg.num_kv_heads, mesh_size("sp", "tp"))
-            return (zeros("SKH", length, heads, cfg.head_dim),) * 2
+            one = cfg.of_layer(layer)
+            heads = max(one.num_kv_heads, mesh_size("sp", "tp"))
+            return (zeros("SKH", length, heads, one.head_dim),) * 2
         halo, N = linear.conv_kernel - 1, linear.value_heads
         K = max(linear.key_heads, mesh_size("sp", "tp"))
         H, W = linear.key_dim, linear.value_dim

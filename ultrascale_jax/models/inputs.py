@@ -50,7 +50,7 @@ class LayerInputs:
     query_rope: tuple[jax.Array, jax.Array] | None = None
     """The same of queries, if they grow with their positions (`rope_scaling.query_beta`)."""
     local_rope: tuple[jax.Array, jax.Array] | None = None
-    """The same for layers that are not `full`, if they have others; `of_layer` chooses."""
+    """The same for layers that are not `full`, if they have others; `of_layer` or `of_group` chooses."""
     full: jax.Array | None = None
     """Whether the layer ignores `window`, a bool scalar: so that layers of both kinds are one loop."""
     rotary: jax.Array | None = None
@@ -102,15 +102,16 @@ class LayerInputs:
         if segment_ids_BT is not None:
             segment_ids_BT = reshard("BT->BT", segment_ids_BT)
         positions_BT = reshard("BT->BT", positions_BT)
-        if cfg.rope_theta_local:
-            settings["local_rope"] = rotary(positions_BT, cfg, local=True)
-        if cfg.full_attention_every and cfg.sliding_window is not None:
+        if cfg.rope_theta_local or cfg.full_attention is not None:
+            local = cfg.rope_theta_local > 0
+            settings["local_rope"] = rotary(positions_BT, cfg, local=local)
+        if cfg.full_attention_every and cfg.layer_group == 1:
             settings["full"] = jnp.array([cfg.is_full(layer) for layer in range(cfg.num_layers)])
         if cfg.nope_every > 1:
             settings["rotary"] = jnp.array(
                 [cfg.is_rotary(layer) for layer in range(cfg.num_layers)]
             )
-        rope = rotary(positions_BT, cfg)
+        rope = rotary(positions_BT, cfg.full_shape)
         if cfg.nope_every == 1:
             rope = jnp.ones_like(rope[0]), jnp.zeros_like(rope[1])
         if cfg.rope_scaling is not None and cfg.rope_scaling.query_beta:
@@ -124,24 +125,26 @@ class LayerInputs:
         """Keys and values, amaxes and flags, which differ between layers and have a leading dim of these."""
         return self.cache and self.cache[:-1], self.fp8 and self.fp8.amaxes, self.full, self.rotary
 
-    def of_group(self, i: int) -> "LayerInputs":
-        """Return the inputs of a layer of a group (`models/layer_group.py`), of whose caches it has the i-th."""
-        if self.cache is None:
-            return self
-        return dataclasses.replace(self, cache=(*self.cache[i], self.cache[-1]))
+    def of_group(self, cfg: ModelConfig, i: int) -> "LayerInputs":
+        """Return the inputs of the i-th layer of a group (`models/layer_group.py`): its cache, window and positions."""
+        cache = None if self.cache is None else (*self.cache[i], self.cache[-1])
+        if cfg.is_full(i):
+            return dataclasses.replace(self, cache=cache, window=None, local_rope=None)
+        rope = self.local_rope or self.rope
+        return dataclasses.replace(self, cache=cache, rope=rope, local_rope=None)
 
     def of_layer(self, row: tuple) -> "LayerInputs":
         """Return the inputs of one layer; `row` is that layer's part of `stacked`."""
         kv, amaxes, full, rotary = row
         cache = None if self.cache is None else (*kv, self.cache[-1])
         fp8 = None if self.fp8 is None else dataclasses.replace(self.fp8, amaxes=amaxes)
-        rope = self.rope
-        if self.local_rope is not None:
-            pairs = zip(self.rope, self.local_rope, strict=True)
-            rope = tuple(jnp.where(full, whole, local) for whole, local in pairs)
+        rope, local_rope = self.rope, self.local_rope
+        if local_rope is not None and full is not None:
+            pairs = zip(rope, local_rope, strict=True)
+            rope, local_rope = tuple(jnp.where(full, whole, local) for whole, local in pairs), None
         if rotary is not None:
             cos, sin = rope
             rope = jnp.where(rotary, cos, 1), jnp.where(rotary, sin, 0)
         return dataclasses.replace(
-            self, cache=cache, fp8=fp8, full=full, rope=rope, local_rope=None, rotary=None
+            self, cache=cache, fp8=fp8, full=full, rope=rope, local_rope=local_rope, rotary=None
         )

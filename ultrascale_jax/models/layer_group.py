@@ -1,5 +1,6 @@
 """A row of a stack where layers of two kinds alternate: a group of consecutive layers, each a `Block` of its kind.
 
+    Gemma 4:     stacks.0.layers.0 to .4 (a window), .5 (full attention of another shape), each [10, ...] for 60 layers
     Qwen3-Next:  stacks.0.layers.0, .1, .2 (linear attention), .3 (full attention), each [12, ...] for 48 layers
 
 All rows of the stack are alike, so one scan runs them, ZeRO-3 gathers a row ahead, and stages of a pipeline hold whole
@@ -54,11 +55,11 @@ class LayerGroup(nnx.Module):
             if inputs.recompute_each
             else _run
         )
-        for i, layer in enumerate(self.layers):
+        for i, (layer, inputs_of_layer) in enumerate(with_inputs(self, inputs)):
             x_BRD = checkpoint_name(x_BRD, GROUP_INPUT) if i else x_BRD
             # Without it XLA computes the weight gradients of all layers of a row at its end, and keeps what they need.
             layer, x_BRD = grad_barrier((layer, x_BRD))
-            x_BRD, *result = run(layer, x_BRD, inputs.of_group(i))
+            x_BRD, *result = run(layer, x_BRD, inputs_of_layer)
             results.append(result)
         routed, caches, terms = zip(*results, strict=True)
         routed, terms = (jax.tree.map(_stacked, *part) for part in (routed, terms))
@@ -79,6 +80,13 @@ def _run(layer: Block, x_BRD: jax.Array, inputs: LayerInputs) -> tuple:
 def layers_of(row: Row) -> list[Block]:
     """Return the layers of a row."""
     return list(row.layers) if isinstance(row, LayerGroup) else [row]
+
+
+def with_inputs(row: Row, inputs: LayerInputs) -> list[tuple[Block, LayerInputs]]:
+    """Return the layers of a row, each with its part of the row's inputs."""
+    if not isinstance(row, LayerGroup):
+        return [(row, inputs)]
+    return [(layer, inputs.of_group(row.cfg, i)) for i, layer in enumerate(row.layers)]
 
 
 def by_layer(statistics_Z: jax.Array) -> jax.Array:

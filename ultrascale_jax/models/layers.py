@@ -189,7 +189,7 @@ def scatter_sequence(partial_BTD: jax.Array) -> jax.Array:
 
 def rms_norm(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | None,
     dims: str,
     act_dims: str,
     eps: float,
@@ -197,15 +197,20 @@ def rms_norm(
 ) -> jax.Array:
     """Compute x / rms(x) * weight over the dims of `weight`, in float32, back in x's type (arXiv 1910.07467).
 
-    The kernel takes a norm over the last dim, unsharded on each device.
+    Without a weight it is x / rms(x). The kernel takes a norm over the last dim, unsharded on each device.
     """
     require_choice("implementation", implementation, Implementation)
+    fix = "the kernel multiplies by a weight; give one, or use xla"
+    require(weight is not None or implementation != "mosaic", "weight", weight, fix)
     if implementation == "mosaic":
         fused = functools.partial(rms_norm_of_pieces, eps=eps, implementation=implementation)
         return smap(fused, in_specs=specs((x, weight)), out_specs=act(act_dims))(x, weight)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(mean(jnp.square(x32), dims, act_dims) + eps)
-    return (x32 * scale * broadcast_param(weight, dims, act_dims, x.shape)).astype(x.dtype)
+    y32 = x32 * scale
+    if weight is not None:
+        y32 *= broadcast_param(weight, dims, act_dims, x.shape)
+    return y32.astype(x.dtype)
 
 
 class MLP(nnx.Module):

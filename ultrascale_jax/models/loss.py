@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
-from ultrascale_jax.models.loss_chunks import num_chunks
+from ultrascale_jax.models.loss_chunks import CAPPED, num_chunks
 from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import all_reduce, offset
 from ultrascale_jax.sharding.rules import act, axes_of, gradient_axes, mesh_size, place, specs, vary
@@ -40,7 +40,7 @@ def exps_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
@@ -48,6 +48,7 @@ def cross_entropy(
     weight: jax.Array,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
+    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the weighted negative log-likelihoods of `targets_BT`; differentiable in `x_BTD` and `head_DV`.
 
@@ -58,51 +59,60 @@ def cross_entropy(
       weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
       vocab_size: columns of the whole head that are words; the others pad it. None: all.
+      cap: `model.logit_cap`; with one a chunk has float32 logits instead of exponentials.
 
     Returns:
       The objective (with z-loss) and the bare cross-entropy, float32 scalars; in a manual region the sums over this
       device's part of the batch and the sequence.
     """
-    arguments = x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size
+    arguments = x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, cap
     _, (nll, z) = _scan(*arguments, with_gradients=False)
     return weight * jnp.sum(nll + z), weight * jnp.sum(nll)
 
 
 def row_losses(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, vocab_size: int | None = None
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    vocab_size: int | None = None,
+    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the negative log-likelihoods of each row's targets; arguments as of `cross_entropy`.
 
     Returns:
       The sums, float32 `[B]`, and whether no token is likelier than a target anywhere in the row, bool `[B]`.
     """
-    arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size
+    arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size, cap
     best, (nll, _) = _scan(*arguments, with_gradients=False)
     return jnp.sum(nll, axis=1), jnp.all(best, axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_losses(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, vocab_size: int | None = None
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    vocab_size: int | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Return the negative log-likelihood of each target, float32 `[B, T]`, 0 where the target is -1.
 
     Differentiable as `cross_entropy` is, whose arguments these are, by any function of the losses; the backward pass
     computes the logits again.
     """
-    arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size
+    arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size, cap
     return _scan(*arguments, with_gradients=False)[1][0]
 
 
-def _token_losses_forward(x_BTD, head_DV, targets_BT, vocab_size):
+def _token_losses_forward(x_BTD, head_DV, targets_BT, vocab_size, cap):
     trained = _is_trained(head_DV)
     arguments = tuple(argument.value for argument in (x_BTD, head_DV, targets_BT))
-    return token_losses(*arguments, vocab_size), (arguments, trained)
+    return token_losses(*arguments, vocab_size, cap), (arguments, trained)
 
 
-def _token_losses_backward(vocab_size, kept, g_BT):
+def _token_losses_backward(vocab_size, cap, kept, g_BT):
     arguments, trained = kept
-    arguments = *arguments, g_BT, 0.0, vocab_size
+    arguments = *arguments, g_BT, 0.0, vocab_size, cap
     (dx, dhead), _ = _scan(*arguments, with_gradients=True, trained=trained is not None)
     return dx, dhead, None
 
@@ -115,16 +125,16 @@ def _is_trained(head: Any) -> tuple[()] | None:
 token_losses.defvjp(_token_losses_forward, _token_losses_backward, symbolic_zeros=True)
 
 
-def _forward(x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size):
+def _forward(x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, cap):
     trained = head_DV.perturbed
     x_BTD, head_DV, targets_BT, weight = (v.value for v in (x_BTD, head_DV, targets_BT, weight))
-    arguments = x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size
+    arguments = x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, cap
     gradients, (nll, z) = _scan(*arguments, with_gradients=True, trained=trained)
     losses = weight * jnp.sum(nll + z), weight * jnp.sum(nll)
     return losses, (gradients, arguments[:4])
 
 
-def _backward(z_loss, vocab_size, kept, g):
+def _backward(z_loss, vocab_size, cap, kept, g):
     """Scale the gradients that the forward pass computed, and compute the bare loss's if it has a cotangent."""
     gradients, (x_BTD, head_DV, targets_BT, weight) = kept
     scaled = []
@@ -133,7 +143,7 @@ def _backward(z_loss, vocab_size, kept, g):
     if not isinstance(g[1], SymbolicZero):
         if z_loss:
             trained = gradients[1] is not None
-            arguments = x_BTD, head_DV, targets_BT, weight, 0.0, vocab_size
+            arguments = x_BTD, head_DV, targets_BT, weight, 0.0, vocab_size, cap
             gradients, _ = _scan(*arguments, with_gradients=True, trained=trained)
         scaled.append(jax.tree.map(lambda x: scale(x, g[1]), gradients))
     dx, dhead = functools.reduce(lambda *parts: jax.tree.map(jnp.add, *parts), scaled)
@@ -155,10 +165,13 @@ class Head(NamedTuple):
     weight_DV: jax.Array
     vocab_size: int
     """Columns of the whole head that are words; the others pad it."""
+    cap: float = 0.0
+    """The model's `logit_cap`."""
 
     def logits(self, x_MD: jax.Array) -> jax.Array:
         """Return logits in float32, of columns that are no words too."""
-        return jnp.einsum("MD,DV->MV", x_MD, self.weight_DV, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("MD,DV->MV", x_MD, self.weight_DV, preferred_element_type=jnp.float32)
+        return capped(logits, self.cap)
 
     def fill(self, values_MV: jax.Array, value: float) -> jax.Array:
         """Put `value` into columns that are no words, and write only the last columns, which may be some."""
@@ -172,14 +185,22 @@ class Head(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(values_MV, last_MV, first, 1)
 
 
-def _scan(x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, *, with_gradients, trained=True):
+def capped(logits: jax.Array, cap: float) -> jax.Array:
+    """Return logits as `model.logit_cap` bounds them."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _scan(
+    x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, cap, *, with_gradients, trained=True
+):
     """Return (dx, dhead), and each token's (nll, z-loss term), as `scan_chunks` does.
 
     Without gradients each token's `best` of `_losses`, `[B, T]`, is in their place.
     """
-    visit = functools.partial(_gradients if with_gradients else _losses, z_loss)
-    width = exps_type(x_BTD.dtype).itemsize
-    how = {"width": width, "trained": trained, "with_gradients": with_gradients}
+    of_chunk = _capped_gradients if cap else _gradients
+    visit = functools.partial(of_chunk if with_gradients else _losses, z_loss)
+    width = CAPPED if cap else exps_type(x_BTD.dtype).itemsize
+    how = {"width": width, "trained": trained, "with_gradients": with_gradients, "cap": cap}
     return scan_chunks(visit, x_BTD, head_DV, targets_BT, weight, vocab_size, **how)
 
 
@@ -196,6 +217,7 @@ def scan_chunks(
     width: int,
     trained: bool,
     with_gradients: bool = True,
+    cap: float = 0.0,
 ) -> Any:
     """Visit the chunks of each device's tokens: return (dx, dhead), and two losses of each token, `[B, T]`.
 
@@ -207,6 +229,7 @@ def scan_chunks(
       by_token, heads: other arrays `[B, T, ...]`, and the heads of other models with the same vocabulary.
       width: bytes of a chunk for each logit.
       trained, with_gradients: whether the head is, dhead is none if not; and as `function` has them.
+      cap: as of `cross_entropy`.
     """
     of_x, of_head = axes_of("V"), gradient_axes("DV", "BTD")
     partial = act("BTD", unreduced=of_x), act("DV", unreduced=of_head)
@@ -215,7 +238,7 @@ def scan_chunks(
     def local(x_BTD, head_DV, targets_BT, weight, by_token, heads):
         x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
         words = vocab_size or head_DV.shape[1] * mesh_size(*axes_of("V"))
-        head, *heads = (Head(vary(one, of_head), words) for one in (head_DV, *heads))
+        head, *heads = (Head(vary(one, of_head), words, cap) for one in (head_DV, *heads))
         (B, T), V = targets_BT.shape, head_DV.shape[1]
         weight = jnp.broadcast_to(weight, (B, T))
         n = num_chunks(B * T, V, width)
@@ -287,7 +310,7 @@ def _gradients(z_loss, x_MD, targets_M, weights_M, head):
     total_M = jnp.where(counted_M, total_M, 1.0)
     nll_M = jnp.where(counted_M, shift_M - picked_M + jnp.log(total_M), 0.0)
     lse_M = picked_M + nll_M
-    of_lse_M = 1.0 + 2.0 * z_loss * lse_M
+    of_lse_M = _of_lse(z_loss, lse_M)
     of_lse_M = jnp.where(jnp.abs(of_lse_M) < 1e-6, 1e-6, of_lse_M)  # a divisor below
     factor_M1 = (weights_M * of_lse_M / total_M)[:, None]
     target_exps_M = jnp.exp(picked_M - shift_M) - total_M / of_lse_M
@@ -301,6 +324,37 @@ def _gradients(z_loss, x_MD, targets_M, weights_M, head):
     dhead = jnp.einsum("MD,MV->DV", scaled_MD, exps_MV, preferred_element_type=f32)
     z_M = z_loss * jnp.square(lse_M)  # 0 where no token counts
     return dhead, (dx, nll_M, z_M)
+
+
+def _capped_gradients(z_loss, x_MD, targets_M, weights_M, head):
+    """Visit one chunk as `_gradients` does, for capped logits, on whose values their gradients depend."""
+    dtype, f32 = exps_type(x_MD.dtype), jnp.float32
+    logits_MV = head.logits(x_MD)
+    slope_MV = 1 - jnp.square(logits_MV / head.cap)
+    gold_MV = is_target(targets_M, logits_MV)
+    lse_M, picked_M, _ = log_sum_exp(head.fill(logits_MV, LOWEST), gold_MV)
+    picked_M = nan_unless_words(picked_M, targets_M, head.vocab_size)
+    counted_M = targets_M != -1
+    softmax_MV = head.fill(jnp.exp(logits_MV - lse_M[:, None]), 0.0)
+    dlogits_MV = (_of_lse(z_loss, lse_M)[:, None] * softmax_MV - gold_MV) * slope_MV
+    dlogits_MV = jnp.where(counted_M, weights_M, 0.0)[:, None] * dlogits_MV
+    dlogits_MV = jax.lax.optimization_barrier(dlogits_MV.astype(dtype))
+    dx = jnp.einsum("MV,DV->MD", dlogits_MV, head.weight_DV, preferred_element_type=f32)
+    dhead = jnp.einsum("MD,MV->DV", x_MD, dlogits_MV, preferred_element_type=f32)
+    nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)
+    z_M = jnp.where(counted_M, z_loss * jnp.square(lse_M), 0.0)
+    return dhead, (dx.astype(x_MD.dtype), nll_M, z_M)
+
+
+def _of_lse(z_loss, lse_M):
+    """Return the derivative of a token's loss and z-loss by its log-sum-exp."""
+    return 1.0 + 2.0 * z_loss * lse_M
+
+
+def is_target(targets_M, logits_MV):
+    """Return where each row's target stands in this device's part of the vocabulary."""
+    columns_M = targets_M - offset("V", logits_MV.shape[1])
+    return jax.lax.broadcasted_iota(jnp.int32, logits_MV.shape, 1) == columns_M[:, None]
 
 
 def _target_logits(x_MD, targets_M, head):
@@ -358,9 +412,7 @@ def _losses(z_loss, x_MD, targets_M, weights_M, head):
     `best` says whether no token is likelier than the target.
     """
     logits_MV = head.fill(head.logits(x_MD), LOWEST)
-    columns_M = targets_M - offset("V", logits_MV.shape[1])
-    gold_MV = jax.lax.broadcasted_iota(jnp.int32, logits_MV.shape, 1) == columns_M[:, None]
-    lse_M, picked_M, highest_M = log_sum_exp(logits_MV, gold_MV)
+    lse_M, picked_M, highest_M = log_sum_exp(logits_MV, is_target(targets_M, logits_MV))
     picked_M = nan_unless_words(picked_M, targets_M, head.vocab_size)
     counted_M = targets_M != -1
     nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)

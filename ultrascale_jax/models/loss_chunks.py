@@ -9,6 +9,10 @@ DISTILLED = 12
 """Bytes of a chunk of `models/distillation.py` for each logit: student's, teacher's and gradient in float32."""
 
 
+CAPPED = 8
+"""Bytes of a chunk for each logit with `model.logit_cap`: logits in float32, and their gradient."""
+
+
 def num_chunks(tokens: int, vocab_size: int, width: int) -> int:
     """Return the number of chunks of a device's tokens whose exponentials fit `CHUNK_BYTES`.
 

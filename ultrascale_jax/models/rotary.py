@@ -16,11 +16,14 @@ from ultrascale_jax.config import ModelConfig, RopeScaling
 def frequencies(cfg: ModelConfig, *, local: bool = False) -> np.ndarray:
     """Return the radians that a position turns each pair of dims by `[H/2]`, float64, as `cfg.rope_scaling` says.
 
+    They are 0 from the share of the pairs on that `cfg.rope_share` names.
+
     `local`: those of layers with a window, by `cfg.rope_theta_local` and without a stretch.
     """
     scaling, H = None if local else cfg.rope_scaling, cfg.rotary_dim
     base = cfg.rope_theta_local if local else cfg.rope_theta
     frequency = base ** -(np.arange(0, H, 2, dtype=np.float64) / H)
+    frequency[int(cfg.rope_share * H // 2) :] = 0
     if scaling is None:
         return frequency
     if scaling.kind == "linear":

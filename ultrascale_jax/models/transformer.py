@@ -38,7 +38,7 @@ from ultrascale_jax.models.layers import (
     param,
     zero_sizes,
 )
-from ultrascale_jax.models.loss import cross_entropy, cross_entropy_of_pieces
+from ultrascale_jax.models.loss import capped, cross_entropy, cross_entropy_of_pieces
 from ultrascale_jax.models.mtp import MTPModule
 from ultrascale_jax.models.stack import LayerOutputs, Recomputation, keep_all, pieces, run
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
@@ -285,9 +285,9 @@ class Transformer(nnx.Module):
         with jax.named_scope("loss"):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
             arguments = x_BTD, head, targets_BT, weight, z_loss, self.cfg.vocab_size
-            if takes("loss", self.kernels.loss, "mosaic"):
+            if not self.cfg.logit_cap and takes("loss", self.kernels.loss, "mosaic"):
                 return cross_entropy_of_pieces(*arguments)
-            return cross_entropy(*arguments)
+            return cross_entropy(*arguments, self.cfg.logit_cap)
 
     def logits(
         self, tokens_BT, positions_BT, segment_ids_BT=None, *, dtype=jnp.float32
@@ -305,7 +305,8 @@ class Transformer(nnx.Module):
 
     def unembed(self, x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
         """Return logits `[B, T, V]` float32 of hidden states after the final norm: of `logits` and `generate`."""
-        return einsum("BTD,DV->BTV", x_BTD, head_DV, dtype=jnp.float32)
+        logits_BTV = einsum("BTD,DV->BTV", x_BTD, head_DV, dtype=jnp.float32)
+        return capped(logits_BTV, self.cfg.logit_cap)
 
 
 def map_with_order[Tree](fn: Callable[..., Any], tree: Tree, *trees: Tree) -> Tree:

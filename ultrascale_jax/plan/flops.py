@@ -69,10 +69,16 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     Per layer and key seen 6*N*(H + W), W the width of values: 12*N*H but for latent attention. Linear attention reads,
     corrects and reads a state of N*H*W numbers, 18 FLOPs each; Mamba-2 does not read first, 12.
     """
+    shape = ModelShape.of(model)
+    if len(shape.kinds) > 1:
+        parts = [
+            (attention_flops_per_token(one, seq_len), count / shape.layers)
+            for one, count in shape.kinds
+        ]
+        return sum(flops * share for flops, share in parts)
     windowed = model.window_share
     keys = (1 - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
-    shape = ModelShape.of(model)
     keys *= model.num_layers - shape.linear_layers
     keys += model.mtp_layers * mean_keys(seq_len, model.window(model.num_layers - 1))
     states = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ultrascale_jax.config import ModelConfig
-from ultrascale_jax.config.lora import LINEAR, ROUTED, Lora, Target
+from ultrascale_jax.config.lora import LINEAR, ROUTED, Lora, Target, projections
 from ultrascale_jax.config.model import FeedForward
 
 MLP_MATRICES = 3
@@ -22,6 +22,24 @@ class ModelShape(ModelConfig):
     def of(cls, model: ModelConfig, **changes) -> "ModelShape":
         """Return the shape of `model`, with `changes`."""
         return dataclasses.replace(_of(model), **changes) if changes else _of(model)
+
+    @functools.cached_property
+    def kinds(self) -> list[tuple["ModelShape", int]]:
+        """The model as if all its layers had attention of one shape, with the number of layers of each shape."""
+        if self.full_attention is None:
+            return [(self, self.layers)]
+        alike: dict[str, Any] = {
+            "full_attention": None,
+            "full_attention_every": 0,
+            "rope_theta_local": 0.0,
+        }
+        whole = self.full_shape
+        full = self.num_layers // self.layer_group
+        shapes = (
+            dataclasses.replace(self, **alike),
+            ModelShape.of(whole, sliding_window=None, **alike),
+        )
+        return list(zip(shapes, (self.num_layers - full, full), strict=True))
 
     @property
     def layers(self) -> int:
@@ -91,6 +109,12 @@ class ModelShape(ModelConfig):
     @property
     def attention_matrices(self) -> tuple[float, float, float]:
         """Matrix parameters of the attention of a mean layer: split by heads, by kv heads, and by neither."""
+        if len(self.kinds) > 1:
+            parts = [(shape.attention_matrices, count / self.layers) for shape, count in self.kinds]
+            by_heads, by_kv_heads, whole = (
+                sum(share * matrices[i] for matrices, share in parts) for i in range(3)
+            )
+            return by_heads, by_kv_heads, whole
         share, full = self.linear_share, self.full_attention_matrices
         one_head = self.linear is not None and self.linear.key_heads == 1
         whole = 2 * self.d_model * self.linear_widths[0] * one_head
@@ -109,7 +133,8 @@ class ModelShape(ModelConfig):
         D, heads, latent = self.d_model, self.num_heads, self.latent
         if latent is None:
             width = D * self.head_dim
-            return (2 + self.output_gate) * width * heads, 2 * width * self.num_kv_heads, 0
+            from_kv = (2 - self.values_are_keys) * width * self.num_kv_heads
+            return (2 + self.output_gate) * width * heads, from_kv, 0
         up = self.head_dim * (latent.q_rank or D)
         up += latent.kv_rank * (self.head_dim - latent.rope_dim + latent.v_dim)
         down = D * (latent.q_rank + latent.kv_rank + latent.rope_dim)
@@ -121,15 +146,19 @@ class ModelShape(ModelConfig):
         return sum(self.attention_matrices)
 
     @property
-    def vector_params(self) -> int:
-        """Parameters of all layers that are no matrices: norms and biases."""
+    def attention_vectors(self) -> int:
+        """Norms and biases of a layer that has no linear attention."""
         heads, kv_heads, H = self.num_heads, self.num_kv_heads, self.head_dim
         qk_norms = {"none": 0, "head": 2 * H, "full": (heads + kv_heads) * H}[self.qk_norm]
-        biases = (heads + 2 * kv_heads) * H * self.qkv_bias + self.d_model * self.o_bias
-        biases += heads * self.attention_sinks
+        biases = (heads + (2 - self.values_are_keys) * kv_heads) * H * self.qkv_bias
+        biases += self.d_model * self.o_bias + heads * self.attention_sinks
         latents = 0 if self.latent is None else self.latent.q_rank + self.latent.kv_rank
-        norms = 4 if self.norm_placement == "both" else 2
-        full, linear = self.layers - self.linear_layers, 0
+        return qk_norms + biases + latents
+
+    @property
+    def vector_params(self) -> int:
+        """Parameters of all layers that are no matrices: norms, biases and scales."""
+        norms, linear = 4 if self.norm_placement == "both" else 2, 0
         if self.linear is not None:
             key, value = self.linear_widths
             linear = (2 * key + value) * self.linear.conv_kernel
@@ -137,13 +166,15 @@ class ModelShape(ModelConfig):
             if self.linear.rule == "mamba2":
                 linear += 2 * key + value + self.linear.value_heads
                 linear += value - self.linear.value_dim
-        attention = full * (qk_norms + biases + latents) + self.linear_layers * linear
+        attention = self.linear_layers * linear
+        for shape, count in self.kinds:
+            attention += (count - self.linear_layers) * shape.attention_vectors
         of_experts = self.hidden_biases
         if self.experts is not None:
             of_experts += self.experts.num * self.experts.bias
             of_experts += self.experts.num * (1 + self.d_model) * self.experts.biases
         modules = 3 * self.mtp_layers * self.d_model
-        stream = self.layers * norms * self.d_model
+        stream = self.layers * (norms * self.d_model + self.layer_scale)
         return stream + attention + self.moe_layers * of_experts + modules
 
     @property
@@ -182,9 +213,9 @@ class ModelShape(ModelConfig):
         """Parameters of all layers without the routed experts, which alone are split over `ep`."""
         dense = self.layers - self.moe_layers
         ffn = dense * self.mlp_params + self.moe_layers * self.shared_params
-        full = self.layers - self.linear_layers
-        attention = full * sum(self.full_attention_matrices)
-        attention += self.linear_layers * self.linear_params
+        attention = self.linear_layers * self.linear_params
+        for shape, count in self.kinds:
+            attention += (count - self.linear_layers) * sum(shape.full_attention_matrices)
         return attention + ffn + self.join_params + self.vector_params
 
     @property
@@ -256,8 +287,8 @@ def adapted_weights(model: ModelConfig, lora: Lora) -> list[AdaptedWeight]:
     """Return the weights of a layer to which `train.lora` gives adapters; none without."""
     if not lora.enabled:
         return []
-    shape = ModelShape.of(model)
-    targets = lora.targets_of(model)
+    shape, present = ModelShape.of(model), projections(model)
+    targets = [name for name in lora.targets or lora.targets_of(model) if name in present]
     return [AdaptedWeight(name, *base) for name in targets for base in _bases(shape, name)]
 
 
@@ -314,6 +345,9 @@ def adapter_params(model: ModelConfig, lora: Lora, *, active: bool = False) -> i
     """Count the parameters of the adapters that `train.lora` gives a model, or those `active` for one token; 0
     without."""
     shape = ModelShape.of(model)
+    if len(shape.kinds) > 1:
+        parts = ((adapter_params(one, lora, active=active), count) for one, count in shape.kinds)
+        return sum(params * count // shape.layers for params, count in parts)
     rows = {"mlp": shape.layers - shape.moe_layers, "moe": shape.moe_layers}
     rows |= {"full": shape.layers - shape.linear_layers, "linear": shape.linear_layers}
     total = 0

@@ -267,6 +267,22 @@ class Run:
         return self.attention.packs(self.kernels.attention)
 
     @property
+    def kinds(self) -> list[tuple["Run", float]]:
+        """The run as if all layers had attention of one shape, with the share of the layers that have each."""
+        if len(self.shape.kinds) == 1:
+            return [(self, 1.0)]
+        return [(one.with_remat(self.remat, stash=self.stash), n) for one, n in self._kinds]
+
+    @property
+    @of_sizes
+    def _kinds(self) -> list[tuple["Run", float]]:
+        shape = self.shape
+        return [
+            (dataclasses.replace(self, shape=one), count / shape.layers)
+            for one, count in shape.kinds
+        ]
+
+    @property
     @of_sizes
     def chunk_layers(self) -> int:
         """Layers of one stage; the stages that have a row less are padded."""

@@ -97,8 +97,8 @@ def make_row_step(cfg: Config) -> Callable[[Transformer, Batch], tuple[jax.Array
         used, inputs = prepare_params(cfg, params), layer_inputs(cfg, batch, fp8_of(cfg, params))
         out = used(batch["tokens"], inputs)
         x_BTD = gather_sequence(out.x_BRD, "V")
-        head, vocab_size = used.head_weight(dtype), cfg.model.vocab_size
-        losses = row_losses(x_BTD, head, batch["targets"], vocab_size)
+        head, model = used.head_weight(dtype), cfg.model
+        losses = row_losses(x_BTD, head, batch["targets"], model.vocab_size, model.logit_cap)
         return jax.reshard(losses, jax.P())
 
     return compiled(cfg, row_step)

@@ -77,14 +77,16 @@ def check_kernels(cfg: Config, device: jax.Device) -> None:
         fix = f"computes in bfloat16, and train.precision is {cfg.train.precision}; use auto or xla"
         require(cfg.train.precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)
     attention = cfg.kernels.attention
-    call = attention_call(cfg, kind, on_gpu=device.platform == "gpu")
-    lacking = call.lacking(attention)
-    fix = f"needs {', '.join(lacking)}, and has {call}; use auto"
-    require(not lacking, "kernels.attention", attention, fix)
+    for layer in range(cfg.model.layer_group):
+        call = attention_call(cfg, kind, on_gpu=device.platform == "gpu", layer=layer)
+        lacking = call.lacking(attention)
+        fix = f"needs {', '.join(lacking)}, and has {call}; use auto"
+        require(not lacking, "kernels.attention", attention, fix)
 
 
-def attention_call(cfg: Config, kind: str, *, on_gpu: bool = True) -> AttentionCall:
-    """Return the facts about a run's attention on GPUs of `kind`, JAX's name."""
+def attention_call(cfg: Config, kind: str, *, on_gpu: bool = True, layer: int = 0) -> AttentionCall:
+    """Return the facts about the attention of a layer, one of the first row, on GPUs of `kind`, JAX's name."""
+    window = cfg.model.sliding_window
     (ring, _), length = cfg.cp.ranks(cfg.mesh.cp), cfg.data.seq_len
     return AttentionCall(
         kind=kind,
@@ -92,8 +94,8 @@ def attention_call(cfg: Config, kind: str, *, on_gpu: bool = True) -> AttentionC
         dtype=jnp.dtype(COMPUTE[cfg.train.precision]).name,
         queries=length // ring,
         keys=length // ring,
-        head_dim=cfg.model.head_dim,
+        head_dim=cfg.model.of_layer(layer).head_dim,
         masked=cfg.data.document_mask,
         joined=ring > 1 or cfg.model.attention_sinks,
-        window=cfg.model.sliding_window is not None,
+        window=window is not None and (cfg.model.layer_group == 1 or not cfg.model.is_full(layer)),
     )

@@ -40,7 +40,9 @@ def answer_logps(
     """
     with jax.named_scope("loss"):
         x_BTD, head = gather_sequence(x_BRD, "V"), model.head_weight(dtype)
-        losses_BT = token_losses(x_BTD, head, batch["targets"], model.cfg.vocab_size)
+        losses_BT = token_losses(
+            x_BTD, head, batch["targets"], model.cfg.vocab_size, model.cfg.logit_cap
+        )
         return -_by_answer(losses_BT, batch, pairs)
 
 

@@ -267,7 +267,8 @@ def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
 
 def packs_documents(cfg: Config) -> bool:
     """Return whether a Hopper GPU takes packed attention, which has room for so many documents in a row."""
-    return attention_call(cfg, HOPPER[0]).packs(cfg.kernels.attention)
+    calls = (attention_call(cfg, HOPPER[0], layer=i) for i in range(cfg.model.layer_group))
+    return any(call.packs(cfg.kernels.attention) for call in calls)
 
 
 def _state(

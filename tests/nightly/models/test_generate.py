@@ -10,6 +10,7 @@ from tests.parity.models.generation import compare
     [
         ("llama", {"pp": 4, "fsdp": 2}, "1f1b"),
         ("gemma3", {"pp": 2, "fsdp": 2}, "1f1b"),
+        ("gemma4", {"pp": 2, "tp": 2}, "1f1b"),
         ("gpt_oss", {"pp": 2, "tp": 2}, "1f1b"),
         ("windows_in_upper_layers", {"pp": 2, "dp": 2, "tp": 2}, "interleaved"),
         ("qwen3_next", {"pp": 2, "tp": 2}, "1f1b"),

@@ -12,6 +12,7 @@ from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import (
     Config,
     Experts,
+    FullAttention,
     LatentAttention,
     LinearAttention,
     MeshConfig,
@@ -48,6 +49,22 @@ MODELS = {
         sliding_window=3,
         full_attention_every=3,
         nope_every=2,
+    ),
+    "gemma4": dataclasses.replace(
+        LLAMA,
+        num_layers=6,
+        qk_norm="head",
+        value_norm=True,
+        layer_scale=True,
+        norm_placement="both",
+        embed_scale=0.0,
+        logit_cap=500.0,  # lower ones make ties of large logits
+        rope_theta_local=100.0,
+        sliding_window=3,
+        full_attention_every=3,
+        full_attention=FullAttention(
+            num_kv_heads=1, head_dim=16, rope_share=0.5, values_are_keys=True
+        ),
     ),
     "gpt_oss": dataclasses.replace(
         LLAMA,

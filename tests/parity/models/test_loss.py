@@ -54,10 +54,14 @@ def inputs():
     return x, head, targets
 
 
-def textbook(x, head, targets, z_loss, cotangents=(1.0, 0.0)):
+def textbook(x, head, targets, z_loss, cotangents=(1.0, 0.0), cap=math.inf):
     """Objective and loss, and the gradients of x and head for these cotangents, in float64."""
     x, head = np.float64(x), np.float64(head)
     logits_BTV = x @ head
+    slope_BTV = 1.0
+    if cap < math.inf:
+        slope_BTV = np.cosh(logits_BTV / cap) ** -2
+        logits_BTV = cap * np.tanh(logits_BTV / cap)
     highest_BT1 = np.max(logits_BTV, axis=2, keepdims=True)
     sums_BT1 = np.sum(np.exp(logits_BTV - highest_BT1), axis=2, keepdims=True)
     lse_BT1 = highest_BT1 + np.log(sums_BT1)
@@ -67,6 +71,7 @@ def textbook(x, head, targets, z_loss, cotangents=(1.0, 0.0)):
     p_BTV = np.exp(logits_BTV - lse_BT1)
     of_nll, of_square = sum(cotangents), z_loss * cotangents[0]
     dlogits_BTV = weight_BT1 * (of_nll * (p_BTV - right_BTV) + of_square * 2 * lse_BT1 * p_BTV)
+    dlogits_BTV *= slope_BTV
     grads = dlogits_BTV @ head.T, np.einsum("btd,btv->dv", x, dlogits_BTV)
     return (nll + z_loss * np.sum(weight_BT1 * lse_BT1**2), nll), grads
 
@@ -104,6 +109,26 @@ def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
     np.testing.assert_allclose([objective, nll], [expected, bare], rtol=1e-6)
     np.testing.assert_allclose(without, [expected, bare], rtol=1e-6)
     assert_close(grads, expected_grads)
+
+
+def test_capped_logits_have_the_gradients_of_the_textbook(monkeypatch, words=13, cap=6.0):
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 8 * V)
+    x, head, targets = inputs()
+    targets = np.where(targets < words, targets, -1)
+    values, (dx, dhead) = textbook(x, head[:, :words], targets, 0.1, cap=cap)
+    with on(**MESHES[1]):
+
+        @jax.jit
+        def run(*arguments):
+            def loss(*arguments):
+                return ours(*arguments, 0.1, lambda *them: cross_entropy(*them, words, cap))
+
+            with_gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
+            return with_gradients(*arguments), loss(*arguments)
+
+        (found, grads), without = run(*put(x, head, targets))
+    np.testing.assert_allclose([found, without], [values, values], rtol=1e-6)
+    assert_close(grads, (dx, np.pad(dhead, [(0, 0), (0, V - words)])))
 
 
 @pytest.mark.parametrize("chosen", LOSSES)

@@ -9,6 +9,7 @@ import pytest
 
 from ultrascale_jax.config import (
     Experts,
+    FullAttention,
     LatentAttention,
     LinearAttention,
     ModelConfig,
@@ -36,6 +37,14 @@ OF_FAMILY = {
         "shared_intermediate_size": 96,
     },
     "gemma3_text": {"head_dim": 16},
+    "gemma4_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 6,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
     "gpt_oss": {"head_dim": 16},
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -168,6 +177,19 @@ GEMMA3 = replace(
     full_attention_every=6,
     norm_eps=1e-5,
 )
+GEMMA4 = replace(
+    GEMMA3,
+    num_layers=6,
+    query_scale=1.0,
+    value_norm=True,
+    layer_scale=True,
+    sliding_window=512,
+    full_attention=FullAttention(
+        num_kv_heads=1, head_dim=24, rope_share=0.25, values_are_keys=True
+    ),
+)
+LAYERS4 = {"layer_types": [WINDOWED, FULL] * 3}
+OF_LAYERS4 = {str(i): {"head_dim": 8, "num_key_value_heads": 4} for i in (1, 3, 5)}
 GPT_OSS = replace(
     LLAMA,
     activation="clamped_swiglu",
@@ -184,6 +206,10 @@ GPT_OSS = replace(
 )
 GEMMA3_ROPES = {
     FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
+}
+GEMMA4_ROPES = {
+    FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
     WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
 }
 SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 9}
@@ -270,6 +296,26 @@ READ = [
         "gpt_oss",
         {"num_local_experts": 32, "layer_types": [WINDOWED, FULL] * 2},
         change(GPT_OSS, experts={"num": 32}),
+    ),
+    ("gemma4_text", {}, GEMMA4),
+    ("gemma4_text", {"final_logit_softcapping": 30.0}, change(GEMMA4, logit_cap=30.0)),
+    (
+        "gemma4_text",
+        {"attention_k_eq_v": False, "global_head_dim": "absent"},
+        change(
+            GEMMA4,
+            full_attention={"num_kv_heads": 2, "head_dim": 512, "values_are_keys": False},
+        ),
+    ),
+    (
+        "gemma4_text",
+        LAYERS4 | {"per_layer_config": OF_LAYERS4, "rope_parameters": GEMMA4_ROPES},
+        change(
+            GEMMA4,
+            full_attention_every=2,
+            rope_theta=1e5,
+            full_attention={"num_kv_heads": 4, "head_dim": 8, "rope_share": 0.5},
+        ),
     ),
     ("gemma3_text", {}, GEMMA3),
     ("gemma3_text", {"head_dim": "absent"}, change(GEMMA3, head_dim=256, query_scale=0.0)),
@@ -516,6 +562,13 @@ REFUSED = {
         ("sliding_window", None),
         ("layer_types", [FULL, WINDOWED, FULL, WINDOWED]),
         ("rope_parameters", {"rope_type": "default"}),
+    ],
+    "gemma4_text": [
+        ("hidden_size_per_layer_input", 256),
+        ("enable_moe_block", True),
+        ("num_kv_shared_layers", 2),
+        ("per_layer_config", {"5": {"head_dim": 8, "sliding_window": 4}}),
+        ("use_bidirectional_attention", "all"),
     ],
     "mixtral": [("num_local_experts", 0)],
     "qwen2_moe": [

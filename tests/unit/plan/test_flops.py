@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from ultrascale_jax.config import Experts, LatentAttention, LinearAttention, Lora, ModelConfig
+from ultrascale_jax.config import (
+    Experts,
+    FullAttention,
+    LatentAttention,
+    LinearAttention,
+    Lora,
+    ModelConfig,
+)
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.flops import (
     flops_per_token,
@@ -109,6 +116,24 @@ def test_linear_attention_is_counted_by_hand(rule, gates, vectors, state):
     assert flops_per_token(model, 64) == 6 * matrices + states + scores
 
 
+def test_full_attention_of_another_shape_is_counted_by_hand():
+    full = FullAttention(num_kv_heads=1, head_dim=6, values_are_keys=True)
+    model = dataclasses.replace(
+        MODEL, num_layers=4, sliding_window=8, full_attention_every=2, full_attention=full,
+        qk_norm="head", value_norm=True, layer_scale=True,
+    )  # fmt: skip
+    attention = 2 * 5 * 2 * (2 * 4 + 2 * 2) + 2 * 5 * 6 * (2 * 4 + 1)
+    matrices = attention + 4 * 3 * 5 * 7 + 5 * 11
+    assert active_params(model) == matrices
+    vectors = 2 * 2 * 2 + 2 * 2 * 6 + 4 * (2 * 5 + 1) + 5
+    assert ModelShape.of(model).num_params == matrices + vectors + 5 * 11
+    scores = 12 * 4 * (2 * 2 * mean_keys(64, 8) + 2 * 6 * 64 / 2)
+    assert flops_per_token(model, 64) == pytest.approx(6 * matrices + scores)
+    sides = 2 * (5 + 8 + 2 * (5 + 4) + 8 + 5) + 2 * (5 + 24 + 5 + 6 + 24 + 5)
+    adapters = adapter_params(model, Lora(rank=2))
+    assert adapters == 2 * (sides + 4 * 3 * (5 + 7))
+
+
 @pytest.mark.parametrize(
     ("model", "total", "active"),
     [
@@ -127,6 +152,7 @@ def test_linear_attention_is_counted_by_hand(rule, gates, vectors, state):
         (shapes.DEEPSEEK_V3, 671_026_419_200, 37.55),
         (shapes.GPT_OSS_20B, 20_914_757_184, None),
         (shapes.GEMMA3_12B, 11_766_034_176, None),
+        (shapes.GEMMA4_31B, 30_697_345_340, None),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(model, total, active):

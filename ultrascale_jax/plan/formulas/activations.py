@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ultrascale_jax.config import Keep, padded_vocab_size, remat_names
 from ultrascale_jax.config.remat import keeps
 from ultrascale_jax.kernels.document_classes import class_segments
-from ultrascale_jax.models.loss_chunks import DISTILLED, num_chunks
+from ultrascale_jax.models.loss_chunks import CAPPED, DISTILLED, num_chunks
 from ultrascale_jax.plan.formulas import context, experts, linear_attention
 from ultrascale_jax.plan.workload import Run, of_layer, of_tokens
 
@@ -66,6 +66,8 @@ def saved_bytes(run: Run) -> dict[str, float]:
     Where a pipeline's layers are of both kinds, each has room for what routed experts keep; the branch that computes a
     dense layer or shared experts keeps nothing (`parallel/pipeline/rows.py: either`).
     """
+    if len(run.kinds) > 1:
+        return mean([(saved_bytes(one), share) for one, share in run.kinds])
     layer, moe = layer_of(run), run.shape.expert_share
     parts = dense_saved_bytes(run, layer)
     if moe:
@@ -73,6 +75,12 @@ def saved_bytes(run: Run) -> dict[str, float]:
         for name, value in experts_saved_bytes(run, layer).items():
             parts[name] = parts.get(name, 0) + value * (1 if _has_branches(run) else moe)
     return parts
+
+
+def mean(parts: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]:
+    """Return the mean of numbers by name, each with its share."""
+    names = dict.fromkeys(name for numbers, _ in parts for name in numbers)
+    return {name: sum(share * found.get(name, 0) for found, share in parts) for name in names}
 
 
 def _has_branches(run: Run) -> bool:
@@ -87,6 +95,8 @@ def attention_workspace(run: Run) -> float:
     They are float32 gradients of the queries, and one number of each query, for every document of a class that its call
     has room for (`hlo/attention.py`). Without documents it is one of each, and left to the margin of `plan/verdict.py`.
     """
+    if len(run.kinds) > 1:
+        return max(attention_workspace(one) for one, _ in run.kinds)
     if not run.packs_documents:
         return 0.0
     room = max(class_segments(run.seq_len))
@@ -99,6 +109,8 @@ def document_mask(run: Run) -> float:
 
     On a ring that of the own block, and of the blocks of the first step, which the backward pass uses again.
     """
+    if len(run.kinds) > 1:
+        return max(document_mask(one) for one, _ in run.kinds)
     if layer_of(run).scores or not run.document_mask or run.packs_documents:
         return 0
     others = context.block_share(run) if run.ring[0] > 1 else 0
@@ -168,7 +180,7 @@ def _attention_bytes(run: Run) -> dict[str, float]:
     full = {
         "q": a * query,
         "k": a * key,
-        "v": a * key,
+        "v": a * key * (not run.shape.values_are_keys),
         "attn_gate": a * query * run.shape.output_gate,
         "attn_core": a * query + 4 * layer.statistics,
     }
@@ -189,6 +201,7 @@ def _whole_attention(run: Run, layer: Layer) -> float:
     """Count the bytes of a mean layer's attention that `none` keeps, without its output."""
     a, query, key, share = layer.width, layer.query, layer.key, run.shape.linear_share
     qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
+    qk_norms += 12 * key * run.shape.value_norm + a * key * run.shape.values_are_keys
     scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
     quantized = query if run.precision == "fp8" else 0
     gates = 8 * query * run.shape.output_gate
@@ -253,6 +266,8 @@ def working_set(run: Run) -> float:
     gradient in float32 and in the type of compute; or a ring's blocks. Ranks that exchange heads have queries and
     result in both layouts, and keys and values.
     """
+    if len(run.kinds) > 1:
+        return max(working_set(one) for one, _ in run.kinds)
     layer, shape = layer_of(run), run.shape
     a = layer.width
     wide = {"none": 2, "selective": 3, "dots": 3}.get(str(run.policy), 4)
@@ -312,10 +327,12 @@ def experts_forward_bytes(run: Run) -> float:
 def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials.
 
-    Distillation has two models' logits in their place, also those that are stored.
+    Distillation has two models' logits in their place, also those that are stored, and a capped logit its float32
+    value and its gradient.
     """
     tokens = run.sequences * run.seq_len // run.mesh.cp
     width = DISTILLED if run.teaches or run.top_k else 4 if run.precision == "fp32" else 2
+    width = CAPPED if run.shape.logit_cap else width
     parts = run.mesh.tensor * run.mesh.pp
     vocab_size = padded_vocab_size(run.shape.vocab_size, parts) // parts
     chunks = num_chunks(tokens, vocab_size, width)

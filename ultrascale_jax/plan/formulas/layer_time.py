@@ -1,6 +1,8 @@
 """Seconds that one GPU computes for a layer: matrix products, attention and memory traffic; no JAX."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +10,7 @@ from ultrascale_jax.config.lora import ROUTED
 from ultrascale_jax.kernels.document_classes import class_segments
 from ultrascale_jax.plan.formulas import context, costs, linear_attention
 from ultrascale_jax.plan.formulas import experts as experts_of
-from ultrascale_jax.plan.formulas.activations import layer_of
+from ultrascale_jax.plan.formulas.activations import layer_of, mean
 from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.model_shape import adapted_weights
@@ -46,6 +48,14 @@ class Passes:
     traffic: float
     """Memory traffic of both passes, a third of it of the forward pass."""
 
+    @classmethod
+    def mean(cls, parts: Sequence[tuple["Passes", float]]) -> "Passes":
+        """Return the mean of the passes through layers, each with its share."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        products = mean([(passes.products, share) for passes, share in parts])
+        sums = (sum(share * getattr(one, name) for one, share in parts) for name in names[1:])
+        return cls(products, *sums)
+
     @functools.cached_property
     def backward_products(self) -> float:
         """Time of the matrix products of the backward pass."""
@@ -75,6 +85,9 @@ class LayerTime:
     @functools.cached_property
     def passes(self) -> Passes:
         """Passes of one micro-batch through a mean layer."""
+        if len(self.run.kinds) > 1:
+            times = [(type(self)(one, self.cluster), share) for one, share in self.run.kinds]
+            return Passes.mean([(time.passes, share) for time, share in times])
         base, adapters = self.products(), self.adapters()
         every = {name: self.gemms(shapes, "result") for name, shapes in base.items()}
         inputs = sum(self.gemms(shapes, "input") for shapes in base.values())
@@ -131,7 +144,8 @@ class LayerTime:
         shape, n, tokens, latent = self.shape, self.tensor.ranks, self.run.tokens, self.shape.latent
         if latent is None:
             kv_heads, share = max(shape.num_kv_heads, n), shape.linear_share
-            heads = (1 + shape.output_gate) * shape.num_heads + 2 * kv_heads
+            heads = (1 + shape.output_gate) * shape.num_heads
+            heads += (2 - shape.values_are_keys) * kv_heads
             key, value = shape.linear_keys(n), shape.linear_widths[1]
             widths = (shape.head_dim * heads, 1 - share), (2 * (key + value), share)
             return [(tokens, width / n, shape.d_model, count) for width, count in widths if count]
@@ -230,7 +244,7 @@ class LayerTime:
         if shape.norm_placement == "both":
             width += 2 * self.overheads.norm_passes * shape.d_model
         if shape.qk_norm != "none":
-            heads = shape.num_heads + shape.num_kv_heads
+            heads = shape.num_heads + (1 + shape.value_norm) * shape.num_kv_heads
             width += self.overheads.norm_passes * heads * shape.head_dim
         values = width / self.tensor.ranks * self.run.tokens
         for shapes in self.adapters().values():

@@ -49,8 +49,11 @@ def weights_of(run: Run) -> Weights:
     """
     shape, mesh, found = run.shape, run.mesh, run.shape.experts
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers + run.head_modules
-    heads, kv_heads, whole = shape.attention_matrices
-    attention = heads / t + kv_heads / min(t, shape.num_kv_heads) + whole
+    attention = 0.0
+    for one, count in shape.kinds:
+        heads, kv_heads, whole = one.attention_matrices
+        matrices = heads / t + kv_heads / min(t, one.num_kv_heads) + whole
+        attention += matrices * count / shape.layers
     routed, shared = 0.0, 0.0
     if found is not None:
         routed = found.num * shape.expert_params / (mesh.ep * t)
@@ -123,6 +126,8 @@ def trained_params(run: Run, weights: Weights) -> float:
     """
     if not run.lora.enabled:
         return sharded_params(run, weights) + weights.padding / (run.shards if run.zero else 1)
+    if len(run.kinds) > 1:
+        return sum(share * trained_params(one, weights) for one, share in run.kinds)
     mlp, moe = stack_rows(run)
     linear, total = run.shape.linear_share * (mlp + moe), 0.0
     rows = {"mlp": mlp, "moe": moe, "full": mlp + moe - linear, "linear": linear}

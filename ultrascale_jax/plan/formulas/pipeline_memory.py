@@ -108,6 +108,8 @@ def w_queue_bytes(run: Run, layer: Layer) -> float:
     The product of gate and up is computed again, except where it is kept. The norms' results wait as they are kept:
     with `none` gathered, with `dots` as the norms' float32 inputs.
     """
+    if len(run.kinds) > 1:
+        return sum(share * w_queue_bytes(one, layer_of(one)) for one, share in run.kinds)
     a = layer.width
     norms = {"none": a * layer.whole, "dots": 4 * layer.residual}.get(
         str(run.policy), a * layer.residual
@@ -151,7 +153,8 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """
     a, both = layer.width, overlaps_passes(run)
     params = layer_params(run, weights)
-    forward = 2 * a * (layer.ffn + layer.whole + layer.query) + experts_forward_bytes(run)
+    query = max(layer_of(one).query for one, _ in run.kinds)
+    forward = 2 * a * (layer.ffn + layer.whole + query) + experts_forward_bytes(run)
     copies = a * expert_matrices(run) * weights.routed
     working = max(working_set(alike) for alike, _ in run.by_policy)
     return {

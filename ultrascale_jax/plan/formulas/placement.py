@@ -280,6 +280,9 @@ def _context(run: Run) -> Sent:
             return exchanged
         return max(0.0, steps - 1) * hop + exchanged
 
+    if len(run.kinds) > 1:
+        parts = [(_context(one), share) for one, share in run.kinds]
+        return Sent(*(sum(share * sent[i] for sent, share in parts) for i in range(3)))
     n, shape = run.mesh.cp, run.shape
     query, key = query_key_values(run)
     steps, hop = mean_steps(run), 4 * key

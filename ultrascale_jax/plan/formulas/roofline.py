@@ -4,7 +4,8 @@ An operation that does I FLOPs for each byte that it moves runs at no more than 
 least possible: every operand is read once and every result written once, in the type that the trainer keeps it in.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +68,10 @@ class Operation:
 
 def roofline(run: Run, cluster: Cluster) -> list[Operation]:
     """Return the operations of a mean layer's forward pass and of the optimizer, in the order of a step."""
+    if len(run.kinds) > 1:
+        shares = [share for _, share in run.kinds]
+        layers = zip(*(roofline(one, cluster) for one, _ in run.kinds), strict=True)
+        return [_mean(operations, shares) for operations in layers]
     time, layer = LayerTime(run, cluster), layer_of(run)
     products = time.products()
     made = {part: _product(time, PRODUCTS[part], shapes) for part, shapes in products.items()}
@@ -80,6 +85,17 @@ def roofline(run: Run, cluster: Cluster) -> list[Operation]:
         *(op for op in made.values() if op.flops),
         *simple.values(),
     ]
+
+
+def _mean(operations: Sequence[Operation], shares: Sequence[float]) -> Operation:
+    """Return the mean of one operation of layers of several kinds."""
+    pairs = list(zip(operations, shares, strict=True))
+    return dataclasses.replace(
+        operations[0],
+        flops=sum(share * one.flops for one, share in pairs),
+        moved=sum(share * one.moved for one, share in pairs),
+        seconds=sum(share * one.seconds for one, share in pairs),
+    )
 
 
 def _product(time: LayerTime, name: str, shapes: list[Product]) -> Operation:

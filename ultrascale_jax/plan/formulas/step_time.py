@@ -395,14 +395,17 @@ class Step:
         """Time how long attention waits for cp, forward and backward."""
         if self.mesh.cp == 1:
             return 0.0, 0.0
-        passes = self.passes
-        seconds = context.exposed_seconds(
-            self.run, self.cluster, passes.attention, passes.attention_backward
-        )
+        waits = [(self._waits(run), share) for run, share in self.run.kinds]
+        seconds = (sum(share * one[i] for one, share in waits) for i in range(2))
         share = self.shape.linear_share
         linear = linear_attention.exposed_seconds(self.run, self.cluster)
         forward, backward = (share * linear + (1 - share) * full for full in seconds)
         return forward, backward
+
+    def _waits(self, run: Run) -> tuple[float, float]:
+        passes = self.passes if run is self.run else type(self.layer_time)(run, self.cluster).passes
+        times = passes.attention, passes.attention_backward
+        return context.exposed_seconds(run, self.cluster, *times)
 
     def experts(self) -> float:
         """Time how long a layer waits for tokens on their way to experts and back, forward and backward.
