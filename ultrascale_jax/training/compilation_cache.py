@@ -108,12 +108,17 @@ def _key(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> str:
 def _load(
     path: Path | None, lowered: jax.stages.Lowered
 ) -> tuple[str, jax.stages.Compiled] | tuple[None, None]:
-    """Return the name of the compilation of which a program was kept, and the program."""
+    """Return the name of the compilation of which a program was kept, and the program.
+
+    JAX unpickles it, which can run code: a file of another user is not read.
+    """
     try:
-        content = path.read_bytes() if path else b""
+        if path is None or path.stat().st_uid != os.getuid():
+            return None, None
+        content = path.read_bytes()
         name, digest = content[:DIGEST_BYTES], content[DIGEST_BYTES : 2 * DIGEST_BYTES]
         payload = content[2 * DIGEST_BYTES :]
-        if path is None or hashlib.sha256(payload).digest() != digest:
+        if hashlib.sha256(payload).digest() != digest:
             return None, None
         trees = jax.tree.structure(lowered.args_info), lowered.out_tree
         program = serialize_executable.deserialize_and_load(payload, *trees)
