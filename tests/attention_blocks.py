@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tests.attention_oracle import Dense, dense_attention
+from tests.gpu_kernels import relative
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention_mask import BlockMask
@@ -33,11 +34,6 @@ def case(shape, lengths, window=None, dtype=jnp.bfloat16, scale=None) -> Case:
     ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
     want = dense_attention(*arrays, segment_ids=ids, window=window, scale=scale)
     return Case(arrays, ids, window, want)
-
-
-def relative(got, want) -> float:
-    difference = np.asarray(got, np.float64) - want
-    return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
 def whole(case: Case, forward, backward):

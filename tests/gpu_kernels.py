@@ -65,3 +65,8 @@ def compiled(h100s) -> Callable:
             return jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
 
     return compile_run
+
+
+def relative(got, want) -> float:
+    difference = np.asarray(got, np.float64) - want
+    return float(np.linalg.norm(difference) / np.linalg.norm(want))

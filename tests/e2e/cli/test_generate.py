@@ -9,28 +9,18 @@ import pytest
 import tokenizers
 
 from tests.commands import refused
+from tests.faults.tiny import config as TINY
+from tests.runs import change
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli.generate import main
 from ultrascale_jax.config import (
-    Config,
-    DataConfig,
     LogConfig,
-    MeshConfig,
-    ModelConfig,
-    TrainConfig,
 )
 from ultrascale_jax.sharding.mesh import make_mesh
 
-CFG = Config(
-    model=ModelConfig(
-        vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
-    mesh=MeshConfig(fsdp=1),
-    data=DataConfig(seq_len=32),
-    train=TrainConfig(precision="fp32"),
-)
+CFG = change(TINY, mesh={"fsdp": 1}, model={"vocab_size": 256})
 
 
 @pytest.fixture(scope="module")

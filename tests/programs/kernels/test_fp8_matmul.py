@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.gpu_kernels import relative
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
@@ -38,11 +39,6 @@ def exact(a: Quantized, b: Quantized) -> np.ndarray:
         spread = scales.astype(np.float64).repeat(128, -1).repeat(1 if rows == M else 128, -2)
         wide.append(values.astype(np.float64) * spread[..., :M, :K])
     return wide[0] @ np.swapaxes(wide[1], -1, -2)
-
-
-def relative(got, want) -> float:
-    difference = np.asarray(got, np.float64) - want
-    return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
 @pytest.mark.parametrize("b_scaling", ["tile", "block"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.gpu_kernels import relative
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
 from ultrascale_jax.kernels import grouped_matmul_mosaic as mosaic
 from ultrascale_jax.kernels.grouped_matmul import grouped_matmul
@@ -159,11 +160,6 @@ def test_every_row_is_in_one_tile_which_starts_where_a_copy_may(ends):
 
 # Empty groups, groups inside one tile, over several, and more steps than are loaded ahead; rows after the last group.
 KERNEL_SIZES = np.array([7, 0, 290, 33], np.int32)
-
-
-def relative(got, want) -> float:
-    difference = np.asarray(got, np.float64) - want
-    return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
 def test_the_kernel_in_the_interpreter_equals_a_loop_and_has_no_races(interpreted):

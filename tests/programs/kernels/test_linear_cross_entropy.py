@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.gpu_kernels import relative
 from ultrascale_jax.kernels import linear_cross_entropy_mosaic as mosaic
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
 from ultrascale_jax.sharding.manual import smap
@@ -54,11 +55,6 @@ def with_gradients(loss):
         return values, pull_back(tuple(map(jnp.float32, cotangents)))
 
     return run
-
-
-def relative(got, want) -> float:
-    difference = np.asarray(got, np.float64) - want
-    return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
 reference = jax.jit(with_gradients(loss))
@@ -243,3 +239,18 @@ def test_each_token_may_have_a_weight():
 def test_a_split_that_would_give_another_loss_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         split_loss(**settings)(*small())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": np.zeros(20, np.float32)}, r"targets=.*float32.*: must be integers"),
+        ({"targets": np.zeros(19, np.int32)}, r"targets=\(19,\): must have the shape \(20,\)"),
+        ({"head": np.zeros((600, 12), np.float32)}, r"must be hidden states \[..., D\]"),
+    ],
+    ids=["float targets", "targets of another shape", "a transposed head"],
+)
+def test_arrays_that_make_no_loss_are_refused(change, message):
+    given = dict(zip(("x", "head", "targets"), inputs(20, 12, 600), strict=True)) | change
+    with pytest.raises(ValueError, match=message):
+        loss(**given)

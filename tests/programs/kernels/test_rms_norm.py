@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.gpu_kernels import relative
 from ultrascale_jax.kernels import rms_norm_mosaic as mosaic
 from ultrascale_jax.kernels.rms_norm import rms_norm
 from ultrascale_jax.sharding.manual import smap
@@ -43,11 +44,6 @@ def norm_with_gradients(implementation):
         return y, *pull_back(dy)
 
     return run
-
-
-def relative(got, want) -> float:
-    difference = np.asarray(got, np.float64) - want
-    return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)

@@ -8,21 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from tests.faults.tiny import config as TINY
+from tests.runs import change
 from tests.states import some_state
-from ultrascale_jax.config import Config, DataConfig, Keep, MeshConfig, ModelConfig, TrainConfig
+from ultrascale_jax.config import Keep
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.step import gradients
 
 NAMED = Keep(saved=("q", "k"), offloaded=("gate", "up"))
-CFG = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
-    mesh=MeshConfig(fsdp=2),
-    data=DataConfig(seq_len=128),
-    train=TrainConfig(global_batch=8, precision="fp32"),
-)
+CFG = change(TINY, mesh={"fsdp": 2}, model={"num_layers": 4}, data={"seq_len": 128})
 
 
 def with_policy(policy):

@@ -9,20 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from tests.runs import mesh_of
+from tests.faults.tiny import config as TINY
+from tests.runs import change, mesh_of
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.mesh_independent import to_checkpoint_layout
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
-    Config,
-    DataConfig,
     LogConfig,
     MeshConfig,
-    ModelConfig,
-    OptimConfig,
     PipelineConfig,
-    TrainConfig,
 )
 from ultrascale_jax.train_step.objective import Sums
 from ultrascale_jax.train_step.rounding import (
@@ -34,14 +30,11 @@ from ultrascale_jax.train_step.rounding import (
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import apply_gradients
 
-CFG = Config(
-    model=ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
-    mesh=MeshConfig(fsdp=1),
-    data=DataConfig(source="synthetic", seq_len=32),
-    optim=OptimConfig(lr=1e-2, moment_dtype="bfloat16", stochastic_rounding=True),
-    train=TrainConfig(steps=4, global_batch=8, precision="fp32"),
+CFG = change(
+    TINY,
+    mesh={"fsdp": 1},
+    model={"num_layers": 5},
+    optim={"moment_dtype": "bfloat16", "stochastic_rounding": True},
 )
 
 
