@@ -307,3 +307,34 @@ def test_a_smaller_state_on_the_gpu_is_named_where_nothing_else_fits_and_never_c
     if search.winner is None:
         with pytest.raises(UserError, match=r"nothing fits .*--optim\.offload both"):
             choose_auto(cfg, cluster, choose_mesh=True)
+
+
+def test_if_nothing_compiled_fits_more_is_tried():
+    search = searched(llama3_8b, 8, FLAT)
+    assert len(compiled(search, lambda cfg: ran(200 * GIB), 2)) == 4
+    assert search.winner.compiled is None
+
+
+def test_a_machine_that_cannot_compile_is_not_asked_for_ever():
+    search = searched(llama3_8b, 8, FLAT)
+    best = search.winner.run
+
+    def evaluate(cfg):
+        raise NotCompiled("no plugin")
+
+    assert len(compiled(search, evaluate, 6)) == 2
+    assert search.winner.run == best
+    verdicts = [v for _, v in search.rows(3)["the best of each mesh"]]
+    assert verdicts[0] == "best"
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"tensor": 8}, "fixed='tensor': is no field of a candidate: pp, "),
+        ({"tp": 3}, "nothing is legal on 8"),
+    ],
+)
+def test_the_public_search_refuses_unknown_fields_and_what_is_never_legal(fixed, message):
+    with pytest.raises(UserError, match=message):
+        search_meshes(llama3_8b, find_cluster(None, "h100", 8), fixed=fixed)
