@@ -411,8 +411,8 @@ class ModelConfig(Section, name="model"):
         if self.full_attention is None:
             return self
         full = self.full_attention
-        own = {field.name: getattr(full, field.name) for field in dataclasses.fields(full)}
-        return dataclasses.replace(self, **own)
+        changes = {field.name: getattr(full, field.name) for field in dataclasses.fields(full)}
+        return dataclasses.replace(self, **changes)
 
     def of_layer(self, layer: int) -> "ModelConfig":
         """Return the model as if all its layers had the attention of this one."""

@@ -66,14 +66,14 @@ class Attention(nnx.Module):
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[Partial, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
         x_BTD = gather_sequence(x_BRD)
-        q_BTNH, k_BTKH, *others = self._project(x_BTD)
+        q_BTNH, k_BTKH, *products = self._project(x_BTD)
         q_BTNH, k_BTKH = self._biased(q_BTNH, "q", "N"), self._biased(k_BTKH, "k", "K")
         if self.cfg.qk_norm != "none":
             # The norm's backward pass reads its input: kept after it, products would run again, and not rotation alone.
             q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
         v_BTKH = k_BTKH
         if not self.cfg.values_are_keys:
-            v_BTKH = checkpoint_name(self._biased(others.pop(0), "v", "K"), "v")
+            v_BTKH = checkpoint_name(self._biased(products.pop(0), "v", "K"), "v")
         if self.cfg.value_norm:
             v_BTKH = rms_norm(v_BTKH, None, "H", "BTKH", self.cfg.norm_eps)
         q_BTNH, k_BTKH = self._normed(q_BTNH, "q", "N"), self._normed(k_BTKH, "k", "K")
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if self.cfg.attention_sinks else None
         out_BTNH, cache = attend(self.kernels.attention, q_BTNH, k_BTKH, v_BTKH, inputs, sinks)
         if self.cfg.output_gate:
-            gate_BTNH = checkpoint_name(others[0], "attn_gate").astype(jnp.float32)
+            gate_BTNH = checkpoint_name(products[0], "attn_gate").astype(jnp.float32)
             out_BTNH = (out_BTNH * jax.nn.sigmoid(gate_BTNH)).astype(out_BTNH.dtype)
         partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
         if not self.cfg.o_bias:

@@ -224,12 +224,10 @@ def scan_chunks(
     Args:
       function: takes a chunk's hidden states, targets and weights, the `Head`, and a chunk of each of `by_token`, and
         `heads`; it returns dhead, and (dx, loss, loss), or without gradients three arrays `[M, ...]` alone.
-      x_BTD, head_DV, targets_BT, vocab_size: as of `cross_entropy`.
-      weight: a scalar, or `[B, T]`.
+      x_BTD, head_DV, targets_BT, vocab_size, cap: as of `cross_entropy`; weight: a scalar, or `[B, T]`.
       by_token, heads: other arrays `[B, T, ...]`, and the heads of other models with the same vocabulary.
       width: bytes of a chunk for each logit.
       trained, with_gradients: whether the head is, dhead is none if not; and as `function` has them.
-      cap: as of `cross_entropy`.
     """
     of_x, of_head = axes_of("V"), gradient_axes("DV", "BTD")
     partial = act("BTD", unreduced=of_x), act("DV", unreduced=of_head)
