@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import json
 import os
 import re
@@ -28,6 +29,7 @@ STEPS = (2, 4, 6)
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A run directory with three checkpoints, and the bits of each."""
+    gc.freeze()  # A restore that fails collects garbage: not that of all tests before these.
     folder, states = tmp_path_factory.mktemp("saved"), {step: state_of(step) for step in STEPS}
     for step, state in states.items():
         save(in_folder(BASE, folder), state, step)
