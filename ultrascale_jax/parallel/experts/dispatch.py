@@ -189,12 +189,14 @@ def in_rounds(
     most: int,
     ints: Any,
     floats: tuple[Any, Any],
+    *,
+    exchanges: bool = False,
 ) -> Any:
     """Sum `one_round(rows, start, ints, floats)` until every place has had `busiest` rows, which is at most `most`.
 
     The first round takes `rows[0]` of each place from its start on, and is plain. The others, if there are any, take
-    `rows[1]` each and run in a loop whose length is known only at run time; their backward pass is another such loop,
-    which computes them again. It comes before the first round's: XLA overlaps no collective with a loop that has some.
+    `rows[1]` each and run in a loop whose length is known only at run time; their backward pass is another such
+    loop that computes them again.
 
     Args:
       one_round: what is summed.
@@ -203,9 +205,13 @@ def in_rounds(
       most: a bound of it.
       ints: what has no gradient.
       floats: tokens and matrices, which have.
+      exchanges: whether a round communicates. XLA lets no collective run beside a loop that has some, so that loop
+        comes before the first round backward.
     """
     if most <= rows[0]:
         return one_round(rows[0], jnp.int32(0), ints, floats)
+    if not exchanges:
+        return _all_rounds(one_round, rows, busiest, ints, floats)
     tokens, matrices = floats
     matrices, again = _shared(rows, busiest, matrices)
     first = one_round(rows[0], jnp.int32(0), ints, (tokens, matrices))
@@ -234,25 +240,18 @@ def _add_if_any(rows: tuple[int, int], busiest: jax.Array, first: Any, later: An
     return jax.lax.while_loop(lambda state: state[0] > rows[0], add, (busiest, first))[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _later(one_round, rows, busiest, ints, floats):
-    """Return the sum over the rounds after the first."""
-
-    def later(start):
-        return one_round(rows[1], start, ints, floats)
+def _add_later(one_round: Callable, rows: tuple[int, int], busiest: jax.Array, first: Any) -> Any:
+    """Add `one_round(start)` of the rounds after the first, in a loop whose length is known only at run time."""
 
     def add(state):
         start, total = state
-        return start + rows[1], jax.tree.map(jnp.add, total, later(start))
+        return start + rows[1], jax.tree.map(jnp.add, total, one_round(start))
 
-    start = jnp.int32(rows[0])
-    axes = frozenset().union(*map(varying, jax.tree.leaves(floats)))
-    zeros = jax.tree.map(lambda zero: vary(zero, axes), _zeros(jax.eval_shape(later, start)))
-    return jax.lax.while_loop(lambda state: state[0] < busiest, add, (start, zeros))[1]
+    return jax.lax.while_loop(lambda state: state[0] < busiest, add, (jnp.int32(rows[0]), first))[1]
 
 
-def _later_backward(one_round, rows, saved, g):
-    """Compute the rounds again, and return their gradients of tokens and matrices.
+def _later_gradients(one_round, rows, saved, g, d_tokens) -> tuple[Any, Any]:
+    """Return `d_tokens` with those of the rounds after the first, computed again, and the matrices' gradients of these.
 
     The latter are not set if there is no such round: zeros would take time in every step.
     """
@@ -265,9 +264,47 @@ def _later_backward(one_round, rows, saved, g):
         return start + rows[1], *jax.tree.map(jnp.add, tuple(total), pull_back(g)[0])
 
     unset = jax.tree.map(lambda a: vary(jax.lax.empty(a.shape, a.dtype), varying(a)), floats[1])
-    start = jnp.int32(rows[0]), _zeros(floats[0]), unset
-    gradients = jax.lax.while_loop(lambda state: state[0] < busiest, add, start)[1:]
-    return None, None, gradients
+    start = jnp.int32(rows[0]), d_tokens, unset
+    return jax.lax.while_loop(lambda state: state[0] < busiest, add, start)[1:]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _all_rounds(one_round, rows, busiest, ints, floats):
+    """Return the sum over all rounds."""
+    return _all_rounds_forward(one_round, rows, busiest, ints, floats)[0]
+
+
+def _all_rounds_forward(one_round, rows, busiest, ints, floats):
+    first, pull_back = jax.vjp(
+        lambda floats: one_round(rows[0], jnp.int32(0), ints, floats), floats
+    )
+    total = _add_later(lambda start: one_round(rows[1], start, ints, floats), rows, busiest, first)
+    return total, (pull_back, (busiest, ints, floats))
+
+
+def _all_rounds_backward(one_round, rows, saved, g):
+    pull_back, inputs = saved
+    ((d_tokens, d_matrices),) = pull_back(g)
+    # The tokens' gradients do not wait for the matrices', which can be computed while the first are sent.
+    d_tokens, later = _later_gradients(one_round, rows, inputs, g, d_tokens)
+    return None, None, (d_tokens, _add_if_any(rows, inputs[0], d_matrices, later))
+
+
+_all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _later(one_round, rows, busiest, ints, floats):
+    """Return the sum over the rounds after the first."""
+    axes = frozenset().union(*map(varying, jax.tree.leaves(floats)))
+    later = functools.partial(one_round, rows[1])
+    kinds = jax.eval_shape(lambda: later(jnp.int32(rows[0]), ints, floats))
+    zeros = jax.tree.map(lambda zero: vary(zero, axes), _zeros(kinds))
+    return _add_later(lambda start: later(start, ints, floats), rows, busiest, zeros)
+
+
+def _later_backward(one_round, rows, saved, g):
+    return None, None, _later_gradients(one_round, rows, saved, g, _zeros(saved[2][0]))
 
 
 _later.defvjp(lambda *inputs: (_later(*inputs), inputs[2:]), _later_backward)

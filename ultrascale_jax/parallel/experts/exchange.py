@@ -421,7 +421,7 @@ class _Exchange:
         busiest = jax.lax.pmax(jnp.max(counts), self.agreed)
         ints, floats = (assignments, ids), ((x, weights), params)
         sizes = rows, later_rows(rows)
-        return in_rounds(self._round, sizes, busiest, most, ints, floats)
+        return in_rounds(self._round, sizes, busiest, most, ints, floats, exchanges=True)
 
     def _assign(self, ids: jax.Array) -> Assignment:
         """Assign tokens to parts: a token goes once to a part in which it has several experts."""
