@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import INK, SERIES, shade
 
@@ -139,12 +141,31 @@ class Piece:
     devices: Sequence[int]
 
 
+def _pieces(array: jax.Array) -> list[Piece]:
+    """Return the pieces of a matrix, each with the devices that hold it."""
+    held: dict[tuple, list[int]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        bounds = tuple(
+            part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)
+        )
+        held.setdefault(bounds, []).append(device.id)
+    return [Piece(rows=slice(*r), columns=slice(*c), devices=ids) for (r, c), ids in held.items()]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pieces(Figure):
     """Matrices, cut into the pieces that devices hold."""
 
     panels: Mapping[str, Sequence[Piece]]
     """Pieces of a matrix by its title."""
+
+    @classmethod
+    def of(cls, title: str, **matrices: jax.Array) -> "Pieces":
+        """Make the figure of arrays by name, whose types stand beside their names."""
+        panels = {
+            f"{name}: {jax.typeof(array)}": _pieces(array) for name, array in matrices.items()
+        }
+        return cls(name="pieces", title=title, caption="", panels=panels)
 
     def paint(self, canvas: Any) -> None:
         sizes = [
