@@ -111,8 +111,10 @@ def large(cfg: Config, mesh: Mesh) -> Transformer:
     return jax.tree.map(lambda p: jax.device_put(8 * np.asarray(p), p.sharding), params)
 
 
-def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.ndarray:
-    """Eight tokens after each of four prompts of other lengths, always the most likely."""
+def tokens(
+    model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig, temperature: float = 0.0
+) -> np.ndarray:
+    """Eight tokens after each of four prompts of other lengths, by default always the most likely."""
     train = TrainConfig(microbatches=4)
     cfg = Config(model=model, mesh=MeshConfig.of(**sizes), pp=pp, train=train)
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
@@ -123,7 +125,7 @@ def tokens(model: ModelConfig, sizes: dict[str, int], pp: PipelineConfig) -> np.
             prompts,
             8,
             lengths_B=[4, 2, 3, 4],
-            temperature=0,
+            temperature=temperature,
             key=jax.random.key(0),
         )
         return np.asarray(found)

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.parity.models.generation import LLAMA, compare
-from ultrascale_jax.config import MeshConfig, UserError
+from tests.parity.models.generation import LLAMA, compare, tokens
+from ultrascale_jax.config import MeshConfig, PipelineConfig, UserError
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -13,6 +13,11 @@ from ultrascale_jax.sharding.mesh import make_mesh
 
 def test_a_pipeline_writes_what_one_device_writes():
     compare("llama", {"pp": 2, "tp": 4}, "zb_v")
+
+
+def test_sampling_leaves_out_what_pads_the_vocabulary():
+    found = tokens(LLAMA, {"tp": 4}, PipelineConfig(), temperature=1e6)
+    assert LLAMA.vocab_size - 3 < found.max() < LLAMA.vocab_size
 
 
 @pytest.mark.parametrize("id_", [33, -1])
