@@ -252,6 +252,11 @@ def test_dealt_rows_are_every_row_once_and_no_device_has_more_than_a_row_too_muc
     assert (per_device.max(0) - per_device.min(0) <= np.ptp(dealt, axis=(0, 1))).all()
 
 
+def test_rows_are_dealt_to_and_fro():
+    work = np.arange(8, 0, -1)
+    assert work[deal_rows(work, 2, 1)].reshape(2, 4).sum(1).tolist() == [18, 18]
+
+
 @pytest.mark.parametrize("sizes", [{"cp": 8}, {"fsdp": 2, "cp": 2, "sp": 2}])
 def test_cp_orders_the_tokens_of_every_batch_and_leaves_hashes_as_they_are(texts, sizes):
     mesh, cp = make_mesh(MeshConfig.of(**sizes)), sizes["cp"]
