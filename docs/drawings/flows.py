@@ -53,7 +53,9 @@ PLANNER = {
 }
 
 
-def _flow(name: str, title: str, lanes: dict[str, tuple[Box, ...]], across: list[tuple[str, str]]):
+def _flow(
+    name: str, title: str, lanes: dict[str, tuple[Box, ...]], across: list[tuple[str, str]]
+) -> Flow:
     """Draw boxes with an arrow from each to the next of its lane, and the arrows between lanes."""
     chains = (lane for lane in lanes.values() if len(lane) > 2)
     down = [(a.name, b.name) for lane in chains for a, b in pairwise(lane)]

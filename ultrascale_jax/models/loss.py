@@ -331,16 +331,13 @@ def _capped_gradients(z_loss, x_MD, targets_M, weights_M, head):
     slope_MV = 1 - jnp.square(logits_MV / head.cap)
     gold_MV = is_target(targets_M, logits_MV)
     lse_M, picked_M, _ = log_sum_exp(head.fill(logits_MV, LOWEST), gold_MV)
-    picked_M = nan_unless_words(picked_M, targets_M, head.vocab_size)
-    counted_M = targets_M != -1
+    counted_M, _, nll_M, z_M = _of_targets(z_loss, lse_M, picked_M, targets_M, head)
     softmax_MV = head.fill(jnp.exp(logits_MV - lse_M[:, None]), 0.0)
     dlogits_MV = (_of_lse(z_loss, lse_M)[:, None] * softmax_MV - gold_MV) * slope_MV
     dlogits_MV = jnp.where(counted_M, weights_M, 0.0)[:, None] * dlogits_MV
     dlogits_MV = jax.lax.optimization_barrier(dlogits_MV.astype(dtype))
     dx = jnp.einsum("MV,DV->MD", dlogits_MV, head.weight_DV, preferred_element_type=f32)
     dhead = jnp.einsum("MD,MV->DV", x_MD, dlogits_MV, preferred_element_type=f32)
-    nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)
-    z_M = jnp.where(counted_M, z_loss * jnp.square(lse_M), 0.0)
     return dhead, (dx.astype(x_MD.dtype), nll_M, z_M)
 
 
@@ -411,11 +408,17 @@ def _losses(z_loss, x_MD, targets_M, weights_M, head):
     """
     logits_MV = head.fill(head.logits(x_MD), LOWEST)
     lse_M, picked_M, highest_M = log_sum_exp(logits_MV, is_target(targets_M, logits_MV))
+    counted_M, picked_M, nll_M, z_M = _of_targets(z_loss, lse_M, picked_M, targets_M, head)
+    return ~counted_M | (picked_M >= highest_M), nll_M, z_M
+
+
+def _of_targets(z_loss, lse_M, picked_M, targets_M, head):
+    """Return whether each target counts, its logit (NaN if it is no word), and both losses: nll, and z-loss term."""
     picked_M = nan_unless_words(picked_M, targets_M, head.vocab_size)
     counted_M = targets_M != -1
     nll_M = jnp.where(counted_M, lse_M - picked_M, 0.0)
     z_M = jnp.where(counted_M, z_loss * jnp.square(lse_M), 0.0)
-    return ~counted_M | (picked_M >= highest_M), nll_M, z_M
+    return counted_M, picked_M, nll_M, z_M
 
 
 def log_sum_exp(logits_MV, gold_MV):

@@ -1,4 +1,4 @@
-"""What `plan memory --explain mesh` says that a GPU sends is what its compiled program sends."""
+"""`plan memory --explain mesh` names the bytes that a GPU's compiled program sends along each axis."""
 
 import dataclasses
 import math

@@ -235,10 +235,8 @@ def _ways(run: Run) -> float:
 
 def _mean(run: Run, term: Callable[[LayerRemat], float]) -> float:
     """Return the mean over the layers of what depends on their policy."""
-    by_policy = run.by_policy
-    return sum(count * term(alike.policy) for alike, count in by_policy) / sum(
-        count for _, count in by_policy
-    )
+    layers = sum(count for _, count in run.by_policy)
+    return sum(count * term(alike.policy) for alike, count in run.by_policy) / layers
 
 
 def _tensor(run: Run, axis: str) -> Sent:
@@ -304,7 +302,8 @@ def _pipeline(run: Run) -> Sent:
     layer = (shape.attention_params + shape.mlp_params) / mesh.tensor
     size = 2 * run.tokens * shape.d_model / mesh.sp
     flops = 2 * run.tokens * (shape.num_layers / mesh.pp) * layer
-    ticks, times = pipeline.counts(run).ticks, pipeline.counts(run).times
+    counts = pipeline.counts(run)
+    ticks, times = counts.ticks, counts.times
     sent = (ticks["F"] + ticks["B"]) * size
     sent += times["embed"] * ring_bytes("all-reduce", size, mesh.pp * mesh.tp)
     sums = 2 * times["head"] + times["embed_gradient"]
