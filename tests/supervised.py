@@ -1,12 +1,14 @@
 """A supervisor over small programs that say they train: `python -m tests.supervised RUN_DIR RANKS BODY`. No JAX."""
 
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.paths import ROOT
+from ultrascale_jax.launch.sigterm import SignalListener
 from ultrascale_jax.launch.supervisor import Supervisor
 
 HEAD = """
@@ -54,4 +56,6 @@ def supervise(
 
 if __name__ == "__main__":
     run_dir, ranks, body = sys.argv[1:]
-    os._exit(supervise(Path(run_dir), body, range(int(ranks))).run())
+    with SignalListener(signal.SIGINT) as listener:
+        run = supervise(Path(run_dir), body, range(int(ranks)), signals=listener.signals)
+        os._exit(run.run())

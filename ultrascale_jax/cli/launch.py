@@ -7,6 +7,7 @@ supervisor a host.
 """
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from ultrascale_jax.launch.cluster import detect
 from ultrascale_jax.launch.coordinator import check_address
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.launch.processes import follow_supervisor
-from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.launch.sigterm import SignalListener
 from ultrascale_jax.launch.supervisor import GIVE_UP_S, Supervisor
 
 
@@ -57,13 +58,13 @@ class Places:
 
 def main(argv: Sequence[str]) -> None:
     follow_supervisor(os.environ)
-    with SigtermListener():
-        code = supervisor_of(argv).run()
+    with SignalListener(signal.SIGINT) as listener:
+        code = supervisor_of(argv, listener.signals).run()
     raise SystemExit(code)
 
 
-def supervisor_of(argv: Sequence[str]) -> Supervisor:
-    """Return the supervisor that the command line asks for."""
+def supervisor_of(argv: Sequence[str], signals: Sequence[int] = ()) -> Supervisor:
+    """Return the supervisor that the command line asks for; `signals` are those that this process gets."""
     arguments = list(argv)
     words, run_words = split(arguments)
     prog = "ultrascale launch"
@@ -104,7 +105,7 @@ def supervisor_of(argv: Sequence[str]) -> Supervisor:
         run_dir,
         max_restarts=options.max_restarts,
         give_up_s=options.give_up_s,
-        fresh=resume == "never",
+        signals=signals,
     )
 
 

@@ -14,7 +14,7 @@ from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
 from ultrascale_jax.launch.run_files import METRICS
-from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.launch.sigterm import SignalListener
 
 WORTH_READING = 200
 """Steps before which a model of the size of `demo` writes no words."""
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     follow_supervisor(os.environ)
     watchdog.limit("start")
     # From here on: a signal that comes before the first step stops the run before it.
-    with SigtermListener():
+    with SignalListener():
         cfg, options = command_line.parse(
             argv, prog="ultrascale train", options=Options, description=DESCRIPTION
         )

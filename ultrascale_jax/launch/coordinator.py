@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch.run_lock import refusal
-from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.launch.sigterm import SignalListener
 
 STOP_S = 20.0
 """Seconds that a process with a request to stop waits for the others, so that all stop together."""
@@ -112,7 +112,7 @@ def _bind(ip: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def ended_by(sigterm: SigtermListener | None, tell: Callable[[str], None]) -> Iterator[None]:
+def ended_by(sigterm: SignalListener | None, tell: Callable[[str], None]) -> Iterator[None]:
     """End this process well, `STOP_S` after SIGTERM, if the block, in which no Python runs, lasts longer."""
     if sigterm is None or threading.current_thread() is not threading.main_thread():
         yield

@@ -33,7 +33,7 @@ from ultrascale_jax.launch.coordinator import check_address, ended_by, reserved
 from ultrascale_jax.launch.events import printable, say
 from ultrascale_jax.launch.failures import Failures
 from ultrascale_jax.launch.run_lock import refusal
-from ultrascale_jax.launch.sigterm import SigtermListener, listener
+from ultrascale_jax.launch.sigterm import SignalListener, listener
 from ultrascale_jax.units import counted
 
 GPU_FLAGS = {
@@ -331,7 +331,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         self._alone = not jax.distributed.is_initialized()
         self._stack = contextlib.ExitStack()
-        self._sigterm = listener() or SigtermListener()
+        self._sigterm = listener() or SignalListener()
         if self._alone and listener() is None:
             self._stack.enter_context(self._sigterm)
         return self

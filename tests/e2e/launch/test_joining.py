@@ -110,10 +110,10 @@ WAIT = """
 import sys, time
 from ultrascale_jax.launch import coordinator
 from ultrascale_jax.launch.events import say
-from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.launch.sigterm import SignalListener
 joins = sys.argv[1] == "joins"
 coordinator.STOP_S = 60 if joins else 0.2
-with SigtermListener() as sigterm:
+with SignalListener() as sigterm:
     with coordinator.ended_by(sigterm, say):
         print("waiting", flush=True)
         deadline = time.monotonic() + 600

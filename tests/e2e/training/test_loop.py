@@ -27,7 +27,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.hooks import Hook
-from ultrascale_jax.launch.sigterm import SigtermListener
+from ultrascale_jax.launch.sigterm import SignalListener
 from ultrascale_jax.plan.flops import flops_per_token
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
@@ -229,7 +229,7 @@ def test_no_held_out_text_is_a_note_and_no_error(tmp_path, capsys):
 
 
 def test_a_signal_during_start_up_stops_the_run_before_its_first_step(straight, tmp_path):
-    with SigtermListener() as sigterm:
+    with SignalListener() as sigterm:
         os.kill(os.getpid(), signal.SIGTERM)
         assert sigterm.received
         summary = run(BASE, tmp_path / "new")

@@ -4,12 +4,12 @@ import os
 import signal
 import threading
 
-from ultrascale_jax.launch.sigterm import SigtermListener, listener
+from ultrascale_jax.launch.sigterm import SignalListener, listener
 
 
 def test_a_signal_is_remembered_inside_the_block_only():
     before = signal.getsignal(signal.SIGTERM)
-    with SigtermListener() as sigterm:
+    with SignalListener() as sigterm:
         assert listener() is sigterm and not sigterm.received
         os.kill(os.getpid(), signal.SIGTERM)
         assert sigterm.received
@@ -20,7 +20,7 @@ def test_what_came_before_is_handed_over_and_the_new_handler_stays():
     before, heard = signal.getsignal(signal.SIGTERM), []
     try:
         for told in (False, True):
-            with SigtermListener() as sigterm:
+            with SignalListener() as sigterm:
                 if told:
                     os.kill(os.getpid(), signal.SIGTERM)
                 new = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -35,7 +35,7 @@ def test_in_another_thread_the_process_keeps_its_own_handler():
     before, handlers = signal.getsignal(signal.SIGTERM), []
 
     def listen():
-        with SigtermListener():
+        with SignalListener():
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=listen)
