@@ -13,7 +13,7 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
 
-.PHONY: setup setup-dev train test test-fast test-nightly mutants soak bench docs screenshots lint clean
+.PHONY: setup setup-dev train test test-fast test-nightly mutants soak bench docs lint clean
 
 setup: .venv/.installed
 
@@ -45,14 +45,9 @@ soak: .venv/.installed-dev
 bench: .venv/.installed
 	$(if $(GPU),,JAX_PLATFORMS=cpu) $(BIN)/python -m scripts.bench $(or $(ARGS),peer)
 
-# The site, in build/site, with the course's figures drawn anew; a link that leads nowhere is an error.
+# The site, in build/site; a link that leads nowhere is an error.
 docs: .venv/.installed-dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.course figures
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
-
-# The pictures of docs/pictures, by Chromium (`apt-get install chromium`); look at them. Not in CI.
-screenshots: docs
-	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.screenshots $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -1,14 +1,12 @@
-"""Run the blocks of pages: `python -m scripts.course check|update|figures [PAGE...]`.
+"""Run the blocks of pages: `python -m scripts.course check|update [PAGE...]`.
 
     check     run every block of the pages, and compare its output with the page
-    update    run every block, and write its output into the page
-    figures   run the blocks that draw figures, and keep the ones in the folder `figures` of the page
+    update    run every block, write its output into the page, and keep its figures in the folder `figures` of the page
 
 A PAGE is a name such as 01_memory or a path; without one these are all of docs/course and docs/explanation. `parts` is
 docs/parts.md. Commands run in an empty folder with links to the checkout, so a page writes nothing into it. The Python
 blocks of a page are one process with 8 fake CPU devices, which runs after the page's commands; a block of parts is a
-process of its own. `figures` runs all Python of a page if one block draws. Only stdout is compared. The exit code is 1
-if a page differs.
+process of its own. Only stdout is compared. The exit code is 1 if a page differs.
 """
 
 import argparse
@@ -102,7 +100,7 @@ def check(page: Path) -> str:
 
 
 def update(page: Path) -> str:
-    """Write the output of each block into the page."""
+    """Write the output of each block into the page, and keep the figures that it draws."""
     lines = page.read_text(encoding="utf-8").splitlines()
     changes: list[tuple[Block, list[str]]] = []
     with checkout() as folder:
@@ -113,40 +111,16 @@ def update(page: Path) -> str:
                 raise Failed(f"{_mismatch(page, block, seen)}\n{gone}")
             if new != block.output.lines:
                 changes.append((block, new))
+        count = _figures(page, folder)
+        for path in _drawn(folder):
+            shutil.copyfile(path, ROOT / path.relative_to(folder))
     # From the end, so that the places before stay.
     for block, new in sorted(changes, key=lambda change: -change[0].output.start):
         output = block.output
         written = new if output.fenced else ["```text", *new, "```"]
         lines[output.start : output.end] = written
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"{len(changes)} blocks updated"
-
-
-def figures(page: Path) -> str:
-    """Run the commands of each block that draws a figure, or all Python if a block of it does; keep the figures."""
-    blocks = read_page(page)
-    drawing = {_group(block) for block in blocks if drawn_by(block)}
-    with checkout() as folder:
-        for _ in outputs(page, [block for block in blocks if _group(block) in drawing], folder):
-            pass
-        count = _figures(page, folder)
-        for path in _drawn(folder):
-            kept = ROOT / path.relative_to(folder)
-            kept.parent.mkdir(exist_ok=True)
-            if not kept.exists() or kept.read_bytes() != path.read_bytes():
-                shutil.copyfile(path, kept)
-    return f"{count} figures"
-
-
-def drawn_by(block: Block) -> set[str]:
-    """Return the names of the figures that a block writes."""
-    text = block.text if isinstance(block, Command) else "\n".join(block.source)
-    return set(re.findall(rf"{DOCS}/\w+/{FIGURES}/([\w.]+)", text))
-
-
-def _group(block: Block) -> int:
-    """Return a number that blocks share which run together: commands of one block, and all Python."""
-    return block.block if isinstance(block, Command) else -1
+    return f"{len(changes)} blocks updated, {count} figures"
 
 
 def _drawn(folder: Path) -> list[Path]:
@@ -154,7 +128,7 @@ def _drawn(folder: Path) -> list[Path]:
     return sorted((folder / DOCS).glob(f"*/{FIGURES}/*"))
 
 
-ACTIONS: dict[str, Callable[[Path], str]] = {"check": check, "update": update, "figures": figures}
+ACTIONS: dict[str, Callable[[Path], str]] = {"check": check, "update": update}
 
 
 @contextmanager

@@ -45,8 +45,6 @@ class Command:
 
     line: int
     """Its number in the page, from 1."""
-    block: int
-    """The number of the line that opens its block."""
     words: list[str]
     output: Output
 
@@ -108,7 +106,7 @@ def _commands(path: Path, lines: Sequence[str], start: int, end: int) -> list[Co
         at += 1
         output = list(itertools.takewhile(lambda text: not text.startswith("$ "), lines[at:end]))
         expected = Output(lines=output, start=at)
-        commands.append(Command(line=line, block=start, words=words, output=expected))
+        commands.append(Command(line=line, words=words, output=expected))
         at += len(output)
     return commands
 

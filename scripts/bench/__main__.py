@@ -81,13 +81,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="default: out/bench/SUITE.json"
     )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=12,
-        metavar="N",
-        help="steps to time, 2 or more",
-    )
+    parser.add_argument("--steps", type=int, default=12, help="steps to time, 2 or more")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on any device")
     options = parser.parse_args(argv)
     path = options.out or Path(f"out/bench/{options.suite}.json")

@@ -123,11 +123,11 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows to a file, with the formulas as they are now."""
+    """Write rows to a file."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(with_formula(row) if row["xla_bytes"] else row for row in rows)
+        writer.writerows(rows)
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
             print(*row.values(), file=sys.stderr)
             rows[n] = measure(row)
             write(path, rows)
-    write(path, rows)
+    write(path, [with_formula(row) if row["xla_bytes"] else row for row in rows])
 
 
 if __name__ == "__main__":

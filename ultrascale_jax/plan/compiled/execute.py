@@ -39,8 +39,6 @@ class Difference:
     """`state.` or `metrics` and the place in it."""
     relative: float
     """Norm of the difference over the norm of the CPU's; inf where it is not finite and the CPU's is."""
-    of_update: float | None
-    """For a parameter the norm of the difference over that of its change in this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +137,8 @@ def compare(reference: Reference, results: Mapping[str, Shards]) -> tuple[Differ
     """Compare every result on every device with the reference's."""
     differences = []
     for name, expected in reference.results.items():
-        before = reference.arguments.get(name) if name.startswith("state.params") else None
         relative = _norm(results[name], expected) / (_norm(expected) or 1)
-        of_update = None
-        if before is not None:
-            of_update = _norm(results[name], expected) / (_norm(expected, before) or 1)
-        differences.append(Difference(name=name, relative=relative, of_update=of_update))
+        differences.append(Difference(name=name, relative=relative))
     return tuple(differences)
 
 
