@@ -15,7 +15,7 @@ author = "The ultrascale_jax developers"
 version = release = ultrascale_jax.__version__
 extensions = [
     *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
-    *("extensions.options", "extensions.exit_codes", "extensions.source_links"),
+    *("extensions.options", "extensions.exit_codes", "extensions.source_links", "extensions.runs"),
 ]
 # Without the extra `docs` formulas need MathJax from the network.
 if importlib.util.find_spec("latex2mathml"):
@@ -23,7 +23,7 @@ if importlib.util.find_spec("latex2mathml"):
 html_theme = "furo"
 html_show_copyright = False  # CITATION.cff and LICENSE say who owns what
 html_title = f"ultrascale_jax {version}"
-html_static_path = ["_static"]
+html_static_path = ["_static", "../ultrascale_jax/web/static/charts.js"]
 html_css_files = ["site.css", "print.css"]
 # Commands and their output have no language.
 highlight_language = "none"

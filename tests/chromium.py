@@ -87,6 +87,16 @@ class Chromium:
         for kind in ("keyDown", "keyUp"):
             self._send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
+    def drag(self, start, end):
+        """Press the mouse at a place of the window, move it to another one, and let go."""
+        for kind, (x, y) in (
+            ("mousePressed", start),
+            ("mouseMoved", end),
+            ("mouseReleased", end),
+        ):
+            options = {"x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}
+            self._send("Input.dispatchMouseEvent", type=kind, **options)
+
     def __enter__(self):
         return self
 

@@ -152,7 +152,7 @@ class GuideReport:
         columns = {"days": "days", "gpu_hours": "GPU hours", "mwh": "MWh"}
         if self.terms.price is not None:
             columns |= {"usd": "USD", "usd_per_million_tokens": "USD/M tokens"}
-            columns |= {"even_price": "as cheap at USD/h"}
+            columns |= {"even_price": "break-even USD/h"}
         made = table(("cluster",), tuple(columns.values()), ("mesh",))
         assert self.bill is not None and self.step is not None  # there is a best
         best: dict[str, Any] = {"what": "as asked", "label": self.step["label"]} | vars(self.bill)
