@@ -8,6 +8,7 @@ from ultrascale_jax.config import (
     LatentAttention,
     LinearAttention,
     ModelConfig,
+    Multipliers,
     RopeScaling,
 )
 
@@ -243,6 +244,39 @@ GRANITE_4_H_MICRO = ModelConfig(
     full_attention_every=10,
     full_attention_offset=4,
     linear=LinearAttention(rule="mamba2", key_heads=1, value_heads=64, value_dim=64),
+)
+
+FALCON_H1_500M = ModelConfig(
+    vocab_size=32784,
+    d_model=1024,
+    d_ff=2048,
+    num_layers=36,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rope_theta=1e11,
+    embed_scale=5.656854249492381,
+    logit_divisor=25.6,
+    query_scale=64 / 0.390625**2,
+    linear=LinearAttention(
+        rule="mamba2",
+        key_heads=1,
+        value_heads=24,
+        value_dim=64,
+        norm=False,
+        beside_attention=True,
+    ),
+    multipliers=Multipliers(
+        attn_o=0.9375,
+        mlp_gate=0.8838834764831844,
+        mlp_down=0.5859375,
+        linear_q=0.625,
+        linear_k=0.44194173824159223,
+        linear_v=0.3125,
+        linear_z=0.44194173824159223,
+        linear_a=0.44194173824159223,
+        linear_o=0.23570226039551587,
+    ),
 )
 
 # Pre-trained at 4,096 tokens, before the stretch by YaRN with which its checkpoint is published.

@@ -48,6 +48,14 @@ def in_hugging_face_layout(model, cfg, model_type=""):
     tensors = separate_tensors(model, cfg)
     if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         return apart(tensors, cfg)
+    if model_type == "falcon_h1":
+        pairs = (
+            (".mlp.", ".feed_forward."),
+            ("post_attention_", "pre_ff_"),
+            ("l.norm", "l.final_layernorm"),
+        )
+        for old, new in pairs:
+            tensors = {name.replace(old, new): value for name, value in tensors.items()}
     if model_type not in ("phi3", "granitemoehybrid"):
         return tensors
     whole = {}
@@ -108,12 +116,12 @@ def separate_tensors(model, cfg):
             return array(functools.reduce(getattr, path.split("."), row))[number]
 
         tensors |= {f"{at}.{name}.weight": row(own) - both for name, own in norms.items()}
-        attention = MIXERS[cfg.mixer(layer)]
+        attention = mixers(row, cfg, layer)
         dense = layer < cfg.dense_layers
         feed_forward = gated("mlp.", row, "mlp.") if dense else experts(row, cfg)
         if cfg.layer_scale:
             tensors[f"{at}.layer_scalar"] = row("scale")
-        for name, value in (attention(row, cfg.of_layer(layer)) | feed_forward).items():
+        for name, value in (attention | feed_forward).items():
             tensors[f"{at}.{name}"] = value
     for depth in range(cfg.mtp_layers):
         at = f"model.layers.{cfg.num_layers + depth}"
@@ -190,7 +198,7 @@ def mamba(row, cfg):
         "in_proj.weight": np.concatenate(into),
         "conv1d.weight": rows("conv", "vkq", 1, taps),
         "conv1d.bias": rows("b", "vkq"),
-        "norm.weight": row("attn.scale").reshape(-1),
+        **({"norm.weight": row("attn.scale").reshape(-1)} if cfg.linear.norm else {}),
         "out_proj.weight": row("attn.w_o").reshape(-1, D).T,
         "A_log": row("attn.a_log"),
         "dt_bias": row("attn.dt_bias"),
@@ -240,6 +248,22 @@ MIXERS = {
     "delta": linear_attention,
     "mamba2": mamba,
 }
+
+
+SIDES = {"attention": "attn.attention.", "mamba2": "attn.linear."}
+
+
+def mixers(row, cfg, layer):
+    """One attention of a layer, or two, which have paths of their own."""
+    kinds, one = cfg.mixers(layer), cfg.of_layer(layer)
+    if len(kinds) == 1:
+        return MIXERS[kinds[0]](row, one)
+    tensors = {}
+    for kind in kinds:
+        tensors |= MIXERS[kind](
+            lambda path, kind=kind: row(path.replace("attn.", SIDES[kind])), one
+        )
+    return tensors
 
 
 def gated(ours, row, theirs, names=("gate_proj", "up_proj", "down_proj"), expert=()):

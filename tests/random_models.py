@@ -25,6 +25,7 @@ from ultrascale_jax.config import (
     LatentAttention,
     LinearAttention,
     ModelConfig,
+    Multipliers,
     RopeScaling,
 )
 
@@ -108,12 +109,20 @@ def draw_linear(rng: random.Random, experts: bool) -> Flags:
     rule = rng.choice(("delta", "mamba2"))
     sizes = {"key_dim": 8, "value_dim": rng.choice((4, 8)), "conv_kernel": rng.choice((2, 4))}
     heads = {"key_heads": rng.choice((1, 4)), "value_heads": rng.choice((4, 8)), "rule": rule}
+    heads["norm"] = rule == "delta" or rng.random() < 0.5
+    heads["beside_attention"] = beside = not every and rng.random() < 0.5
+    names = ["linear_q", "linear_k", "linear_v", "linear_z", "linear_a", "linear_o"]
+    names += [] if experts else ["mlp_gate", "mlp_down"]
+    names += ["attn_o"] if every or beside else []
+    multipliers = {name: rng.choice((0.5, 1.5)) for name in names} if rng.random() < 0.5 else {}
     dense = {"experts.dense_layers": 0} if experts else {}
     return (
         without
         | layers
         | {"nope_every": rng.choice((0, 1))}
+        | ({"o_bias": False} if beside else {})
         | dense
+        | prefixed("multipliers", multipliers)
         | prefixed("linear", sizes | heads)
     )
 
@@ -185,6 +194,7 @@ SECTIONS = {
     "latent": LatentAttention,
     "linear": LinearAttention,
     "full_attention": FullAttention,
+    "multipliers": Multipliers,
 }
 """Fields of `ModelConfig` that are sections."""
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         MeshConfig,
         ModelConfig,
         MoEConfig,
+        Multipliers,
         OptimConfig,
         PipelineConfig,
         Split,
@@ -121,7 +122,7 @@ _HOME = {
     "cli.lm_eval_model": "LMEvalModel",
     "config": (
         "CheckpointConfig Config ContextConfig DataConfig Distill Dpo Experts FullAttention Keep KernelsConfig "
-        "LatentAttention LinearAttention LogConfig Lora MeshConfig MoEConfig ModelConfig OptimConfig "
+        "LatentAttention LinearAttention LogConfig Lora MeshConfig MoEConfig ModelConfig Multipliers OptimConfig "
         "PipelineConfig Split TrainConfig UserError"
     ),
     "config.lowering": "Lowering",

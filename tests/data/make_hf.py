@@ -272,6 +272,30 @@ def granite4_h() -> transformers.PretrainedConfig:
     )
 
 
+def falcon_h1() -> transformers.PretrainedConfig:
+    """Two layers, each with attention and Mamba-2 beside it; all of Falcon-H1's multipliers, and no norm in Mamba-2."""
+    return transformers.FalconH1Config(
+        **{key: value for key, value in SMALL.items() if key != "sliding_window"},
+        intermediate_size=48,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        mamba_d_ssm=80,
+        mamba_n_heads=8,
+        mamba_n_groups=4,
+        mamba_d_state=6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+        embedding_multiplier=5.5,
+        lm_head_multiplier=0.3,
+        key_multiplier=0.4,
+        attention_in_multiplier=1.5,
+        attention_out_multiplier=0.9,
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.7,
+        ssm_multipliers=[0.8, 0.6, 0.9, 1.2, 0.5],
+        mlp_multipliers=[0.9, 0.6],
+    )
+
+
 GEMMA4 = {
     "intermediate_size": 48,
     "num_hidden_layers": 6,
@@ -301,6 +325,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granite": granite,
     "granitemoehybrid": granitemoehybrid,
     "granite4_h": granite4_h,
+    "falcon_h1": falcon_h1,
     "glm4_moe": glm4_moe,
     "minimax_m2": minimax_m2,
     "olmoe": olmoe,

@@ -4,5 +4,5 @@ from tests.parity.comparison import make_tests
 from tests.parity.rows import ROWS
 
 test_one_device_trains_the_model, test_row_equals_one_device = make_tests(
-    row for row in ROWS if row.model in ("linear", "mamba")
+    row for row in ROWS if row.model in ("linear", "mamba", "falcon_h1")
 )

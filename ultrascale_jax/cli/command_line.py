@@ -38,6 +38,7 @@ from ultrascale_jax.config import (
     LayerRemat,
     LinearAttention,
     MeshConfig,
+    Multipliers,
     Remat,
     RopeScaling,
     Split,
@@ -62,6 +63,7 @@ PARTS = {
     "latent": LatentAttention,
     "linear": LinearAttention,
     "full_attention": FullAttention,
+    "multipliers": Multipliers,
 }
 """Optional parts of a model; naming a field of one on the command line turns it on."""
 

@@ -31,6 +31,7 @@ from ultrascale_jax.config.model import (
     LatentAttention,
     LinearAttention,
     ModelConfig,
+    Multipliers,
     RopeScaling,
     padded_vocab_size,
 )

@@ -77,7 +77,7 @@ class Lora(Section, name="train.lora"):
 def projections(model: ModelConfig) -> tuple[Target, ...]:
     """Return the projections of a model that can have an adapter."""
     names = set()
-    mixers = {model.mixer(layer) for layer in range(model.num_layers)}
+    mixers = {mixer for layer in range(model.num_layers) for mixer in model.mixers(layer)}
     for rule, targets in LINEAR.items():
         names |= set(targets) if rule in mixers else set()
     if "attention" in mixers:

@@ -185,11 +185,43 @@ class LinearAttention(Section, name="model.linear"):
     """Width of a head's values (W)."""
     conv_kernel: Annotated[int, at_least(2)] = 4
     """Taps (O) of the causal convolution of each channel of queries, keys and values."""
+    norm: bool = True
+    """RMSNorm of the result before the output projection; some models with Mamba-2 only gate it (Falcon-H1)."""
+    beside_attention: bool = False
+    """Each layer has attention too: both read the same input, and their results are added (Falcon-H1)."""
 
     def __post_init__(self):
         super().__post_init__()
         fix = f"must be a multiple of key_heads={self.key_heads}"
         self.require(self.value_heads % self.key_heads == 0, "value_heads", fix)
+        self.require(self.norm or self.rule == "mamba2", "norm", f"{self.rule} has one; use True")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipliers(Section, name="model.multipliers"):
+    """Constants that multiply matrices of each layer before they are used, and so their results (Falcon-H1).
+
+    Maximal-update parametrization (arXiv 2203.03466): training changes the matrices as they are without them.
+    """
+
+    attn_o: Positive = 1.0
+    """Of the output projection of attention."""
+    mlp_gate: Positive = 1.0
+    """Of the gate of the feed-forward layer."""
+    mlp_down: Positive = 1.0
+    """Of its output projection."""
+    linear_q: Positive = 1.0
+    """Of the queries of linear attention, Mamba-2's C."""
+    linear_k: Positive = 1.0
+    """Of its keys, Mamba-2's B."""
+    linear_v: Positive = 1.0
+    """Of its values, Mamba-2's x."""
+    linear_z: Positive = 1.0
+    """Of its gate."""
+    linear_a: Positive = 1.0
+    """Of its decays, Mamba-2's time steps."""
+    linear_o: Positive = 1.0
+    """Of its output projection."""
 
 
 Share = Annotated[float, POSITIVE, between(0, 1)]
@@ -295,6 +327,8 @@ class ModelConfig(Section, name="model"):
     """Linear attention, or none."""
     full_attention: FullAttention | None = None
     """Another shape of the attention in layers that ignore `sliding_window`, or none."""
+    multipliers: Multipliers | None = None
+    """Constants that multiply matrices of the layers, or none."""
     mtp_layers: Annotated[int, between(0, MOST_PARTS)] = 0
     """Modules that each predict one token further than the one before (multi-token prediction, DeepSeek-V3): a layer
     like the last one, after the model. Training alone runs them; `train.mtp_weight` is the weight of their losses."""
@@ -322,7 +356,9 @@ class ModelConfig(Section, name="model"):
         if self.latent is not None:
             self._check_latent(self.latent)
         if self.linear is not None:
-            self._check_linear()
+            self._check_linear(self.linear)
+        if self.multipliers is not None:
+            self._check_multipliers(self.multipliers)
         if self.full_attention is not None:
             self._check_full_attention(self.full_attention)
 
@@ -381,23 +417,45 @@ class ModelConfig(Section, name="model"):
         fix = "is not for models with model.full_attention; use 0"
         self.require(not beta, "rope_scaling.query_beta", fix)
 
-    def _check_linear(self) -> None:
+    def _check_linear(self, linear: LinearAttention) -> None:
         """Refuse what has no place beside linear attention."""
         self._check_group("linear")
         for name, value in (("latent", self.latent), ("sliding_window", self.sliding_window)):
             self.require(value is None, name, "a model with model.linear has none; use none")
         fix = "must be 0 or 1 in models with model.linear"
         self.require(self.nope_every < 2, "nope_every", fix)
+        if linear.beside_attention:
+            fix = "model.linear.beside_attention makes all layers alike; use 0"
+            self.require(not self.full_attention_every, "full_attention_every", fix)
+            fix = "attention beside model.linear has none; use False"
+            self.require(not self.o_bias, "o_bias", fix)
+
+    def _check_multipliers(self, multipliers: Multipliers) -> None:
+        """Refuse multipliers of matrices that no layer has."""
+        present = {
+            "attn": any("attention" in self.mixers(i) for i in range(self.layer_group)),
+            "mlp": self.experts is None,
+            "linear": self.linear is not None,
+        }
+        for field in dataclasses.fields(multipliers):
+            one = getattr(multipliers, field.name) == 1
+            fix = "no layer has this matrix, or some have experts; use 1"
+            multipliers.require(present[field.name.split("_")[0]] or one, field.name, fix)
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Return which feed-forward layer a layer has."""
         return "mlp" if layer < self.dense_layers else "moe"
 
-    def mixer(self, layer: int) -> Mixer:
-        """Return which attention a layer has."""
-        if self.linear is not None and not self.is_full(layer):
-            return self.linear.rule
-        return "attention" if self.latent is None else "latent"
+    def mixers(self, layer: int) -> tuple[Mixer, ...]:
+        """Return which attention a layer has: one, or two side by side."""
+        full: Mixer = "attention" if self.latent is None else "latent"
+        if self.linear is None or self.is_full(layer):
+            return (full,)
+        return (full, self.linear.rule) if self.linear.beside_attention else (self.linear.rule,)
+
+    def multiplier(self, name: str) -> float:
+        """Return a constant of `multipliers`, or 1 without them."""
+        return 1.0 if self.multipliers is None else getattr(self.multipliers, name)
 
     @property
     def layer_group(self) -> int:

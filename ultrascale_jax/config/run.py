@@ -73,7 +73,7 @@ class Config(Section, name=""):
             self._check_teacher(num_devices)
         if train.precision in FP8:
             self.fp8.check(model.num_layers, mesh.pp)
-            for name in ("linear", "full_attention"):
+            for name in ("linear", "full_attention", "multipliers"):
                 fix = f"is not for models with model.{name}; use bf16"
                 self.require(getattr(model, name) is None, "train.precision", fix)
         for size in train.batches.sizes[:-1]:

@@ -16,6 +16,7 @@ from ultrascale_jax.config import (
     LatentAttention,
     LinearAttention,
     ModelConfig,
+    Multipliers,
     require,
 )
 from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, Rule
@@ -33,7 +34,7 @@ FIXED = (
 OPTIONAL = (
     *("query_scale", "residual_scale", "logit_divisor", "rope_theta_local"),
     *("full_attention_every", "full_attention_offset", "rope_dim", "nope_every", "mtp_layers"),
-    *("full_attention", "logit_cap", "rope_share", "values_are_keys"),
+    *("full_attention", "logit_cap", "multipliers", "rope_share", "values_are_keys"),
 )
 """Fields that only some families have."""
 
@@ -117,7 +118,7 @@ HARMLESS = frozenset(
         *("attn_implementation", "experts_implementation", "distributed_config"),
         *("initializer_range", "initializer_factor", "init_std", "router_aux_loss_coef"),
         *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing"),
-        "mamba_chunk_size",
+        *("mamba_chunk_size", "num_logits_to_keep"),
     )
 )
 """Keys that no output of a loaded model depends on."""
@@ -176,9 +177,10 @@ NAMES: Mapping[str, str] = {
     "hidden_norm": "hnorm",
     "w_join": "eh_proj",
     "norm": "shared_head.norm",
+    "final_norm": "norm",
 }
 """Tensor of each parameter of a layer, and of a module of `mtp_layers`, after `model.layers.{}.` and without
-`.weight`; `{}` is the expert.
+`.weight`; `{}` is the expert. The final norm follows `model.`.
 
 Without it the tensor holds all experts of a layer, as they are multiplied from the right; `[0]` and `[1]` after its
 name are its even and odd columns, which two parameters share.
@@ -203,6 +205,8 @@ class Family:
     """Whether it has multi-head latent attention."""
     linear: tuple[Rule | None, ...] = (None,)
     """Rules of its layers of linear attention; None: it may have none."""
+    beside: bool = False
+    """Whether each layer has attention beside it."""
     experts: Experts | None = None
     """Experts that absent keys mean, or None; values without a key always hold."""
     may_be_dense: bool = False
@@ -275,6 +279,7 @@ class Family:
             fixed
             and self.latent == (cfg.latent is not None)
             and (cfg.linear and cfg.linear.rule) in self.linear
+            and self.beside == (cfg.linear is not None and cfg.linear.beside_attention)
             and ((self.experts is not None) == sparse or (self.may_be_dense and not sparse))
         )
 
@@ -540,10 +545,14 @@ GRANITE = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "att
 """Granite's scalars."""
 
 
+def _head_dim(raw: Mapping[str, Any]) -> int:
+    heads = integer(raw, "num_attention_heads")
+    return integer(raw, "head_dim", null=integer(raw, "hidden_size") // heads)
+
+
 def _read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
     embed, residual, divisor, scores = (number(raw, key, 1.0) for key in GRANITE)
-    d_model, heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
-    width = integer(raw, "head_dim", null=d_model // heads)
+    width = _head_dim(raw)
     return {
         "embed_scale": embed,
         "residual_scale": residual,
@@ -552,10 +561,14 @@ def _read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _rounded(value: float) -> float:
+    """Return a number in twelve digits: that which was inverted, or squared, when it was read."""
+    return float(f"{value:.12g}")
+
+
 def _write_granite(cfg: ModelConfig) -> dict[str, Any]:
     embed = cfg.embed_scale or cfg.d_model**0.5
-    # Twelve digits: the number of which `query_scale` is the power of -2.
-    scores = float(f"{cfg.query_scale**-0.5:.12g}") if cfg.query_scale else cfg.head_dim**-0.5
+    scores = _rounded(cfg.query_scale**-0.5) if cfg.query_scale else cfg.head_dim**-0.5
     values = (embed, cfg.residual_scale, cfg.logit_divisor, scores)
     return dict(zip(GRANITE, values, strict=True))
 
@@ -568,6 +581,19 @@ MAMBA_KEYS = {
     "conv_kernel": "mamba_d_conv",
 }
 """Field of `LinearAttention` to its key in models with Mamba-2."""
+
+MAMBA_NAMES = {
+    "linear.a_log": "mamba.A_log",
+    "linear.dt_bias": "mamba.dt_bias",
+    "linear.scale": "mamba.norm.weight",
+    "linear.w_o": "mamba.out_proj",
+}
+
+MAMBA_JOINED = {
+    "mamba.in_proj": tuple(f"linear.w_{name}" for name in "zvkqa"),
+    "mamba.conv1d": tuple(f"linear.conv_{name}" for name in "vkq"),
+    "mamba.conv1d.bias": tuple(f"linear.b_{name}" for name in "vkq"),
+}
 
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
 """Values of `time_step_limit` that bound nothing."""
@@ -624,27 +650,36 @@ def _read_granite4(raw: Mapping[str, Any]) -> dict[str, Any]:
     every, offset = _full_layers(raw["layers_block_type"])
     if every == 1:
         return fields
-    expand = integer(raw, "mamba_expand", 2) * integer(raw, "hidden_size")
-    heads, width = integer(raw, "mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
-    auto = {**raw, "mamba_d_head": expand // heads if width == "auto" else width}
+    return fields | {
+        "linear": _read_mamba(raw, "mamba_expand * hidden_size", _expanded(raw)),
+        "full_attention_every": every,
+        "full_attention_offset": offset,
+    }
+
+
+def _expanded(raw: Mapping[str, Any]) -> int:
+    return integer(raw, "mamba_expand", 2) * integer(raw, "hidden_size")
+
+
+def _read_mamba(raw: Mapping[str, Any], key: str, width: int, **fields: bool) -> LinearAttention:
+    """Return the layers of Mamba-2, whose values have together the `width` that `key` says; `fields` are others."""
+    heads, of_head = integer(raw, "mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
+    auto = {**raw, "mamba_d_head": width // heads if of_head == "auto" else of_head}
     defaults = {"mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_d_state": 256, "mamba_d_conv": 4}
     sizes: dict[str, Any] = {
         name: integer(auto, key, defaults.get(key)) for name, key in MAMBA_KEYS.items()
     }
     groups, fix = sizes["key_heads"], f"must divide mamba_n_heads={heads}"
     require(heads % groups == 0, "mamba_n_groups", groups, fix)
-    linear = LinearAttention(rule="mamba2", **sizes)
-    fix = f"mamba_n_heads={heads} of them must be mamba_expand * hidden_size={expand}"
-    require(heads * linear.value_dim == expand, "mamba_d_head", width, fix)
-    for key, expected in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
-        require(flag(raw, key, expected) == expected, key, not expected, f"supported is {expected}")
+    linear = LinearAttention(rule="mamba2", **sizes, **fields)
+    fix = f"mamba_n_heads={heads} of them must be {key}={width}"
+    require(heads * linear.value_dim == width, "mamba_d_head", of_head, fix)
+    for name, expected in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
+        fix = f"supported is {expected}"
+        require(flag(raw, name, expected) == expected, name, not expected, fix)
     limit = raw.get("time_step_limit")
     require(limit in NO_LIMIT, "time_step_limit", limit, "supported is [0, Infinity]")
-    return fields | {
-        "linear": linear,
-        "full_attention_every": every,
-        "full_attention_offset": offset,
-    }
+    return linear
 
 
 def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
@@ -664,10 +699,74 @@ def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
         **_write_granite(cfg),
         **keys,
         "layer_types": [
-            "attention" if cfg.mixer(i) == "attention" else "mamba" for i in range(cfg.num_layers)
+            kind if kind == "attention" else "mamba"
+            for i in range(cfg.num_layers)
+            for kind in cfg.mixers(i)
         ],
         **({} if cfg.experts else {"shared_intermediate_size": cfg.d_ff}),
         "position_embedding_type": None if cfg.nope_every else "rope",
+    }
+
+
+FALCON = (
+    *("embedding_multiplier", "lm_head_multiplier", "attention_in_multiplier", "key_multiplier"),
+    *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
+"""Falcon-H1's multipliers that are numbers."""
+
+FALCON_LISTS = {
+    "mlp_multipliers": ["mlp_gate", "mlp_down"],
+    "ssm_multipliers": [f"linear_{name}" for name in "zvkqa"],
+}
+"""Those that are lists, with the field of `Multipliers` of each member."""
+
+
+def _read_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Falcon-H1's Mamba-2 beside attention, and its multipliers.
+
+    Those of the inputs of attention and Mamba-2 are parts of those of their matrices: together they do the same.
+    """
+    embed, head, into, keys, out, into_mamba, from_mamba = (number(raw, key, 1.0) for key in FALCON)
+    multipliers = {"attn_o": into * out, "linear_o": from_mamba}
+    for key, names in FALCON_LISTS.items():
+        values = raw.get(key)
+        values = [1.0] * len(names) if values is None else values
+        fix = f"must be a list of {len(names)} numbers"
+        require(isinstance(values, list) and len(values) == len(names), key, values, fix)
+        factor = into_mamba if key == "ssm_multipliers" else 1.0
+        multipliers |= {
+            name: factor * number({key: value}, key)
+            for name, value in zip(names, values, strict=True)
+        }
+    normed = flag(raw, "mamba_rms_norm", False)
+    before = flag(raw, "mamba_norm_before_gate", True) and normed
+    fix = "supported is false: the norm is behind the gate, or there is none"
+    require(not before, "mamba_norm_before_gate", before, fix)
+    d_ssm = integer(raw, "mamba_d_ssm", 1024, null=_expanded(raw))
+    width, scores, constants = _head_dim(raw), into**2 * keys, Multipliers(**multipliers)
+    return {
+        "embed_scale": embed,
+        "logit_divisor": 1 / head,
+        "query_scale": 0.0 if scores == 1 else width / scores**2,
+        "multipliers": None if constants == Multipliers() else constants,
+        "linear": _read_mamba(raw, "mamba_d_ssm", d_ssm, norm=normed, beside_attention=True),
+    }
+
+
+def _write_falcon(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.linear is not None
+    scores = (cfg.head_dim / cfg.query_scale) ** 0.5 if cfg.query_scale else 1.0
+    lists = {key: [cfg.multiplier(name) for name in names] for key, names in FALCON_LISTS.items()}
+    return lists | {
+        "embedding_multiplier": cfg.embed_scale or cfg.d_model**0.5,
+        "lm_head_multiplier": _rounded(1 / cfg.logit_divisor),
+        "key_multiplier": _rounded(scores),
+        "attention_out_multiplier": cfg.multiplier("attn_o"),
+        "ssm_out_multiplier": cfg.multiplier("linear_o"),
+        **{key: getattr(cfg.linear, name) for name, key in MAMBA_KEYS.items()},
+        "mamba_d_ssm": cfg.linear.value_heads * cfg.linear.value_dim,
+        "mamba_rms_norm": cfg.linear.norm,
+        "mamba_norm_before_gate": False,
     }
 
 
@@ -928,20 +1027,43 @@ FAMILIES = {
             "moe.w_gate": "block_sparse_moe.input_linear",
             "moe.w_up": "block_sparse_moe.input_linear",
             "moe.w_down": "block_sparse_moe.output_linear.weight",
-            "linear.a_log": "mamba.A_log",
-            "linear.dt_bias": "mamba.dt_bias",
-            "linear.scale": "mamba.norm.weight",
-            "linear.w_o": "mamba.out_proj",
+            **MAMBA_NAMES,
         },
         joined={
             "shared_mlp.input_linear": tuple(
                 f"{part}.w_{name}" for part in ("mlp", "moe.shared") for name in ("gate", "up")
             ),
             "block_sparse_moe.input_linear": ("moe.w_gate", "moe.w_up"),
-            "mamba.in_proj": tuple(f"linear.w_{name}" for name in "zvkqa"),
-            "mamba.conv1d": tuple(f"linear.conv_{name}" for name in "vkq"),
-            "mamba.conv1d.bias": tuple(f"linear.b_{name}" for name in "vkq"),
+            **MAMBA_JOINED,
         },
+    ),
+    "falcon_h1": Family(
+        architecture="FalconH1ForCausalLM",
+        optional=("embed_scale", "query_scale", "logit_divisor", "multipliers"),
+        linear=("mamba2",),
+        beside=True,
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        allowed={
+            "attn_layer_indices": (),
+            "mamba_use_mlp": (True,),
+            "projectors_bias": (False,),
+        },
+        constants=NO_BIAS,
+        own_keys=(
+            *(*FALCON, *FALCON_LISTS, *MAMBA_KEYS.values(), "mamba_expand", "mamba_d_ssm"),
+            *("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "mamba_norm_before_gate"),
+            "time_step_limit",
+        ),
+        read=_read_falcon,
+        write=_write_falcon,
+        names={
+            "mlp_norm": "pre_ff_layernorm",
+            "final_norm": "final_layernorm",
+            **{f"mlp.w_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            **MAMBA_NAMES,
+        },
+        joined=MAMBA_JOINED,
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -1257,6 +1379,8 @@ def _lacking(name: str, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
             yield "rope_theta_local", 0.0, f"{name} has such layers; set it to model.rope_theta"
         if "full_attention" in family.optional and cfg.full_attention is None:
             yield "full_attention", None, f"{name} says the shape of such layers; set it"
+    if cfg.linear is not None and not (cfg.linear.norm or family.beside):
+        yield "linear.norm", False, f"{name} has one; use True"
     stretch = cfg.rope_scaling
     if family.scales_queries and (stretch is None or stretch.kind != "yarn"):
         yield "rope_scaling", stretch, f"{name} has a YaRN; set it"

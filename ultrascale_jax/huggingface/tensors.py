@@ -130,7 +130,7 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
             is_joined = "E" in dims and "{}" not in name
             last_name = ours.rpartition(".")[2]
             is_weight = last_name.startswith("w_") or last_name.endswith("norm")
-            table[path + _path(ours)] = Tensor(
+            table[path + _path(cfg, ours)] = Tensor(
                 name=f"{prefix}{name}{'.weight' if is_weight and not is_joined else ''}",
                 dims=dims,
                 stored=stored if not is_joined else f"E{stored}" if from_left else dims,
@@ -143,7 +143,7 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
             )
         here = {ours for (ours, *_), _ in rows}
         for name, members in {**family.joined, **family.joined_by_head}.items():
-            parts = [path + _path(ours) for ours in members if ours in here]
+            parts = [path + _path(cfg, ours) for ours in members if ours in here]
             suffix = "" if name.endswith(".bias") else ".weight"
             shared: dict[str, Any] = {"name": f"{prefix}{name}{suffix}"}
             axis = int(any(table[part].stored.startswith("E") for part in parts))
@@ -165,7 +165,11 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
         name, wide = f"{prefix}{family.name(ours)}.weight", sizes | {"P": 2 * cfg.d_model}
         table[path + ours] = Tensor(name=name, dims=dims, stored=stored, sizes=wide)
     table["final_norm"] = Tensor(
-        name="model.norm.weight", dims="D", stored="D", sizes=sizes, offset=family.norm_offset
+        name=f"model.{family.name('final_norm')}.weight",
+        dims="D",
+        stored="D",
+        sizes=sizes,
+        offset=family.norm_offset,
     )
     if not cfg.tied_embeddings:
         table["head"] = Tensor(name="lm_head.weight", dims="DV", stored="VD", sizes=sizes)
@@ -282,9 +286,13 @@ def copies(cfg: ModelConfig) -> dict[str, str]:
     return {f"model.layers.{i}.{name}": one for i in layers for name, one in names.items()}
 
 
-def _path(ours: str) -> str:
+def _path(cfg: ModelConfig, ours: str) -> str:
     """Return the path in a layer of a parameter that `NAMES` has: there linear attention has names of its own."""
-    return ours.replace("linear.", "attn.")
+    if cfg.linear is None or not cfg.linear.beside_attention:
+        return ours.replace("linear.", "attn.")
+    part, _, name = ours.partition(".")
+    inner = {"attn": "attn.attention.", "linear": "attn.linear."}.get(part)
+    return f"{inner}{name}" if inner else ours
 
 
 def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str], dict[str, int]]]:
@@ -293,17 +301,16 @@ def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str],
     norms += ["attn_out_norm", "mlp_out_norm"] if cfg.norm_placement == "both" else []
     rows = [(name, "D", "D") for name in norms]
     of_attention = {"K": one.num_kv_heads, "H": one.head_dim}
-    match cfg.mixer(layer):
-        case "delta" | "mamba2":
-            assert cfg.linear is not None
-            letters = zip("KNHWO", LINEAR_SIZES, strict=True)
-            sizes = {letter: getattr(cfg.linear, name) for letter, name in letters}
-            yield from ((row, sizes) for row in BOTH_RULES + LINEAR[cfg.linear.rule])
-        case "latent":
-            assert cfg.latent is not None
-            rows += _latent_attention(cfg.latent)
-        case "attention":
-            yield from ((row, of_attention) for row in _grouped_attention(one))
+    mixers = cfg.mixers(layer)
+    if cfg.linear is not None and cfg.linear.rule in mixers:
+        letters = zip("KNHWO", LINEAR_SIZES, strict=True)
+        sizes = {letter: getattr(cfg.linear, name) for letter, name in letters}
+        of_rule = BOTH_RULES + LINEAR[cfg.linear.rule]
+        yield from ((row, sizes) for row in of_rule if cfg.linear.norm or "scale" not in row[0])
+    if cfg.latent is not None and "latent" in mixers:
+        rows += _latent_attention(cfg.latent)
+    if "attention" in mixers:
+        yield from ((row, of_attention) for row in _grouped_attention(one))
     if cfg.layer_scale:
         yield ("scale", "X", "X"), {"X": 1}
     if cfg.feed_forward(layer) == "mlp":

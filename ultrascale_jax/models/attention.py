@@ -43,7 +43,8 @@ class Attention(nnx.Module):
         self.w_k = param(k_k, "DKH", "BTD", (D, K, H))
         if not cfg.values_are_keys:
             self.w_v = param(k_v, "DKH", "BTD", (D, K, H))
-        self.w_o = param(k_o, "NHD", "BTNH", (N, H, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
+        std, multiplier = INIT_STD / (2 * cfg.num_layers) ** 0.5, cfg.multiplier("attn_o")
+        self.w_o = param(k_o, "NHD", "BTNH", (N, H, D), std=std, multiplier=multiplier)
         if cfg.qkv_bias:
             self.b_q = param(None, "NH", "BTNH", (N, H), std=0)
             self.b_k = param(None, "KH", "BTKH", (K, H), std=0)
@@ -65,7 +66,14 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[Partial, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache with these keys too."""
-        x_BTD = gather_sequence(x_BRD)
+        partial_BTD, cache = self.mix(gather_sequence(x_BRD), inputs)
+        if not self.cfg.o_bias:
+            return partial_BTD, cache
+        bias_BRD = broadcast_param(self.b_o[...], "D", "BRD", x_BRD.shape).astype(x_BRD.dtype)
+        return (partial_BTD, bias_BRD), cache
+
+    def mix(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
+        """Return the same of all positions of the tensor group, `[B, T, D]`, without the bias."""
         q_BTNH, k_BTKH, *products = self._project(x_BTD)
         q_BTNH, k_BTKH = self._biased(q_BTNH, "q", "N"), self._biased(k_BTKH, "k", "K")
         if self.cfg.qk_norm != "none":
@@ -86,11 +94,7 @@ class Attention(nnx.Module):
         if self.cfg.output_gate:
             gate_BTNH = checkpoint_name(products[0], "attn_gate").astype(jnp.float32)
             out_BTNH = (out_BTNH * jax.nn.sigmoid(gate_BTNH)).astype(out_BTNH.dtype)
-        partial_BTD = linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True)
-        if not self.cfg.o_bias:
-            return partial_BTD, cache
-        bias_BRD = broadcast_param(self.b_o[...], "D", "BRD", x_BRD.shape).astype(x_BRD.dtype)
-        return (partial_BTD, bias_BRD), cache
+        return linear("BTNH,NHD->BTD", out_BTNH, self.w_o[...], partial=True), cache
 
     def _project(self, x_BTD: jax.Array) -> list[jax.Array]:
         """Project to queries, keys, values unless they are the keys, and the gate of the result if there is one."""

@@ -11,8 +11,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import KernelsConfig, ModelConfig, MoEConfig, require
-from ultrascale_jax.config.model import Mixer
-from ultrascale_jax.models.attention import Attention
 from ultrascale_jax.models.fp8 import in_fp8, is_variable
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
@@ -23,9 +21,7 @@ from ultrascale_jax.models.layers import (
     scatter_sequence,
     zero_sizes,
 )
-from ultrascale_jax.models.linear_attention import LinearAttention
-from ultrascale_jax.models.mamba import Mamba2
-from ultrascale_jax.models.mla import MLA
+from ultrascale_jax.models.mixers import mixer
 from ultrascale_jax.models.moe import Dense, MoE, Routed
 from ultrascale_jax.parallel.adapted import Adapted
 from ultrascale_jax.sharding.primitives import (
@@ -35,14 +31,6 @@ from ultrascale_jax.sharding.primitives import (
     partial_axes,
 )
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
-
-MIXERS: dict[Mixer, Callable[..., Any]] = {
-    "attention": Attention,
-    "latent": MLA,
-    "delta": LinearAttention,
-    "mamba2": Mamba2,
-}
-"""The built-in attention of each kind."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +43,7 @@ class Layers:
 
     attention: Callable[..., Any] | None = None
     """`(cfg, key, kernels) -> module`; the module maps `(x_BRD, inputs)` to partial sums `[B, T, D]` of the tensor
-    group and the cache[, and a dict of terms]. None is that of `MIXERS`."""
+    group and the cache[, and a dict of terms]. None is that of `mixers.py`."""
     mlp: Callable[..., Any] = MLP
     """`(cfg, key) -> module`; the module maps x_BRD to `[B, R, D]`, in x's type, or to that and a dict of terms."""
     norm: Callable[..., Any] | None = None
@@ -179,7 +167,7 @@ class Block(nnx.Module):
     ):
         self.cfg, self.kernels = cfg, kernels
         k_attention, k_feed_forward = jax.random.split(key)
-        attention = layers.attention or MIXERS[cfg.mixer(number)]
+        attention = layers.attention or mixer(cfg, number)
         self.attn_norm = layers.make_norm(cfg)
         of_layer = attention(cfg.of_layer(number), k_attention, kernels)
         self.attn = _with_call("attention", of_layer, "x_BRD", "inputs")
@@ -293,7 +281,9 @@ def gather_layer[Tree](tree: Tree, cfg: ModelConfig, inputs: LayerInputs) -> Tre
     sizes, fp8 = zero_sizes(cfg, tree), inputs.fp8
 
     def leaf(path, param):
-        placed = (param.get_value(), param.dims, param.act_dims, inputs.dtype, sizes)
+        value = param.get_value()
+        value = value if param.multiplier == 1 else value * param.multiplier
+        placed = (value, param.dims, param.act_dims, inputs.dtype, sizes)
         if fp8 is None or not in_fp8(param.dims):
             return param.replace(gather_param(*placed))
         amax = fp8.amaxes.get(jax.tree_util.keystr(path, simple=True, separator="."))

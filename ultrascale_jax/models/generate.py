@@ -172,15 +172,17 @@ def empty_cache(
         return jnp.zeros(shape, dtype, out_sharding=act("LB" + dims))
 
     def of_layer(layer: int) -> tuple[jax.Array, ...]:
-        if linear is None or cfg.is_full(layer):
-            one = cfg.of_layer(layer)
-            heads = max(one.num_kv_heads, mesh_size("sp", "tp"))
-            return (zeros("SKH", length, heads, one.head_dim),) * 2
+        one, mixers = cfg.of_layer(layer), cfg.mixers(layer)
+        heads = max(one.num_kv_heads, mesh_size("sp", "tp"))
+        keys = (zeros("SKH", length, heads, one.head_dim),) * 2
+        if linear is None or linear.rule not in mixers:
+            return keys
         halo, N = linear.conv_kernel - 1, linear.value_heads
         K = max(linear.key_heads, mesh_size("sp", "tp"))
         H, W = linear.key_dim, linear.value_dim
         last = zeros("TKH", halo, K, H), zeros("TKH", halo, K, H), zeros("TNW", halo, N, W)
-        return *last, zeros("NHW", N, H, W, dtype=jnp.float32)
+        states = *last, zeros("NHW", N, H, W, dtype=jnp.float32)
+        return states if len(mixers) == 1 else (*keys, *states)
 
     parts = tuple(of_layer(layer) for layer in range(group))
     return *(parts if group > 1 else parts[0]), jnp.int32(0)

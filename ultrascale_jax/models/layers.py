@@ -44,6 +44,7 @@ def param(
     shape: tuple[int, ...],
     *,
     std: float = INIT_STD,
+    multiplier: float = 1.0,
 ) -> nnx.Param:
     """Make a float32 parameter with these dims; `act_dims` are those of the activation that it is multiplied with.
 
@@ -56,6 +57,7 @@ def param(
       act_dims: letters of an activation, whose axes are those over which the gradient is a sum.
       shape: sizes of the whole. Zeros follow its V where the mesh does not divide it.
       std: standard deviation.
+      multiplier: constant by which a layer's matrix is multiplied where it is gathered.
 
     Raises `UserError` for unknown letters, and sizes that the mesh does not divide. K and V are not checked:
     `Attention` repeats few key heads. In an attention of your own K must be a multiple of the tensor group, too.
@@ -76,7 +78,7 @@ def param(
         value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
     else:
         value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec)
-    return nnx.Param(_padded(value, dims), dims=dims, act_dims=act_dims)
+    return nnx.Param(_padded(value, dims), dims=dims, act_dims=act_dims, multiplier=multiplier)
 
 
 def _padded(value: jax.Array, dims: str) -> jax.Array:
@@ -220,9 +222,11 @@ class MLP(nnx.Module):
         self.activation = cfg.activation
         k_gate, k_up, k_down = jax.random.split(key, 3)
         D, F = cfg.d_model, d_ff or cfg.d_ff
-        self.w_gate = param(k_gate, "DF", "BTD", (D, F))
+        gate, down = (cfg.multiplier(f"mlp_{name}") for name in ("gate", "down"))
+        self.w_gate = param(k_gate, "DF", "BTD", (D, F), multiplier=gate)
         self.w_up = param(k_up, "DF", "BTD", (D, F))
-        self.w_down = param(k_down, "FD", "BTF", (F, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
+        std = INIT_STD / (2 * cfg.num_layers) ** 0.5
+        self.w_down = param(k_down, "FD", "BTF", (F, D), std=std, multiplier=down)
 
     def __call__(self, x_BRD: jax.Array) -> jax.Array:
         """Map `[B, R, D]` to `[B, R, D]`: all-gather over sp, two matmuls, one, reduce-scatter."""

@@ -48,11 +48,12 @@ class LinearAttention(nnx.Module):
         D, K, N = cfg.d_model, cfg.linear.key_heads, cfg.linear.value_heads
         H, W, O = cfg.linear.key_dim, cfg.linear.value_dim, cfg.linear.conv_kernel  # noqa: E741
         k_q, k_k, k_v, k_z, k_b, k_a, k_o, k_conv, k_decay = jax.random.split(key, 9)
-        self.w_q = param(k_q, "DKH", "BTD", (D, K, H))
-        self.w_k = param(k_k, "DKH", "BTD", (D, K, H))
-        self.w_v = param(k_v, "DNW", "BTD", (D, N, W))
-        self.w_z = param(k_z, "DNW", "BTD", (D, N, W))
-        self.w_a = param(k_a, "DN", "BTD", (D, N))
+        by = {name: cfg.multiplier(f"linear_{name}") for name in "qkvzao"}
+        self.w_q = param(k_q, "DKH", "BTD", (D, K, H), multiplier=by["q"])
+        self.w_k = param(k_k, "DKH", "BTD", (D, K, H), multiplier=by["k"])
+        self.w_v = param(k_v, "DNW", "BTD", (D, N, W), multiplier=by["v"])
+        self.w_z = param(k_z, "DNW", "BTD", (D, N, W), multiplier=by["z"])
+        self.w_a = param(k_a, "DN", "BTD", (D, N), multiplier=by["a"])
         k_q, k_k, k_v = jax.random.split(k_conv, 3)
         std = (3 * O) ** -0.5
         self.conv_q = param(k_q, "KHO", "BTKH", (K, H, O), std=std)
@@ -62,11 +63,15 @@ class LinearAttention(nnx.Module):
         self.a_log.set_value(jnp.log(uniform(k_decay, self.a_log, *self.decays)))
         self.dt_bias = param(None, "N", "BTN", (N,), std=1)
         self._add_params(k_b)
-        self.w_o = param(k_o, "NWD", "BTNW", (N, W, D), std=INIT_STD / (2 * cfg.num_layers) ** 0.5)
+        std = INIT_STD / (2 * cfg.num_layers) ** 0.5
+        self.w_o = param(k_o, "NWD", "BTNW", (N, W, D), std=std, multiplier=by["o"])
 
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache after these tokens."""
-        x_BTD = gather_sequence(x_BRD)
+        return self.mix(gather_sequence(x_BRD), inputs)
+
+    def mix(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
+        """Return the same of all positions of the tensor group, `[B, T, D]`."""
         weights = [self._heads(f"w_{name}") for name in ("q", "k", "v", "z")]
         *qkv, z_BTNW = projections(x_BTD, weights, "KKNN")
         qkv = [checkpoint_name(y, name) for y, name in zip(qkv, "qkv", strict=True)]

@@ -22,6 +22,7 @@ from ultrascale_jax.models.layer_group import Row, layers_of
 from ultrascale_jax.models.layers import MLP
 from ultrascale_jax.models.linear_attention import LinearAttention
 from ultrascale_jax.models.mamba import Mamba2
+from ultrascale_jax.models.mixers import SideBySide
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, SharedExperts
 from ultrascale_jax.models.transformer import stacked
@@ -40,7 +41,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "out_proj": ("linear.w_o", "mamba.w_o"),
     **{f"experts.{name}_proj": (f"moe.w_{name}",) for name in ("gate", "up", "down")},
 }
-"""Paths in a block of the weights of each target; `linear` or `mamba` is its `attn` where that is such a layer."""
+"""Paths in a block of the weights of each target; `attn`, `linear` and `mamba` are its mixers of these kinds."""
 
 LINEAR = {LinearAttention: "linear", Mamba2: "mamba"}
 """Its name there by class."""
@@ -67,8 +68,10 @@ class Adapter(nnx.Module):
         )
         # The gradient of A is a sum over the devices that split the base's columns, too, and that of B over those that
         # split its rows: each of them has products of its own with the side that all have.
-        self.a = nnx.Param(draw(rows, uniform), dims=rows, act_dims=weight.act_dims + columns)
-        self.b = nnx.Param(draw(columns, jnp.zeros), dims=columns, act_dims=weight.act_dims + "U")
+        a, b = draw(rows, uniform), draw(columns, jnp.zeros)
+        act = weight.act_dims
+        self.a = nnx.Param(a, dims=rows, act_dims=act + columns, multiplier=weight.multiplier)
+        self.b = nnx.Param(b, dims=columns, act_dims=act + "U", multiplier=1.0)
 
 
 def sides(dims: str) -> tuple[str, str]:
@@ -122,13 +125,16 @@ def row_places(row: Row, path: str, targets: Iterable[str]) -> Iterator[Place]:
 
 
 def _block_places(block: Block, path: str, target: str) -> Iterator[Place]:
-    attention = LINEAR.get(type(block.attn), "attn")
+    mixers: dict[str, Any] = {"attn": block.attn}
+    if isinstance(block.attn, SideBySide):
+        mixers = {"attn.attention": block.attn.attention, "attn.linear": block.attn.linear}
+    paths = {LINEAR.get(type(mixer), "attn"): path for path, mixer in mixers.items()}
     for place in PLACES[target]:
         outer, _, name = place.rpartition(".")
         if outer in ("attn", *LINEAR.values()):
-            if outer != attention:
+            if outer not in paths:
                 continue
-            outer = "attn"
+            outer = paths[outer]
         module = block
         for part in outer.split("."):
             module = getattr(module, part, None)

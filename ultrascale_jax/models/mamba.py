@@ -1,11 +1,11 @@
-"""Mamba-2 (arXiv 2405.21060): linear attention whose tokens add to the state, as in Granite 4.
+"""Mamba-2 (arXiv 2405.21060): linear attention whose tokens add to the state, as in Granite 4 and Falcon-H1.
 
     x -> w_q, w_k, w_v -> short convolution + bias -> silu -> q, k, v --|
     x -> w_a -> dt = softplus(a + dt_bias) -----------------------------|- rule - + skip v - * silu(z) - norm - w_o
     x -> w_z -> z -----------------------------------------------------------------------------|
 
 The paper calls q, k and v C, B and x. A token writes dt v after a decay by exp(-exp(a_log) dt). The norm is over the
-heads of values that one head of keys serves.
+heads of values that one head of keys serves; some models have none.
 """
 
 import math
@@ -42,7 +42,8 @@ class Mamba2(LinearAttention):
         dt = jnp.exp(uniform(key, self.dt_bias, *map(math.log, TIME_STEPS)))
         self.dt_bias.set_value(dt + jnp.log(-jnp.expm1(-dt)))  # the inverse of softplus
         self.skip = param(None, "N", "BTNW", (N,), std=1)
-        self.scale = param(None, "NW", "BTNW", (N, W), std=1)
+        if self.linear.norm:
+            self.scale = param(None, "NW", "BTNW", (N, W), std=1)
 
     def _gates(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the logarithm of each head's decay and its time step `[B, T, N]`, float32."""
@@ -60,22 +61,24 @@ class Mamba2(LinearAttention):
         return [self._heads(f"b_{name}") for name in ("q", "k", "v")]
 
     def _gated(self, out_BTNW: jax.Array, v_BTNW: jax.Array, z_BTNW: jax.Array) -> jax.Array:
-        """Add the skipped values to the rule's result, multiply it by its gate, and normalise it."""
+        """Add the skipped values to the rule's result, multiply it by its gate, and normalise it if there is a norm."""
         keys, each = self.linear.key_heads, self.linear.value_heads // self.linear.key_heads
 
-        def run(out, v, z, skip, scale):
-            out, v, z, skip, scale = match_vma(out, v, z, skip, scale)
+        def run(out, v, z, skip, *scale):
+            out, v, z, skip, *scale = match_vma(out, v, z, skip, *scale)
             y = out.astype(jnp.float32) + skip[None, None, :, None] * v.astype(jnp.float32)
             y *= jax.nn.silu(z.astype(jnp.float32))
+            if not scale:
+                return y.astype(out.dtype)
             square = jnp.square(y)
             if keys == 1:
                 variance = mean(square, "NW", "BTNW")
             else:  # the tensor group splits no head of keys
                 groups = square.reshape(*square.shape[:2], -1, each, square.shape[-1])
                 variance = jnp.repeat(jnp.mean(groups, (3, 4)), each, axis=2)[..., None]
-            return (y * jax.lax.rsqrt(variance + self.cfg.norm_eps) * scale[None, None]).astype(
-                out.dtype
-            )
+            y *= jax.lax.rsqrt(variance + self.cfg.norm_eps) * scale[0][None, None]
+            return y.astype(out.dtype)
 
-        operands = out_BTNW, v_BTNW, z_BTNW, self.skip[...], self.scale[...]
+        operands = out_BTNW, v_BTNW, z_BTNW, self.skip[...]
+        operands += (self.scale[...],) if self.linear.norm else ()
         return smap(run, in_specs=specs(operands), out_specs=act("BTNW"))(*operands)

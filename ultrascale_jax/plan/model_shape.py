@@ -80,6 +80,17 @@ class ModelShape(ModelConfig):
         return self.linear_layers / self.layers
 
     @property
+    def only_linear(self) -> int:
+        """Layers that have linear attention and no other beside it."""
+        beside = self.linear is not None and self.linear.beside_attention
+        return 0 if beside else self.linear_layers
+
+    @property
+    def full_share(self) -> float:
+        """Share of the layers that have an attention that is not linear."""
+        return 1 - self.only_linear / self.layers
+
+    @property
     def linear_widths(self) -> tuple[int, int]:
         """Widths of the queries, or keys, and of the values of a layer of linear attention; 0 without."""
         linear = self.linear
@@ -115,12 +126,12 @@ class ModelShape(ModelConfig):
                 sum(share * matrices[i] for matrices, share in parts) for i in range(3)
             )
             return by_heads, by_kv_heads, whole
-        share, full = self.linear_share, self.full_attention_matrices
+        full, share = self.full_attention_matrices, self.full_share
         one_head = self.linear is not None and self.linear.key_heads == 1
         whole = 2 * self.d_model * self.linear_widths[0] * one_head
         linear = self.linear_params - whole, 0, whole
         by_heads, by_kv_heads, by_none = (
-            share * a + (1 - share) * b for a, b in zip(linear, full, strict=True)
+            self.linear_share * a + share * b for a, b in zip(linear, full, strict=True)
         )
         return by_heads, by_kv_heads, by_none
 
@@ -162,13 +173,14 @@ class ModelShape(ModelConfig):
         if self.linear is not None:
             key, value = self.linear_widths
             linear = (2 * key + value) * self.linear.conv_kernel
-            linear += 2 * self.linear.value_heads + self.linear.value_dim
-            if self.linear.rule == "mamba2":
-                linear += 2 * key + value + self.linear.value_heads
-                linear += value - self.linear.value_dim
+            linear += 2 * self.linear.value_heads
+            if self.linear.rule == "delta":
+                linear += self.linear.value_dim
+            else:
+                linear += 2 * key + value + self.linear.value_heads + value * self.linear.norm
         attention = self.linear_layers * linear
         for shape, count in self.kinds:
-            attention += (count - self.linear_layers) * shape.attention_vectors
+            attention += (count - self.only_linear) * shape.attention_vectors
         of_experts = self.hidden_biases
         if self.experts is not None:
             of_experts += self.experts.num * self.experts.bias
@@ -215,7 +227,7 @@ class ModelShape(ModelConfig):
         ffn = dense * self.mlp_params + self.moe_layers * self.shared_params
         attention = self.linear_layers * self.linear_params
         for shape, count in self.kinds:
-            attention += (count - self.linear_layers) * sum(shape.full_attention_matrices)
+            attention += (count - self.only_linear) * sum(shape.full_attention_matrices)
         return attention + ffn + self.join_params + self.vector_params
 
     @property
@@ -349,7 +361,7 @@ def adapter_params(model: ModelConfig, lora: Lora, *, active: bool = False) -> i
         parts = ((adapter_params(one, lora, active=active), count) for one, count in shape.kinds)
         return sum(params * count // shape.layers for params, count in parts)
     rows = {"mlp": shape.layers - shape.moe_layers, "moe": shape.moe_layers}
-    rows |= {"full": shape.layers - shape.linear_layers, "linear": shape.linear_layers}
+    rows |= {"full": shape.layers - shape.only_linear, "linear": shape.linear_layers}
     total = 0
     for side in adapter_sides(model, lora):
         count = rows[side.of] * side.num_params

@@ -17,6 +17,7 @@ from ultrascale_jax.config import (
     LinearAttention,
     MeshConfig,
     ModelConfig,
+    Multipliers,
     PipelineConfig,
     TrainConfig,
 )
@@ -95,6 +96,19 @@ MODELS = {
         full_attention_every=3,
         full_attention_offset=1,
         linear=LinearAttention(rule="mamba2", key_heads=1, value_heads=4, key_dim=4, value_dim=6),
+    ),
+    "falcon_h1": dataclasses.replace(
+        LLAMA,
+        linear=LinearAttention(
+            rule="mamba2",
+            key_heads=1,
+            value_heads=4,
+            key_dim=4,
+            value_dim=6,
+            norm=False,
+            beside_attention=True,
+        ),
+        multipliers=Multipliers(attn_o=2.0, linear_q=0.7),
     ),
     "deepseek": dataclasses.replace(
         LLAMA,

@@ -19,6 +19,7 @@ from ultrascale_jax.config import (
     LinearAttention,
     MeshConfig,
     ModelConfig,
+    Multipliers,
     TrainConfig,
     UserError,
 )
@@ -100,11 +101,16 @@ LINEAR = {
 MODELS = {
     "linear": LINEAR,
     "linear_groups": LINEAR | {"num_layers": 4},
-    "mamba": LINEAR
-    | {
+    "falcon_h1": {
         "linear": LinearAttention(
-            rule="mamba2", key_heads=1, value_heads=4, key_dim=4, value_dim=6
+            rule="mamba2",
+            key_heads=1,
+            value_heads=4,
+            key_dim=4,
+            value_dim=6,
+            beside_attention=True,
         ),
+        "multipliers": Multipliers(attn_o=2.0, mlp_gate=0.5, linear_q=0.7, linear_o=3.0),
     },
     "llama": {"num_layers": 3},
     "experts": {"experts": dataclasses.replace(EXPERTS, dense_layers=0)},
@@ -128,7 +134,7 @@ def config(model, axes, schedule=None):
     ("model", "axes"),
     [
         ("llama", {"fsdp": 2, "tp": 2}),
-        ("mamba", {"tp": 2}),
+        ("falcon_h1", {"tp": 2}),
         *((name, {"fsdp": 1}) for name in ("ahead", "experts", "linear")),
     ],
 )

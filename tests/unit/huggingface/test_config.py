@@ -13,6 +13,7 @@ from ultrascale_jax.config import (
     LatentAttention,
     LinearAttention,
     ModelConfig,
+    Multipliers,
     RopeScaling,
     UserError,
 )
@@ -35,6 +36,11 @@ OF_FAMILY = {
         "layer_types": ["attention"] * 4,
         "num_local_experts": 0,
         "shared_intermediate_size": 96,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 80,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 32,
     },
     "gemma3_text": {"head_dim": 16},
     "gemma4_text": {
@@ -114,6 +120,24 @@ MAMBA = replace(
         rule="mamba2", key_heads=1, value_heads=8, key_dim=32, value_dim=16, conv_kernel=4
     ),
 )
+FALCON = replace(
+    LLAMA,
+    linear=LinearAttention(
+        rule="mamba2", key_heads=1, value_heads=8, key_dim=32, value_dim=10, norm=False,
+        beside_attention=True,
+    ),
+)  # fmt: skip
+FALCON_KEYS = {
+    "embedding_multiplier": 5.5,
+    "lm_head_multiplier": 0.3,
+    "attention_in_multiplier": 2,
+    "key_multiplier": 0.1,
+    "attention_out_multiplier": 3.0,
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [1, 2, 3, 4, 5],
+    "mlp_multipliers": [0.9, 0.6],
+}
 QWEN2 = replace(LLAMA, qkv_bias=True)
 QWEN3 = replace(LLAMA, qk_norm="head", head_dim=128)
 QWEN3_DENSE = replace(LLAMA, qk_norm="head")
@@ -262,6 +286,34 @@ READ = [
         "granitemoehybrid",
         MAMBA_KEYS | {"layer_types": "absent", "mamba_d_head": "auto", "mamba_n_groups": 2},
         change(MAMBA, full_attention_every=0, linear={"key_heads": 2}),
+    ),
+    ("falcon_h1", {}, FALCON),
+    (
+        "falcon_h1",
+        {"mamba_d_ssm": None, "mamba_expand": 4, "mamba_d_head": 32}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        change(FALCON, linear={"value_dim": 32, "norm": True}),
+    ),
+    (
+        "falcon_h1",
+        FALCON_KEYS,
+        change(
+            FALCON,
+            embed_scale=5.5,
+            logit_divisor=1 / 0.3,
+            query_scale=16 / (2**2 * 0.1) ** 2,
+            multipliers=Multipliers(
+                attn_o=6.0,
+                mlp_gate=0.9,
+                mlp_down=0.6,
+                linear_z=0.5,
+                linear_v=1.0,
+                linear_k=1.5,
+                linear_q=2.0,
+                linear_a=2.5,
+                linear_o=0.7,
+            ),
+        ),
     ),
     ("phi3", {"num_key_value_heads": "absent"}, change(LLAMA, num_kv_heads=4)),
     ("phi3", {"sliding_window": 9}, change(LLAMA, sliding_window=9)),
@@ -543,6 +595,14 @@ REFUSED = {
         ("num_local_experts", None),
         ("position_embedding_type", "learned"),
     ],
+    "falcon_h1": [
+        ("ssm_multipliers", [1.0] * 4),
+        ("mlp_multipliers", 0.5),
+        ("projectors_bias", True),
+        ("mamba_use_mlp", False),
+        ("mamba_d_head", 8),
+        ("attention_bias", True),
+    ],
     "phi3": [
         ("resid_pdrop", 0.1),
         ("partial_rotary_factor", 1.5),
@@ -656,6 +716,7 @@ WITH_OTHER_KEYS = [
             ("time_step_limit", [0.0, 1.0]),
         )
     ),
+    ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True"),
     # Parts of rope.
     (
         "minimax_m2",

@@ -116,6 +116,21 @@ def test_linear_attention_is_counted_by_hand(rule, gates, vectors, state):
     assert flops_per_token(model, 64) == 6 * matrices + states + scores
 
 
+def test_attention_beside_mamba_is_counted_by_hand():
+    linear = LinearAttention(
+        rule="mamba2", key_heads=2, value_heads=4, key_dim=3, value_dim=6, norm=False,
+        beside_attention=True,
+    )  # fmt: skip
+    model = dataclasses.replace(MODEL, num_layers=3, linear=linear)
+    of_linear = 5 * (2 * 2 * 3 + 2 * 4 * 6 + 4) + 4 * 6 * 5
+    matrices = 3 * (of_linear + 5 * 8 * 2 + 5 * 4 * 2 + 3 * 5 * 7) + 5 * 11
+    assert active_params(model) == matrices
+    vectors = 3 * ((2 * 2 * 3 + 4 * 6) * (4 + 1) + 3 * 4 + 2 * 5) + 5
+    assert ModelShape.of(model).num_params == matrices + vectors + 5 * 11
+    states, scores = 12 * 3 * 4 * 3 * 6, 12 * 3 * 4 * 2 * 64 / 2
+    assert flops_per_token(model, 64) == 6 * matrices + states + scores
+
+
 def test_full_attention_of_another_shape_is_counted_by_hand():
     full = FullAttention(num_kv_heads=1, head_dim=6, values_are_keys=True)
     model = dataclasses.replace(
@@ -144,6 +159,7 @@ def test_full_attention_of_another_shape_is_counted_by_hand():
         (shapes.LLAMA3_70B, 70_553_706_496, None),
         (shapes.LLAMA3_405B, 405_853_388_800, None),
         (shapes.GRANITE_4_H_MICRO, 3_191_396_096, None),
+        (shapes.FALCON_H1_500M, 521_411_104, None),
         (shapes.QWEN3_8B, 8_190_735_360, None),
         (shapes.QWEN3_32B, 32_762_123_264, None),
         (shapes.MIXTRAL_8X7B, 46_702_792_704, 12.9),  # with the embedding

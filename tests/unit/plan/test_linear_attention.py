@@ -52,6 +52,10 @@ def test_a_mean_layer_keeps_its_share_of_both_kinds():
     whole = attention(linear=None, full_attention_every=0)
     linear = attention(full_attention_every=0)
     assert attention() == pytest.approx(0.75 * linear + 0.25 * whole)
+    beside = dataclasses.replace(MODEL.linear, beside_attention=True)
+    # Both have the output; values and gates are not copied.
+    once = 2 * 4096 * (MODEL.d_model + 2 * 32 * 128)
+    assert attention(full_attention_every=0, linear=beside) == linear + whole - once
     wider = attention(full_attention_every=0, linear=LinearAttention(value_heads=64))
     # Values and gates, two of each, results and states are twice as many.
     assert wider - linear == 4096 * 32 * (5 * 2 * 128 + 4 * 128 * 128 / 1024)

@@ -176,38 +176,39 @@ def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, floa
 def _attention_bytes(run: Run) -> dict[str, float]:
     """Count the bytes of the named tensors of a mean layer's attention."""
     layer = layer_of(run)
-    a, query, key, share = layer.width, layer.query, layer.key, run.shape.linear_share
+    a, query, key, shape = layer.width, layer.query, layer.key, run.shape
     full = {
         "q": a * query,
         "k": a * key,
-        "v": a * key * (not run.shape.values_are_keys),
-        "attn_gate": a * query * run.shape.output_gate,
+        "v": a * key * (not shape.values_are_keys),
+        "attn_gate": a * query * shape.output_gate,
         "attn_core": a * query + 4 * layer.statistics,
     }
     linear = linear_attention.named_bytes(run, a)
-    means = {name: (1 - share) * size + share * linear[name] for name, size in full.items()}
+    shares = shape.full_share, shape.linear_share
+    means = {name: shares[0] * size + shares[1] * linear[name] for name, size in full.items()}
     return means | {"attn_out": a * layer.residual}
 
 
 def _products_of_attention(run: Run, layer: Layer) -> float:
     """Count the bytes of a mean layer's attention that `dots` keeps: products with parameters, and its result."""
-    held, share = _attention_bytes(run), run.shape.linear_share
-    in_memory = (1 - share) * layer.width * layer.query
+    held = _attention_bytes(run)
+    in_memory = run.shape.full_share * layer.width * layer.query
     # Scores in memory are computed again, and attention's result with them.
     return sum(held.values()) - (0 if layer.statistics else in_memory)
 
 
 def _whole_attention(run: Run, layer: Layer) -> float:
     """Count the bytes of a mean layer's attention that `none` keeps, without its output."""
-    a, query, key, share = layer.width, layer.query, layer.key, run.shape.linear_share
-    qk_norms = 12 * (query + key) if run.shape.qk_norm != "none" else 0
-    qk_norms += 12 * key * run.shape.value_norm + a * key * run.shape.values_are_keys
+    a, query, key, shape = layer.width, layer.query, layer.key, run.shape
+    qk_norms = 12 * (query + key) if shape.qk_norm != "none" else 0
+    qk_norms += 12 * key * shape.value_norm + a * key * shape.values_are_keys
     scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
     quantized = query if run.precision == "fp8" else 0
-    gates = 8 * query * run.shape.output_gate
+    gates = 8 * query * shape.output_gate
     named = sum(_attention_bytes(run).values()) - a * layer.residual
-    full = quantized + qk_norms + scores + gates
-    return named + (1 - share) * full + share * linear_attention.unnamed_bytes(run, a)
+    full = shape.full_share * (quantized + qk_norms + scores + gates)
+    return named + full + shape.linear_share * linear_attention.unnamed_bytes(run, a)
 
 
 @of_layer

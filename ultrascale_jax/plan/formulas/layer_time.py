@@ -103,8 +103,8 @@ class LayerTime:
     def products(self) -> dict[str, list[Product]]:
         """Return the matrix products of a mean layer's forward pass, by part."""
         shape, n, tokens = self.shape, self.tensor.ranks, self.run.tokens
-        linear = shape.linear_share
-        widths = (shape.value_dim * shape.num_heads, 1 - linear), (shape.linear_widths[1], linear)
+        value = shape.value_dim * shape.num_heads
+        widths = (value, shape.full_share), (shape.linear_widths[1], shape.linear_share)
         out: list[Product] = [
             (tokens, shape.d_model, width / n, count) for width, count in widths if count
         ]
@@ -122,8 +122,8 @@ class LayerTime:
     def adapters(self) -> dict[str, list[Product]]:
         """Return the products of a mean layer's adapters, by the part to whose results theirs are added."""
         run, share, found = self.run, self.shape.expert_share, dict[str, list[Product]]()
-        linear = self.shape.linear_share
-        shares = {"mlp": 1 - share, "moe": share, "full": 1 - linear, "linear": linear}
+        shares = {"mlp": 1 - share, "moe": share}
+        shares |= {"full": self.shape.full_share, "linear": self.shape.linear_share}
         for weight in adapted_weights(self.shape, run.lora):
             name = weight.target.removeprefix(ROUTED)
             part = "routed " * (name != weight.target) + PARTS.get(name, "qkv")
@@ -143,11 +143,14 @@ class LayerTime:
         """Return the products that make queries, keys and values; latents are made of a GPU's part of the stream."""
         shape, n, tokens, latent = self.shape, self.tensor.ranks, self.run.tokens, self.shape.latent
         if latent is None:
-            kv_heads, share = max(shape.num_kv_heads, n), shape.linear_share
+            kv_heads = max(shape.num_kv_heads, n)
             heads = (1 + shape.output_gate) * shape.num_heads
             heads += (2 - shape.values_are_keys) * kv_heads
             key, value = shape.linear_keys(n), shape.linear_widths[1]
-            widths = (shape.head_dim * heads, 1 - share), (2 * (key + value), share)
+            widths = (
+                (shape.head_dim * heads, shape.full_share),
+                (2 * (key + value), shape.linear_share),
+            )
             return [(tokens, width / n, shape.d_model, count) for width, count in widths if count]
         heads, own = shape.num_heads / n, tokens / self.mesh.sp
         kv = shape.head_dim - latent.rope_dim + latent.v_dim
@@ -188,9 +191,9 @@ class LayerTime:
 
     def attention(self) -> tuple[float, float]:
         """Time a mean layer's attention, forward and backward."""
-        linear, share = linear_attention.seconds(self.run, self.gpu), self.shape.linear_share
+        linear, shape = linear_attention.seconds(self.run, self.gpu), self.shape
         forward, backward = (
-            share * of_linear + (1 - share) * of_full
+            shape.linear_share * of_linear + shape.full_share * of_full
             for of_linear, of_full in zip(linear, self.full_attention(), strict=True)
         )
         return forward, backward

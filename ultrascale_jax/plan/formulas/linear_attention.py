@@ -57,16 +57,22 @@ def pieces_of(run: Run) -> int:
 def named_bytes(run: Run, width: int) -> dict[str, float]:
     """Count the bytes of the layer's tensors that have a name, but for what its norm and its output have.
 
-    XLA copies the stacks of values and gates before the backward pass, to have the tokens last.
+    XLA copies the stacks of values and gates before the backward pass, to have the tokens last, unless attention beside
+    the layer keeps them where they are.
     """
     key, value, _, states = sizes_of(run)
+    copies = 1 if _beside_attention(run) else 2
     return {
         "q": width * key,
         "k": width * key,
-        "v": 2 * width * value,
-        "attn_gate": 2 * width * value,
+        "v": copies * width * value,
+        "attn_gate": copies * width * value,
         "attn_core": width * value + 4 * states,
     }
+
+
+def _beside_attention(run: Run) -> bool:
+    return run.shape.linear is not None and run.shape.linear.beside_attention
 
 
 def unnamed_bytes(run: Run, width: int) -> float:
@@ -76,7 +82,8 @@ def unnamed_bytes(run: Run, width: int) -> float:
     sum with the skipped values.
     """
     key, value, heads, _ = sizes_of(run)
-    mamba = run.shape.linear is not None and run.shape.linear.rule == "mamba2"
+    linear = run.shape.linear
+    mamba = linear is not None and linear.rule == "mamba2" and linear.norm
     return width * (2 * key + value) + 24 * heads + (28 if mamba else 20) * value
 
 
@@ -85,14 +92,14 @@ def backward_bytes(run: Run, width: int) -> float:
 
     Products with parameters; what the rule reads, as it is and by block, and its gradients; the result, its gradient,
     and the norm behind it in float32; of one block the states of its chunks, their gradients and products. Of Mamba-2
-    also the products with parameters that are computed again.
+    also the products with parameters that are computed again, in that other layout.
     """
     linear = run.shape.linear
     if linear is None:
         return 0.0
     key, value, _, _ = sizes_of(run)
     tokens = width * (4 * (2 * key + value) + 3 * value) + 8 * value
-    if linear.rule == "mamba2" and not keeps(run.policy, "v"):
+    if linear.rule == "mamba2" and not (linear.beside_attention or keeps(run.policy, "v")):
         tokens += sum(named_bytes(run, width).values())
     pieces = pieces_of(run)
     length = pieces * min(BLOCK, run.seq_len // run.mesh.cp // pieces)

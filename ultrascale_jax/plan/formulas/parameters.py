@@ -129,8 +129,9 @@ def trained_params(run: Run, weights: Weights) -> float:
     if len(run.kinds) > 1:
         return sum(share * trained_params(one, weights) for one, share in run.kinds)
     mlp, moe = stack_rows(run)
-    linear, total = run.shape.linear_share * (mlp + moe), 0.0
-    rows = {"mlp": mlp, "moe": moe, "full": mlp + moe - linear, "linear": linear}
+    shape, total, each = run.shape, 0.0, mlp + moe
+    rows = {"mlp": mlp, "moe": moe}
+    rows |= {"full": each * shape.full_share, "linear": each * shape.linear_share}
     for side in adapter_sides(run.shape, run.lora):
         parts = run.mesh.tensor if side.by_tensor else 1
         shards = run.shards

@@ -397,9 +397,9 @@ class Step:
             return 0.0, 0.0
         waits = [(self._waits(run), share) for run, share in self.run.kinds]
         seconds = (sum(share * one[i] for one, share in waits) for i in range(2))
-        share = self.shape.linear_share
-        linear = linear_attention.exposed_seconds(self.run, self.cluster)
-        forward, backward = (share * linear + (1 - share) * full for full in seconds)
+        linear = self.shape.linear_share
+        linear *= linear_attention.exposed_seconds(self.run, self.cluster)
+        forward, backward = (linear + self.shape.full_share * full for full in seconds)
         return forward, backward
 
     def _waits(self, run: Run) -> tuple[float, float]:
