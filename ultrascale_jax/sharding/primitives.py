@@ -243,7 +243,7 @@ def gather_param(
         # Before the cast, so that the transpose sums in the parameter's own type what `keep_sharded` left to it.
         value = leave_sums(value, dims, act_dims)
         spec = gathered_spec(dims, value.shape, reduced=gradient_axes(dims, act_dims))
-        return jax.reshard(_row_major(cast(value, dims, dtype)), spec)
+        return jax.reshard(row_major(cast(value, dims, dtype)), spec)
     value = vary(cast(value, dims, dtype), _varying_axes(dims, act_dims))
     axes = present(shard_axes(dims))
     if not is_matrix(dims) or not axes:
@@ -254,7 +254,7 @@ def gather_param(
         )
     if value.shape[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]:
         return value
-    return jax.lax.all_gather(_row_major(value), axes, axis=zero_dim(dims), tiled=True)
+    return jax.lax.all_gather(row_major(value), axes, axis=zero_dim(dims), tiled=True)
 
 
 def keep_sharded(
@@ -329,7 +329,7 @@ def scatter_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array
     if grad.shape == value.shape:
         return grad
     axes, dim = shard_axes(dims), zero_dim(dims)
-    return jax.lax.psum_scatter(_row_major(grad), axes, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum_scatter(row_major(grad), axes, scatter_dimension=dim, tiled=True)
 
 
 def reduce_gradient(grad: jax.Array, dims: str, act_dims: str, value: jax.Array) -> jax.Array:
@@ -350,7 +350,7 @@ def _varying_axes(dims: str, act_dims: str) -> frozenset[str]:
     return axes_of(dims + act_dims) | pipeline
 
 
-def _row_major(weight: jax.Array) -> jax.Array:
+def row_major(weight: jax.Array) -> jax.Array:
     """Lay out a weight, and its gradient, with the last dim contiguous in memory.
 
     An all-gather requires its dim to be the slowest. Without this constraint XLA lays out the whole stack of `w_down`

@@ -11,7 +11,9 @@ import optax
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.layers import each_param, map_params
 from ultrascale_jax.sharding.memories import is_on_host
-from ultrascale_jax.sharding.rules import is_matrix, specs, zero_dim
+from ultrascale_jax.sharding.rules import is_matrix
+from ultrascale_jax.train_step.muon import is_orthogonalized, scale_by_muon
+from ultrascale_jax.train_step.precision import COMPUTE
 from ultrascale_jax.train_step.rounding import in_bfloat16
 
 
@@ -63,8 +65,6 @@ def optimizer(cfg: Config, row: jax.Array | None = None) -> optax.GradientTransf
     all rows of the stacks, or `row` alone of those that each rank of a pipeline has (`offload.update`).
     """
     optim = cfg.optim
-    if optim.name == "muon":
-        return _muon(cfg)
     adam: Callable = functools.partial(
         optax.scale_by_adam, b1=optim.betas[0], b2=optim.betas[1], eps=optim.eps
     )
@@ -72,6 +72,8 @@ def optimizer(cfg: Config, row: jax.Array | None = None) -> optax.GradientTransf
         scale = in_bfloat16(adam(), cfg.train.seed, row)
     else:
         scale = adam(mu_dtype=jnp.dtype(optim.moment_dtype))
+    if optim.name == "muon":
+        scale = _muon(cfg, scale)
     matrices: Callable = functools.partial(map_params, lambda _, dims, act_dims: is_matrix(dims))
     # As `optax.adamw`.
     return optax.chain(
@@ -81,51 +83,28 @@ def optimizer(cfg: Config, row: jax.Array | None = None) -> optax.GradientTransf
     )
 
 
-def _muon(cfg: Config) -> optax.GradientTransformation:
-    """Return optax's Muon (arXiv 2502.16982) on the list of parameters.
-
-    Its Newton-Schulz iteration multiplies a matrix with its transpose, over dims that ZeRO shards: XLA partitions it
-    (Auto axes), and the results return to the sharding of the state.
-    """
-    optim = cfg.optim
+def _muon(cfg: Config, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `scale_by_muon` for the blocks' matrices and `adam` for the rest; its state has lists of all leaves."""
+    optim, dtype = cfg.optim, COMPUTE[cfg.train.precision]
+    # Float16 has too small a range for the momentum of small gradients.
+    dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
 
     def transformation(params):
-        return optax.contrib.muon(
-            schedule(cfg),
-            beta=optim.betas[1],
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            mu_dtype=jnp.dtype(optim.moment_dtype),
-            adam_b1=optim.betas[0],
-            adam_b2=optim.betas[1],
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=each_param(_matrix_axes, params),
-        )
+        dims = each_param(lambda value, dims, act_dims: dims, params)
+        stacks = [of for of in dims if is_orthogonalized(of)]
+        muon = scale_by_muon(stacks, optim.betas[1], jnp.dtype(optim.moment_dtype), dtype)
+        names = ["muon" if is_orthogonalized(of) else "adam" for of in dims]
+        return optax.partition({"muon": muon, "adam": adam}, names)
 
     def init(params):
         return transformation(params).init(jax.tree.leaves(params))
 
-    def update(grads, state, params=None):
-        arrays = (jax.tree.leaves(grads), state, jax.tree.leaves(params))
-        stored = specs(arrays[:2])
-        run: Callable = jax.sharding.auto_axes(transformation(params).update, out_sharding=stored)
-        updates, state = run(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(grads), updates), state
+    def update(grads, state, params):
+        leaves, tree = jax.tree.flatten(grads)
+        updates, state = transformation(params).update(leaves, state, jax.tree.leaves(params))
+        return jax.tree.unflatten(tree, jax.tree.leaves(updates)), state
 
     return optax.GradientTransformation(init, update)  # pyrefly: ignore
-
-
-def _matrix_axes(value, dims: str, act_dims: str) -> optax.contrib.MuonDimensionNumbers | None:
-    """Return rows (input) and columns (output) of a stacked matrix of the blocks; None if AdamW updates it.
-
-    Each expert is a matrix of its own.
-    """
-    if not dims.startswith("L") or not is_matrix(dims):
-        return None
-    model = (zero_dim(dims),)
-    width = tuple(i for i, dim in enumerate(dims) if dim not in "LE" and i not in model)
-    rows, columns = (model, width) if model < width else (width, model)
-    return optax.contrib.MuonDimensionNumbers(rows, columns)
 
 
 def global_norm(tree: object) -> jax.Array:
