@@ -15,6 +15,7 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     MoEConfig,
+    OptimConfig,
     PipelineConfig,
     TrainConfig,
 )
@@ -55,6 +56,7 @@ def compiled(
     cp: Mapping[str, Any] | None = None,
     moe: Mapping[str, Any] | None = None,
     fp8: Mapping[str, Any] | None = None,
+    optim: Mapping[str, Any] | None = None,
     experts: Experts | None = None,
     model: ModelConfig = MODEL,
     seq_len: int = 512,
@@ -68,6 +70,7 @@ def compiled(
         cp=ContextConfig(**cp or {}),
         moe=MoEConfig(**moe or {}),
         fp8=Fp8Config(**fp8 or {}),
+        optim=OptimConfig(**optim or {}),
         data=DataConfig(seq_len=seq_len, document_mask=False),
         train=TrainConfig(**{"global_batch": 2 * num_devices, "remat": "full"} | train),
     )

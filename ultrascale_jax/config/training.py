@@ -31,6 +31,10 @@ AUTO = 0
 """`train.microbatches` that is to be chosen; the command line takes `auto` too, which is the name in `train.remat`."""
 
 
+NEWTON_SCHULZ_ITERATIONS = 5
+"""Iterations by which Muon orthogonalises a matrix."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section, name="optim"):
     """Optimizer and learning-rate schedule."""

@@ -107,6 +107,8 @@ class Run:
     """Attention ends at document borders."""
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
+    muon: bool = False
+    """Whether the layers' matrices have Muon's update, and the first moment alone."""
     weight_bytes: int = 4
     """Bytes in which a trained matrix of a layer rests; 2 with `optim.weight_dtype=bfloat16`."""
     host_moment_bytes: int = 0
@@ -452,10 +454,15 @@ def schedule_of(cfg: Config) -> dict[str, Any]:
     return fields | {"virtual_stages": own or cfg.pp.stages_per_rank}
 
 
-def optimizer_bytes(cfg: Config) -> dict[str, int]:
-    """Return the fields of a run that follow from the optimizer: bytes of a parameter."""
+SECOND_MOMENT_BYTES = 4
+"""Bytes of a second moment that is not rounded stochastically."""
+
+
+def optimizer_bytes(cfg: Config) -> dict[str, int | bool]:
+    """Return the fields of a run that follow from the optimizer: bytes of a parameter, and whether it is Muon."""
     return {
         "moment_bytes": moment_bytes(cfg.optim),
+        "muon": cfg.optim.name == "muon",
         "weight_bytes": weight_bytes(cfg),
         "host_moment_bytes": host_moment_bytes(cfg.optim),
     }
@@ -475,6 +482,11 @@ def moment_bytes(optim: OptimConfig) -> int:
     return 4 if optim.stochastic_rounding else 6
 
 
+def matrix_moment_bytes(optim: OptimConfig) -> int:
+    """Count the bytes of the moments of a parameter of the layers' matrices."""
+    return moment_bytes(optim) - SECOND_MOMENT_BYTES * (optim.name == "muon")
+
+
 def weight_bytes(cfg: Config) -> int:
     """Count the bytes in which a trained matrix of a layer rests; adapters stay float32."""
     return 2 if cfg.optim.weight_dtype == "bfloat16" and not cfg.train.lora.enabled else 4
@@ -482,10 +494,8 @@ def weight_bytes(cfg: Config) -> int:
 
 def host_moment_bytes(optim: OptimConfig) -> int:
     """Count the bytes of the moments of a layer's parameter that rest in the host's memory."""
-    second = 2 if optim.stochastic_rounding else 4
-    first = moment_bytes(optim) - second
-    on_host = {"none": 0, "second": second, "both": first + second}
-    return first if optim.name == "muon" and optim.offload == "both" else on_host[optim.offload]
+    second = 2 if optim.stochastic_rounding else SECOND_MOMENT_BYTES
+    return {"none": 0, "second": second, "both": matrix_moment_bytes(optim)}[optim.offload]
 
 
 def group(mesh: MeshConfig, axes: tuple[str, ...], gpus_per_node: int) -> Group:

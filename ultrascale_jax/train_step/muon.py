@@ -25,14 +25,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ultrascale_jax.config.training import NEWTON_SCHULZ_ITERATIONS
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import row_major
 from ultrascale_jax.sharding.rules import is_matrix, mesh_size, zero_dim
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of a polynomial of odd degree that moves singular values from 0..1 to about 1, however small (Keller Jordan)."""
-
-ITERATIONS = 5
 
 RMS = 0.2
 """Root mean square of an update over the learning rate, as AdamW's (arXiv 2502.16982, section 2.2)."""
@@ -153,7 +152,7 @@ def orthogonalize(
         run = functools.partial(_dealt, [layouts[i] for i in members], dtype)
         updates = smap(run, in_specs=shardings, out_specs=shardings)(*same)
         for i, update in zip(members, updates, strict=True):
-            results[i] = update
+            results[i] = RMS * max(layouts[i].sizes) ** 0.5 * update.astype(jnp.float32)
     return results
 
 
@@ -180,10 +179,9 @@ def _dealt(
         x_SDW = jax.lax.all_gather(x_SDW, replicas, tiled=True, to="invarying")
     for dim, names in reversed([*enumerate(axes, 1)]):
         x_SDW = _collect(x_SDW, names, dim)
-    scale, updates, start = RMS * max(layout.sizes) ** 0.5, [], 0
+    updates, start = [], 0
     for one, part, stack in zip(layouts, parts, stacks, strict=True):
-        update = x_SDW[start : start + len(part)].astype(jnp.float32)
-        updates.append(scale * one.stack(update, stack))
+        updates.append(one.stack(x_SDW[start : start + len(part)], stack))
         start += len(part)
     return tuple(updates)
 
@@ -219,7 +217,7 @@ def newton_schulz(x_SMN: jax.Array) -> jax.Array:
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
     linear, cubic, quintic = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT
         x = linear * x + (cubic * gram + quintic * (gram @ gram)) @ x
     return x.mT if is_tall else x

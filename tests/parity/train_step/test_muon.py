@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from ultrascale_jax.config import MeshConfig
+from ultrascale_jax.config.training import NEWTON_SCHULZ_ITERATIONS
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import place, stored_spec
-from ultrascale_jax.train_step.muon import COEFFICIENTS, ITERATIONS, orthogonalize
+from ultrascale_jax.train_step.muon import COEFFICIENTS, orthogonalize
 
 STACKS = {
     "LDNH": (4, 32, 8, 4),
@@ -38,7 +39,7 @@ def expected(dims: str, stack: np.ndarray) -> np.ndarray:
     results = []
     for x in matrices:
         x = x / np.linalg.norm(x)
-        for _ in range(ITERATIONS):
+        for _ in range(NEWTON_SCHULZ_ITERATIONS):
             gram = x @ x.T
             x = a * x + b * gram @ x + c * gram @ gram @ x
         results.append(0.2 * max(x.shape) ** 0.5 * x)

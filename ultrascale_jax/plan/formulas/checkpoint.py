@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax import units
 from ultrascale_jax.plan.formulas import costs
-from ultrascale_jax.plan.formulas.memory import state
+from ultrascale_jax.plan.formulas.memory import moments, state
 from ultrascale_jax.plan.formulas.parameters import (
     resting_bytes,
     sharded_params,
@@ -16,7 +16,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import SECOND_MOMENT_BYTES, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,10 @@ def checkpoint(run: Run, gpu: Gpu, storage_gbs: float | None = None) -> Checkpoi
     weights, shape = weights_of(run), run.shape
     norms = 0 if run.adapter_params else weights.vectors
     every, part = run.adapter_params or shape.num_params, trained_params(run, weights) + norms
-    total, copied = run.moment_bytes * every, run.moment_bytes * part
+    copied = moments(run, weights)
     matrices = shape.num_params - shape.embedding_params - shape.vector_params
+    lacking = SECOND_MOMENT_BYTES * (run.adapter_params or matrices) if run.muon else 0
+    total = run.moment_bytes * every - lacking
     total += resting_bytes(run, every, matrices)
     copied += resting_bytes(run, part, sharded_params(run, weights, tables=False))
     return Checkpoint(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultrascale_jax.config import require_type
-from ultrascale_jax.plan.formulas import pipeline_memory
+from ultrascale_jax.plan.formulas import muon, pipeline_memory
 from ultrascale_jax.plan.formulas.activations import (
     Layer,
     attention_workspace,
@@ -33,7 +33,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.workload import Run, of_sizes
+from ultrascale_jax.plan.workload import SECOND_MOMENT_BYTES, Run, of_sizes
 
 WORKSPACE = "cuDNN workspace"
 """The part that cuDNN takes beside XLA's plan."""
@@ -95,7 +95,8 @@ def breakdown(run: Run) -> MemoryBreakdown:
 def _fixed(run: Run) -> tuple[dict[str, float], dict[str, float]]:
     """Count what neither recomputation nor stash changes: the state, and what the optimizer adds."""
     weights = weights_of(run)
-    return state(run, weights), {"gradients": 4 * trained_params(run, weights)}
+    update = {"gradients": 4 * trained_params(run, weights)}
+    return state(run, weights), update | ({"workspace": muon.workspace(run)} if run.muon else {})
 
 
 def least_bytes(run: Run) -> float:
@@ -125,13 +126,24 @@ def host_moments(run: Run) -> int:
     """Count the bytes of one GPU's moments in the host's memory: of its layers, not of the tables or `mtp_layers`."""
     if not run.host_moment_bytes:
         return 0
-    weights = weights_of(run)
-    share = 1 - run.shape.mtp_layers / run.shape.layers
+    return int(run.host_moment_bytes * layer_matrices(run, weights_of(run)))
+
+
+def layer_matrices(run: Run, weights: Weights) -> float:
+    """Count the trained parameters of one GPU in matrices of the layers, or of adapters: not of the tables or
+    `mtp_layers`."""
     trained = trained_params(run, weights)
-    if not run.adapter_params:
-        tables = weights.tables / (run.shards if run.zero else 1)
-        trained = (trained - tables) * share
-    return int(run.host_moment_bytes * trained)
+    if run.adapter_params:
+        return trained
+    share = 1 - run.shape.mtp_layers / run.shape.layers
+    return share * (trained - weights.tables / (run.shards if run.zero else 1))
+
+
+def moments(run: Run, weights: Weights) -> float:
+    """Count the bytes of one GPU's moments, in either memory."""
+    trained = trained_params(run, weights) + (0 if run.adapter_params else weights.vectors)
+    lacking = SECOND_MOMENT_BYTES * layer_matrices(run, weights) if run.muon else 0.0
+    return run.moment_bytes * trained - lacking
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:
@@ -152,10 +164,8 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
     if run.reference_rests:
         alone, own = run.of_reference, weights_of(run.of_reference)
         parameters["frozen parameters"] += width * sharded_params(alone, own) + 4 * own.vectors
-    if not run.adapter_params:
-        trained += weights.vectors
     return parameters | {
-        "optimizer state": run.moment_bytes * trained - host_moments(run),
+        "optimizer state": moments(run, weights) - host_moments(run),
         "batch": 4 * arrays * run.tokens * run.microbatches,
     }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ultrascale_jax.config import AXES, Experts, LayerRemat, MeshConfig
-from ultrascale_jax.plan.formulas import pipeline
+from ultrascale_jax.plan.formulas import muon, pipeline
 from ultrascale_jax.plan.formulas.context import mean_steps, query_key_values
 from ultrascale_jax.plan.formulas.costs import ring_bytes
 from ultrascale_jax.plan.formulas.experts import a2a_stages, num_chunks, received_rows
@@ -140,6 +140,8 @@ def communication(run: Run, cluster: Cluster) -> dict[str, Communication]:
     for axis, (size, step_size, flops) in sent.items():
         rate = bandwidth(axis, group(mesh, (axis,), cluster.gpus_per_node), cluster)
         found[axis] = Communication((axis,), step_size, size / rate / (flops / peak))
+    for axis, size in (muon.sent_bytes(run) if run.muon else {}).items():
+        found[axis] = found[axis]._replace(sent_bytes=found[axis].sent_bytes + size)
     return found
 
 

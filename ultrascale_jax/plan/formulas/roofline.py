@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.formulas import costs, muon
 from ultrascale_jax.plan.formulas.activations import Layer, layer_of
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.hardware import Cluster, Gpu
-from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.plan.workload import SECOND_MOMENT_BYTES, Run
 
 PRODUCTS = {
     "qkv": "product: q, k, v",
@@ -84,6 +84,7 @@ def roofline(run: Run, cluster: Cluster) -> list[Operation]:
         _plain(time, layer),
         *(op for op in made.values() if op.flops),
         *simple.values(),
+        *_newton_schulz(run, cluster.gpu),
     ]
 
 
@@ -150,6 +151,19 @@ def _plain(time: LayerTime, layer: Layer) -> Operation:
     )
 
 
+def _newton_schulz(run: Run, gpu: Gpu) -> Iterator[Operation]:
+    """Yield Muon's products; each reads and writes matrices of bfloat16."""
+    if run.muon:
+        yield Operation(
+            name="Newton-Schulz, once a step",
+            kind="product",
+            flops=muon.flops(run),
+            moved=muon.moved(run),
+            precision="bf16",
+            seconds=muon.products_seconds(run, gpu),
+        )
+
+
 def _elementwise(
     run: Run, gpu: Gpu, layer: Layer, products: dict[str, list[Product]]
 ) -> Iterator[Operation]:
@@ -169,8 +183,9 @@ def _elementwise(
         "residual sum": (f["residual"] * layer.residual, 3 * width * layer.residual),
     }
     owned = run.shape.num_params / (run.mesh.tensor * run.mesh.pp * (run.shards if run.zero else 1))
-    moved = owned * (4 + 2 * run.weight_bytes + 2 * run.moment_bytes + width)
-    values["AdamW, once a step"] = (ADAMW_FLOPS * owned, moved)
+    moments = run.moment_bytes - (SECOND_MOMENT_BYTES if run.muon else 0)
+    moved = owned * (4 + 2 * run.weight_bytes + 2 * moments + width)
+    values[f"{'Muon' if run.muon else 'AdamW'}, once a step"] = (ADAMW_FLOPS * owned, moved)
     for name, (flops, moved) in values.items():
         yield Operation(
             name=name,

@@ -17,6 +17,7 @@ from ultrascale_jax.plan.formulas import (
     costs,
     experts,
     linear_attention,
+    muon,
     pipeline,
     pipeline_memory,
 )
@@ -37,7 +38,15 @@ from ultrascale_jax.plan.formulas.memory import breakdown, host_bytes, host_mome
 from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
-from ultrascale_jax.plan.workload import Group, Run, group, of_layer, of_sizes, of_tokens
+from ultrascale_jax.plan.workload import (
+    SECOND_MOMENT_BYTES,
+    Group,
+    Run,
+    group,
+    of_layer,
+    of_sizes,
+    of_tokens,
+)
 
 SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
 """Axes over which ZeRO splits what all tokens meet, and routed experts, which ep splits already."""
@@ -75,7 +84,8 @@ def update_bytes(run: Run, matrices: float, tables: float) -> float:
     parameter that rests in float32.
     """
     width = 8 if run.weight_bytes == 2 else 14
-    return width * matrices + 14 * tables + 2 * run.moment_bytes * (matrices + tables)
+    of_matrices = run.moment_bytes - (SECOND_MOMENT_BYTES if run.muon else 0)
+    return (width + 2 * of_matrices) * matrices + (14 + 2 * run.moment_bytes) * tables
 
 
 class Step:
@@ -578,7 +588,8 @@ class Step:
         return {
             "exposed dp": max(0.0, reduce - hidden),
             "exposed fsdp": max(0.0, scatter - hidden) + gather,
-            "optimizer": costs.memory_seconds(self.gpu, traffic),
+            "optimizer": costs.memory_seconds(self.gpu, traffic)
+            + (muon.update_seconds(run, self.cluster) if run.muon else 0.0),
             "exposed offload": costs.host_seconds(self.gpu, 2 * host_moments(run)),
         }
 

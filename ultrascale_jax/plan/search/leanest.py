@@ -27,7 +27,7 @@ from ultrascale_jax.plan.verdict import (
     Verdict,
     by_formula,
 )
-from ultrascale_jax.plan.workload import Run, host_moment_bytes, moment_bytes, weight_bytes
+from ultrascale_jax.plan.workload import Run, host_moment_bytes, matrix_moment_bytes, weight_bytes
 
 LEANEST: Choices = {
     "remat": ("full", INPUTS),
@@ -102,7 +102,7 @@ def least_gpus(cfg: Config, cluster: Cluster) -> int:
     """Return a lower bound of the GPUs that `cfg` may fit: all memory that parameters, moments and gradients take."""
     shape = ModelShape.of(cfg.model)
     trained = adapter_params(cfg.model, cfg.train.lora) or shape.num_params
-    moments = moment_bytes(cfg.optim) - host_moment_bytes(cfg.optim)
+    moments = matrix_moment_bytes(cfg.optim) - host_moment_bytes(cfg.optim)
     state = (weight_bytes(cfg) + moments + 4) * trained
     if cfg.train.lora.enabled:
         state += 2 * shape.num_params
