@@ -42,9 +42,11 @@ class Mutant:
 
     def fault(self) -> str | None:
         """Why this mutant cannot be made any more; none if it can."""
-        path = ROOT / self.file
+        path, test = ROOT / self.file, ROOT / shlex.split(self.tests)[0]
         found = path.read_text().count(self.old) if path.is_file() else 0
-        return None if found == 1 else f"{self.name}: {self.file} has its old text {found} times"
+        if found != 1:
+            return f"{self.name}: {self.file} has its old text {found} times"
+        return None if test.is_file() else f"{self.name}: there is no {test.relative_to(ROOT)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +57,21 @@ class Result:
     verdict: str
     """`caught`, with how if not by a failing test; `SURVIVED`; or `NOT RUN` with the reason."""
     seconds: float
+    output: str
+    """Of pytest."""
 
     @property
     def caught(self) -> bool:
         return self.verdict.startswith("caught")
 
 
-def read_table() -> list[Mutant]:
+def read_table[T: Mutant](table: Path = TABLE, kind: type[T] = Mutant) -> list[T]:
     """All mutants, in the order of the table. Exits where one is out of date: it must follow the code."""
-    entries = tomllib.loads(TABLE.read_text())
-    mutants = [Mutant(name=name, **fields) for name, fields in entries.items()]
+    entries = tomllib.loads(table.read_text())
+    mutants = [kind(name=name, **fields) for name, fields in entries.items()]
     faults = [fault for mutant in mutants if (fault := mutant.fault()) is not None]
     if faults:
-        sys.exit("\n".join([f"{TABLE.name} is out of date:", *faults]))
+        sys.exit("\n".join([f"{table.name} is out of date:", *faults]))
     return mutants
 
 
@@ -120,7 +124,7 @@ def try_mutant(mutant: Mutant, tree: Path, cache: Path) -> Result:
         verdict = f"caught (the process died of signal {-code})"
     else:
         verdict = f"NOT RUN (pytest exited {code}: {' '.join(output.split()[-12:])})"
-    return Result(mutant, verdict, seconds)
+    return Result(mutant, verdict, seconds, output)
 
 
 def check_sound(mutants: Sequence[Mutant], tree: Path, cache: Path) -> None:

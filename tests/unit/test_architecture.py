@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from tests import mutants
+from tests import exercises, mutants
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,8 +258,8 @@ def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or 0) - node.lineno + 1 - told
 
 
-def test_every_mutant_finds_its_place_in_the_code():
-    assert mutants.read_table()
+def test_every_mutant_and_every_exercise_finds_its_place_in_the_code():
+    assert mutants.read_table() and exercises.exercises()
 
 
 def test_the_layers_name_every_part_of_the_library():

@@ -6,6 +6,7 @@ import pytest
 
 from scripts import course
 from scripts.page_blocks import Command, matches, read_page
+from tests import exercises
 
 PAGES = course.find_pages()
 COMMANDS = [
@@ -33,3 +34,18 @@ def test_every_figure_is_there_is_small_and_is_shown_by_the_page_that_draws_it()
     assert drawn == shown
     assert set(kept) == set().union(*shown.values())
     assert {name for name, size in kept.items() if size > 200_000} == set()
+
+
+def test_an_exercise_is_red_with_its_hole_and_green_with_what_was_written(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(exercises, "FOLDER", tmp_path)
+    exercise = exercises.exercises()["15_profiling"]
+    assert [exercises.main([action, exercise.name]) for action in ("write", "try")] == [0, 1]
+    assert exercise.sees in capsys.readouterr().out.partition("\nred\n")[2]
+    exercise.path.write_text(exercise.path.read_text().replace(exercise.new, exercise.old))
+    assert exercises.main(["try", exercise.name]) == 0
+    assert "green: 1 passed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        exercises.main(["write", exercise.name])
+    assert "remove it to begin anew" in capsys.readouterr().err

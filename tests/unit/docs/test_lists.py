@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+from tests import exercises
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.main import COMMANDS
 from ultrascale_jax.launch import exit_codes
@@ -51,3 +52,13 @@ def test_every_cell_about_another_trainer_has_a_source():
     assert trainers == TRAINERS * (len(rows) - len(others))
     without = [cell for row in others for cell in row[1:] if "](" not in cell and "][" not in cell]
     assert set(without) <= NOTHING
+
+
+def test_every_chapter_ends_with_its_exercise_and_what_that_sees():
+    pages = {page.stem: page.read_text() for page in (DOCS / "course").glob("[0-9a][0-9]_*.md")}
+    assert set(pages) == set(exercises.exercises())
+    for name, exercise in exercises.exercises().items():
+        end = pages[name].partition("\n## Write it\n")[2]
+        assert exercise.sees in end, name
+        for action in ("write", "try"):
+            assert f"    python -m tests.exercises {action} {name}\n" in end, name
