@@ -438,9 +438,9 @@ class ModelConfig(Section, name="model"):
             "linear": self.linear is not None,
         }
         for field in dataclasses.fields(multipliers):
-            one = getattr(multipliers, field.name) == 1
+            is_one = getattr(multipliers, field.name) == 1
             fix = "no layer has this matrix, or some have experts; use 1"
-            multipliers.require(present[field.name.split("_")[0]] or one, field.name, fix)
+            multipliers.require(present[field.name.split("_")[0]] or is_one, field.name, fix)
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Return which feed-forward layer a layer has."""

@@ -92,14 +92,17 @@ def backward_bytes(run: Run, width: int) -> float:
 
     Products with parameters; what the rule reads, as it is and by block, and its gradients; the result, its gradient,
     and the norm behind it in float32; of one block the states of its chunks, their gradients and products. Of Mamba-2
-    also the products with parameters that are computed again, in that other layout.
+    also the products with parameters that are computed again, in that other layout; beside attention, where nothing is
+    copied, the insides of its norm.
     """
     linear = run.shape.linear
     if linear is None:
         return 0.0
     key, value, _, _ = sizes_of(run)
     tokens = width * (4 * (2 * key + value) + 3 * value) + 8 * value
-    if linear.rule == "mamba2" and not (linear.beside_attention or keeps(run.policy, "v")):
+    if linear.beside_attention:
+        tokens += 8 * value * linear.norm
+    elif linear.rule == "mamba2" and not keeps(run.policy, "v"):
         tokens += sum(named_bytes(run, width).values())
     pieces = pieces_of(run)
     length = pieces * min(BLOCK, run.seq_len // run.mesh.cp // pieces)
