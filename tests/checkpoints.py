@@ -21,7 +21,6 @@ from ultrascale_jax.config import (
     PipelineConfig,
     TrainConfig,
 )
-from ultrascale_jax.launch.events import Events
 from ultrascale_jax.train_step.state import TrainState, abstract_state
 
 BASE = Config(
@@ -66,8 +65,7 @@ def save(cfg: Config, state: TrainState, *steps: int) -> None:
 
 def resume(cfg: Config) -> tuple[TrainState, int, list[str]] | None:
     """Resume a run as the trainer does."""
-    folder = Path(cfg.log.run_dir)
-    with Checkpoints(cfg, Events(folder, 0)) as checkpoints:
+    with Checkpoints(cfg) as checkpoints:
         return checkpoints.resume(
             abstract_state(cfg, mesh_of(cfg)),
             lambda meta, place: check_same_run(meta, cfg, "data-1", place),

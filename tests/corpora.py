@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from ultrascale_jax.data.corpus import Corpus
-from ultrascale_jax.data.shards import DOCUMENT, Index, write_index, write_shard
+from ultrascale_jax.data.shards import (
+    DOCUMENT,
+    TABLE,
+    Index,
+    IndexWriter,
+    write_atomic,
+    write_shard,
+)
 
 
 def corpus_of(
@@ -38,6 +45,12 @@ def save_index(folder: Path, shards: Sequence[np.ndarray], **fields) -> Index:
     index = Index(**{"complete": True, "shards": np.array(shards), **fields})
     write_index(folder, index)
     return index
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write an index."""
+    write_atomic(folder / TABLE, memoryview(np.ascontiguousarray(index.shards).view("u1")))
+    IndexWriter(folder, index).save(complete=index.complete)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -167,7 +167,7 @@ class Copies:
 class Uploads:
     """Uploads copies of a run's checkpoints, in a thread of process 0."""
 
-    def __init__(self, copies: Copies, cfg: Config, events: Events | None = None):
+    def __init__(self, copies: Copies, cfg: Config, events: Events):
         self.failed_in_a_row = 0
         self.problem: str | None = None
         """Why the last upload failed; None if it did not."""
@@ -233,19 +233,15 @@ class Uploads:
             self.failed_in_a_row += 1
             self.problem = printable(error, 500) or type(error).__name__
             words = {"problem": self.problem, "in_a_row": self.failed_in_a_row}
-            self._record("copy_failed", step=step, **words)
+            self._events.record("copy_failed", step=step, **words)
             say(f"copy of step {step} failed ({self.failed_in_a_row} in a row): {self.problem}")
             return
         self.failed_in_a_row, self.problem = 0, None
-        self._record("copied", step=step, bytes=size, copy_s=time.monotonic() - begun)
+        self._events.record("copied", step=step, bytes=size, copy_s=time.monotonic() - begun)
         try:
             self._copies.remove_old(step, self._cfg.checkpoint.keep if rotate else None)
         except Exception as error:  # as above
             say(f"warning: old copies in {self._copies.url} cannot be removed: {printable(error)}")
-
-    def _record(self, kind: str, **details: object) -> None:
-        if self._events is not None:
-            self._events.record(kind, **details)
 
     def _progress(self) -> None:
         self._moved = time.monotonic()

@@ -69,21 +69,16 @@ class NothingRestores(UserError):
 class Checkpoints:
     """The checkpoints of one run, in `run_dir/checkpoints`; every process calls every method."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        events: Events | None = None,
-        *,
-        stall_s: float = saving.STALL_S,
-    ):
+    def __init__(self, cfg: Config, *, stall_s: float = saving.STALL_S):
         """Open the folder. With `checkpoint.resume=never` an earlier run's checkpoints are first moved away.
 
         Raises `UserError` if the folder cannot be written, or with `checkpoint.resume=must` is empty.
         """
         self.folder, self._cfg = checkpoint_folder(cfg), cfg
-        self._events, self._stall_s = events, stall_s
+        self._events = Events(Path(cfg.log.run_dir), jax.process_index())
+        self._stall_s = stall_s
         self._copies = Copies(cfg.checkpoint.store) if cfg.checkpoint.store else None
-        self._uploads = None if self._copies is None else Uploads(self._copies, cfg, events)
+        self._uploads = None if self._copies is None else Uploads(self._copies, cfg, self._events)
         self._saving: saving.Writing | None = None
         self._begun: int | None = None
         """Step of the save under way, equal on all processes: one may be stuck while others are done."""
@@ -108,8 +103,7 @@ class Checkpoints:
                 saving.move_aside(self.folder)
                 saving.move_aside(Path(self._cfg.log.run_dir) / METRICS)
                 self.folder.mkdir(exist_ok=True)
-                if self._events is not None:
-                    self._events.record("anew")
+                self._events.record("anew")
             if jax.process_index() == 0:
                 saving.sweep(self.folder)
 
@@ -269,8 +263,7 @@ class Checkpoints:
 
     def _tell(self, step: int | None, problem: str) -> None:
         self.failures += 1
-        if self._events is not None:
-            self._events.record("save_failed", step=step, problem=problem, in_a_row=self._in_a_row)
+        self._events.record("save_failed", step=step, problem=problem, in_a_row=self._in_a_row)
         if jax.process_index() == 0:
             where = f"({self._in_a_row} of {MOST_FAILURES} in a row)"
             say(f"checkpoint of step {step} failed {where}: {problem}")
@@ -366,8 +359,7 @@ class Checkpoints:
                 name = quarantine(place).name
             if self._copies is not None:
                 self._copies.forget(step)
-            if self._events is not None:
-                self._events.record("quarantined", step=step, why=why, name=name)
+            self._events.record("quarantined", step=step, why=why, name=name)
 
     def _branch(
         self, abstract: TrainState, accept: Accept

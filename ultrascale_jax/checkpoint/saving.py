@@ -40,7 +40,7 @@ class Writing:
     """One save under way: waits in a thread until it is complete."""
 
     def __init__(
-        self, place: Path, wait: Callable[[], Any], events: Events | None, done: Callable[[], None]
+        self, place: Path, wait: Callable[[], Any], events: Events, done: Callable[[], None]
     ):
         """`done` is called, on process 0, once the checkpoint at `place` is complete."""
         self.place, self._wait, self._events, self._done = place, wait, events, done
@@ -73,9 +73,8 @@ class Writing:
             write_s = time.monotonic() - self._begun
             if jax.process_index() == 0:
                 size = sum(files(self.place).values())
-                if self._events is not None:
-                    step = int(self.place.name)
-                    self._events.record("saved", step=step, bytes=size, write_s=write_s)
+                step = int(self.place.name)
+                self._events.record("saved", step=step, bytes=size, write_s=write_s)
                 self._done()
         except Exception as error:  # Orbax raises whatever the file system does.
             if jax.process_index() == 0:

@@ -32,9 +32,8 @@ from ultrascale_jax.checkpoint.step_dirs import (
 )
 from ultrascale_jax.cli import command_line, output, trace_tables
 from ultrascale_jax.config import AXES, UserError, require
-from ultrascale_jax.launch import events
 from ultrascale_jax.launch.events import say
-from ultrascale_jax.launch.goodput import Ledger, read_ledger
+from ultrascale_jax.launch.goodput import HEARTBEATS, Ledger, read_ledger
 from ultrascale_jax.launch.run_files import CHECKPOINTS
 from ultrascale_jax.storage.remote import is_url
 from ultrascale_jax.units import size
@@ -166,8 +165,7 @@ def inspect(options: Options) -> Inspection:
     result = Inspection(options.run, [_on_disk(folder / str(step), options) for step in chosen])
     if options.checkpoint is not None:
         return result
-    has_events = (run_dir / events.FILE_NAME).is_file()
-    ledger = read_ledger(run_dir) if has_events else None
+    ledger = read_ledger(run_dir) if (run_dir / HEARTBEATS).is_dir() else None
     result = replace(result, put_aside=quarantined(folder), time=ledger)
     if (run_dir / TRACES).is_dir():
         try:

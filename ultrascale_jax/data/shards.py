@@ -260,12 +260,6 @@ class IndexWriter:
         write_atomic(self._folder / INDEX, json.dumps(entries, indent=1).encode())
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Write an index."""
-    write_atomic(folder / TABLE, memoryview(np.ascontiguousarray(index.shards).view("u1")))
-    IndexWriter(folder, index).save(complete=index.complete)
-
-
 def write_shard(
     folder: Path,
     number: int,

@@ -108,7 +108,7 @@ def _enter(
     fresh = cfg.checkpoint.resume == "never"
     watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
     with watch.section("restore"):
-        checkpoints = stack.enter_context(Checkpoints(cfg, events))
+        checkpoints = stack.enter_context(Checkpoints(cfg))
         state, step, changes = _state(cfg, mesh, model, loader, checkpoints)
     log = stack.enter_context(RunLog(run_dir, first_step=step, num_steps=cfg.train.steps))
     if jax.process_index() == 0:

@@ -20,7 +20,7 @@ from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.checkpoint.step_dirs import files, metadata, steps
 from ultrascale_jax.config import CheckpointConfig, UserError
-from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.training.metrics import RunLog, read_rows
 
 UNSHARED = subprocess.run(["sh", "-c", "unshare --mount true"], capture_output=True)
@@ -105,7 +105,7 @@ def test_a_full_disk_is_told_in_a_line_each_and_the_next_good_save_works(
     """Row 11."""
     run = tmp_path / "run"
     cfg = change(in_folder(WIDER, run), checkpoint={"keep": 10})
-    with Checkpoints(cfg, Events(run, 0)) as checkpoints:
+    with Checkpoints(cfg) as checkpoints:
         checkpoints.save(state, meta(1), wait=True)
         ballast = fill(small_disk)
         capfd.readouterr()

@@ -26,7 +26,7 @@ def state():
 
 
 def test_a_save_is_on_record_and_none_without_the_arrays_of_a_reader(state, tmp_path):
-    with Checkpoints(in_folder(BASE, tmp_path), Events(tmp_path, 0)) as checkpoints:
+    with Checkpoints(in_folder(BASE, tmp_path)) as checkpoints:
         checkpoints.save(state, meta(1), wait=True)
     [event] = [row for row in read_events(tmp_path) if row["kind"] == "saved"]
     size = sum(files(tmp_path / "checkpoints/1").values())
@@ -36,7 +36,7 @@ def test_a_save_is_on_record_and_none_without_the_arrays_of_a_reader(state, tmp_
         shutil.copytree(tmp_path / "checkpoints/1", place)
         (place / name).unlink()
         completed = threading.Event()
-        writing = saving.Writing(place, lambda: None, None, completed.set)
+        writing = saving.Writing(place, lambda: None, Events(tmp_path, 0), completed.set)
         assert writing.result(60.0) == f"{name} is missing" and not completed.is_set()
         with pytest.raises(Damaged, match=f"{name} is missing"):
             read_metadata(place)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.chats import marked, write_lines
+from tests.corpora import write_index
 from tests.pairs import write_pairs
 from tests.paths import DATA
 from ultrascale_jax.cli.prepare_data import Options, prepare
@@ -15,7 +16,7 @@ from ultrascale_jax.data.chat import ChatTemplate, encode_conversations
 from ultrascale_jax.data.corpus import open_shards
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.data.preferences import NEXT, render_pair
-from ultrascale_jax.data.shards import load_index, write_index
+from ultrascale_jax.data.shards import load_index
 from ultrascale_jax.data.tokenizer import JsonTokenizer
 
 TOKENIZER = DATA / "trl" / "tokenizer.json"

@@ -24,7 +24,7 @@ from ultrascale_jax.checkpoint.run_metadata import describe, saved_config
 from ultrascale_jax.checkpoint.step_dirs import METADATA, steps
 from ultrascale_jax.cli import inspect
 from ultrascale_jax.config import CheckpointConfig, UserError
-from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.storage.remote import Remote, RemoteError, RemoteRefused
 from ultrascale_jax.train_step.state import abstract_state
 
@@ -42,7 +42,7 @@ def config(folder, url, **checkpoint):
 def save(cfg, states, *steps, rotate=True):
     """Save these steps one after the other, each with its copy."""
     folder = Path(cfg.log.run_dir)
-    with Checkpoints(cfg, Events(folder, 0)) as saver:
+    with Checkpoints(cfg) as saver:
         (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
         for step in steps:
             meta = describe(cfg, step, "data-1")
@@ -198,7 +198,7 @@ def test_failed_uploads_are_told_and_end_the_run_after_three_in_a_row(
     cfg = config(tmp_path / "a", url, keep=9)
     save(cfg, states, 1)
     monkeypatch.setattr(Remote, "upload", fail)
-    with Checkpoints(cfg, Events(tmp_path / "a", 0)) as checkpoints:
+    with Checkpoints(cfg) as checkpoints:
         for step in (2, 3, 4):
             checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
             while not checkpoints._uploads.wait(1.0):
@@ -227,7 +227,7 @@ def test_the_disk_keeps_what_is_being_uploaded_and_the_newest_goes_next(
 
     monkeypatch.setattr(Remote, "upload", slow)
     folder = tmp_path / "a/checkpoints"
-    with Checkpoints(cfg, Events(tmp_path / "a", 0)) as checkpoints:
+    with Checkpoints(cfg) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(states[step], describe(cfg, step, "data-1"), wait=True)
             assert begun.wait(timeout=300)
