@@ -13,13 +13,6 @@ from tests.runs import change
 from tests.states import some_state
 
 
-class OwnAttention(us.Transformer):
-    """Attention with a term, and built-in experts."""
-
-    layers = us.Layers(attention=GatedAttention)
-    layer_terms: ClassVar = {"open_gates": 2.0}
-
-
 class Lion(us.Transformer):
     """Lion, for everything but the embedding and the norms."""
 
@@ -30,6 +23,13 @@ class Lion(us.Transformer):
     @staticmethod
     def is_trained(path):
         return path != "embed" and "norm" not in path
+
+
+class OwnAttention(Lion):
+    """Attention with a term, and built-in experts."""
+
+    layers = us.Layers(attention=GatedAttention)
+    layer_terms: ClassVar = {"open_gates": 2.0}
 
 
 class Frozen(us.Transformer):
@@ -54,7 +54,7 @@ def compare_own_model(mesh: str, train: dict, schedule: str = "1f1b") -> None:
 
 
 def compare_own_attention(mesh: str) -> None:
-    """Compare terms of layers with and without experts."""
+    """Compare terms of layers with and without experts, and an optimizer of its own."""
     experts = us.Experts(num=4, top_k=2, d_ff=32, dense_layers=1)
     train = {"remat": "full"}
     compare_model(

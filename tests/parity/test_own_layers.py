@@ -1,4 +1,4 @@
-"""A model of own layers, with terms of its loss and of its layers, trains on a mesh as on one device."""
+"""Models of own layers, terms and optimizers train on a mesh as on one device."""
 
 from tests.parity.own_layers import compare_own_attention, compare_own_model
 
@@ -7,5 +7,5 @@ def test_own_layers_and_an_own_head_train_as_on_one_device():
     compare_own_model("pp=2,sp=2", {"remat": "selective"})
 
 
-def test_terms_of_layers_with_and_without_experts_are_those_of_one_device():
+def test_layers_with_and_without_experts_and_an_own_optimizer_train_as_on_one_device():
     compare_own_attention("pp=2,ep=2")

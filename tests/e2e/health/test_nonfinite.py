@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 
 from tests.faults.tiny import config as TINY
-from tests.runs import change, in_folder, mesh_of
+from tests.runs import change, mesh_of
 from tests.states import some_state
-from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.nonfinite import find_nonfinite
-from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.train_step.state import TrainState
-from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.setup import make_loader
 
 TOO_LARGE = 1e38
@@ -67,12 +64,3 @@ def test_a_gradient_whose_norm_overflows_is_named():
     """Tiny values times a huge w_o are moderate; the gradient of w_v is proportional to w_o."""
     place = find({"pp": 2}, {"stacks.0.attn.w_v": 1e-30, "stacks.0.attn.w_o": 1e30})
     assert place == "in the gradients of stacks.0.attn.w_v, layer 1 from 0"
-
-
-def test_a_run_that_diverges_says_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(skipped_steps, "MOST_IN_A_ROW", 2)
-    cfg = in_folder(change(TINY, mesh={"fsdp": 2}, optim={"lr": 1e30, "clip_norm": 0.0}), tmp_path)
-    with pytest.raises(
-        Diverged, match=r"up to step 3, first in the gradients of .*, layer 1 from 0; newest"
-    ):
-        train(cfg, mesh_of(cfg))

@@ -18,7 +18,7 @@ from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.models.lora import merged
 from ultrascale_jax.models.partition import combine
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.state import abstract_state, init_state
+from ultrascale_jax.train_step.state import abstract_state
 
 MODULES = {
     "deepseek_v3": [
@@ -53,8 +53,8 @@ def exported(tmp_path: Path, family: str):
     """Export random adapters both ways; return the mesh, the adapters and the base."""
     cfg = configured(family)
     mesh = make_mesh(cfg.mesh, jax.devices()[:4])
-    adapters = random(init_state(cfg, mesh, frozen=False).params)
-    base = checkpoint.load(HF / family, abstract_state(cfg, mesh).frozen)
+    state = abstract_state(cfg, mesh)
+    adapters, base = random(state.params), checkpoint.load(HF / family, state.frozen)
     with jax.set_mesh(mesh):
         save_adapters(adapters, cfg.model, cfg.train.lora, tmp_path / "peft", base="x")
         checkpoint.save(merged(adapters, base), cfg.model, tmp_path / "full", dtype="float32")
@@ -101,7 +101,7 @@ def test_a_merged_export_has_the_logits_of_its_adapters(tmp_path):
 def test_experts_of_one_tensor_are_exported_merged(tmp_path):
     cfg = configured("gpt_oss")
     mesh = make_mesh(cfg.mesh, jax.devices()[:4])
-    adapters = init_state(cfg, mesh, frozen=False).params
+    adapters = random(abstract_state(cfg, mesh).params)
     with (
         jax.set_mesh(mesh),
         pytest.raises(UserError, match=r"'experts\.gate_proj': lies in .*; merge"),

@@ -182,7 +182,7 @@ def attend(context: ContextConfig, *arrays, **options):
         (RING, 8, "window", GQA),
         (RING, 4, "packed", ["mha"]),
         (RING, 2, "bare", ["mqa"]),
-        (ZIGZAG, 8, "bare", KV_HEADS),
+        (ZIGZAG, 8, "bare", GQA),
         (ZIGZAG, 4, "window", ["mha"]),
         (ZIGZAG, 2, "packed", ["mqa"]),
         (ALLGATHER, 8, "packed", ["mqa"]),

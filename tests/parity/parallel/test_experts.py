@@ -35,15 +35,14 @@ class Layout(NamedTuple):
 
     ep: int
     sp: int = 1
-    tp: int = 1
     kind: AxisType = AxisType.Explicit
     inside: bool = False
 
     @property
     def mesh(self) -> Mesh:
-        sizes = self.ep, self.sp, self.tp
+        sizes = self.ep, self.sp
         devices = np.array(jax.devices()[: np.prod(sizes)])
-        return Mesh(devices.reshape(sizes), ("ep", "sp", "tp"), axis_types=(self.kind,) * 3)
+        return Mesh(devices.reshape(sizes), ("ep", "sp"), axis_types=(self.kind,) * 2)
 
 
 @functools.cache
@@ -81,13 +80,11 @@ def inputs(experts: Experts) -> dict[str, np.ndarray]:
 @functools.cache
 def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
     """Compiled: ids [N, k] -> what the oracle knows, and how many choices were dropped."""
-    tokens, hidden = P(("ep", "sp")), P("ep", None, "sp" if layout.tp == 1 else "tp")
-    out = P("ep", "sp" if layout.tp == 1 else "tp", None)
-    in_specs = (tokens, tokens, hidden, hidden, out)
+    tokens, hidden = P(("ep", "sp")), P("ep", None, "sp")
+    in_specs = (tokens, tokens, hidden, hidden, P("ep", "sp", None))
 
     def layer(ids, *floats):
         y, dropped = expert_layer(floats[0], ids, *floats[1:], axis="ep", moe=moe, experts=experts)
-        y = jax.lax.psum(y, "tp") if layout.tp > 1 else y
         return y, jax.lax.psum(dropped, ("ep", "sp"))
 
     def with_gradients(layer, ids, d_y, *floats):
@@ -132,13 +129,12 @@ def check(moe: MoEConfig, layout: Layout, ids: np.ndarray, experts: Experts = EX
     assert_equal(found, ids, experts)
 
 
-# `TIGHT` takes more rounds. Every pair of exchange and kind of layout.
+# `TIGHT` takes more rounds. Every pair of exchange and kind of layout; tests/parity/rows.py splits experts over tp.
 CASES = {
     "tight-ep4": (TIGHT, Layout(4), EXPERTS),
     "overlap-ep8": (OVERLAP, Layout(8), EXPERTS),
     "tight-ep8-more_choices_than_experts": (TIGHT, Layout(8), GROUPED),
     "tight-sp2": (TIGHT, Layout(4, sp=2), EXPERTS),
-    "tight-tp2": (TIGHT, Layout(4, tp=2), EXPERTS),
     "tight-inside-auto": (TIGHT, Layout(4, kind=AxisType.Auto, inside=True), EXPERTS),
     "nodes2-sp2": (NODES2, Layout(4, sp=2), EXPERTS),
 }

@@ -28,18 +28,22 @@ FLOAT32 = 1e-5
 TINY = "--model.num_layers 2 --data.seq_len 32 --data.no-document-mask --train.global_batch 8 --train.remat none"
 DEBUG, MOE = f"debug {TINY}", f"moe_debug {TINY}"
 RUNS = {
-    "dp": (f"{DEBUG} --mesh dp=2,fsdp=4", {("all-reduce", "dp"), ("reduce-scatter", "fsdp")}),
-    "sp and tp": (f"{DEBUG} --mesh fsdp=2,sp=2,tp=2", {("all-gather", "sp"), ("all-reduce", "tp")}),
+    "zero1 and allgather": (
+        f"{DEBUG} --mesh dp=2,fsdp=2,cp=2 --train.zero 1 --cp.strategy allgather",
+        {("all-reduce", "dp"), ("all-gather", "fsdp"), ("all-gather", "cp")},
+    ),
+    "sp and tp": (
+        f"{DEBUG} --mesh fsdp=2,sp=2,tp=2",
+        {("all-gather", "sp"), ("all-reduce", "tp"), ("reduce-scatter", "fsdp")},
+    ),
     "pp and zigzag": (
         f"{DEBUG} --mesh pp=2,cp=2,fsdp=2 --train.microbatches 2",
         {("collective-permute", "pp"), ("collective-permute", "cp")},
     ),
-    "allgather": (f"{DEBUG} --mesh cp=4,fsdp=2 --cp.strategy allgather", {("all-gather", "cp")}),
     "two levels and ulysses": (
         f"{MOE} --mesh ep=4,cp=2 --moe.a2a_groups 2 --cp.strategy ulysses",
         {("all-to-all", "ep"), ("all-to-all", "cp")},
     ),
-    "zero1": (f"{DEBUG} --mesh fsdp=8 --train.zero 1", {("all-gather", "fsdp")}),
 }
 """Name to the words of `ultrascale plan compile`, and collectives of the program; `tests/nightly/hlo` has more."""
 

@@ -41,7 +41,7 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=8, max_size=40)
 BORDERS = st.lists(st.integers(1, 39), min_size=3, max_size=12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(lengths=LENGTHS, borders=BORDERS, seq_len=st.integers(2, 20), seed=st.integers(0, 5))
 def test_an_epoch_of_a_large_corpus_has_every_token_once(lengths, borders, seq_len, seed):
     corpus = large_corpus(lengths, [border % len(lengths) for border in borders])

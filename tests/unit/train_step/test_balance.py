@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.runs import change
 from tests.states import random_state, some_state
 from ultrascale_jax.config import (
     Config,
@@ -16,7 +17,6 @@ from ultrascale_jax.config import (
     MeshConfig,
     ModelConfig,
     MoEConfig,
-    OptimConfig,
     TrainConfig,
 )
 from ultrascale_jax.data.loader import Loader
@@ -44,6 +44,10 @@ BASE = Config(
     mesh=MeshConfig(fsdp=1),
     data=DataConfig(source="synthetic", seq_len=32),
     train=TrainConfig(global_batch=8, precision="fp32", seed=1),
+)
+ONE_LAYER = change(
+    BASE,
+    model={"num_layers": 1, "experts": dataclasses.replace(BASE.model.experts, dense_layers=0)},
 )
 ROUTED = np.array([[9, 2, 3, 2, 20], [4, 4, 0, 8, 8]], np.float32)
 """Loads and sum of entropies of both layers, whose 16 tokens choose once."""
@@ -107,10 +111,7 @@ def loader_batch(cfg: Config, step: int = 0) -> dict[str, np.ndarray]:
 
 def test_the_losses_of_routers_have_their_weight_whatever_the_mask():
     """Also where micro-batches differ in their targets: the gradient with these losses less the one without them."""
-    experts = dataclasses.replace(BASE.model.experts, dense_layers=0)
-    model = dataclasses.replace(BASE.model, num_layers=1, experts=experts)
-    train = dataclasses.replace(BASE.train, microbatches=2)
-    cfg = dataclasses.replace(BASE, model=model, train=train)
+    cfg = change(ONE_LAYER, train={"microbatches": 2})
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(moe, state, batch):
@@ -133,7 +134,7 @@ def test_the_losses_of_routers_have_their_weight_whatever_the_mask():
 
 
 def test_a_batch_without_targets_changes_nothing_and_says_so():
-    cfg = dataclasses.replace(BASE, moe=BALANCED)
+    cfg = dataclasses.replace(ONE_LAYER, moe=BALANCED)
     state = random_state(cfg, jax.sharding.get_mesh())
     counts = {"step": jnp.int32(5), "skipped": jnp.int32(0)}
     state = dataclasses.replace(state, opt_state=jax.tree.map(jnp.abs, state.opt_state), **counts)
@@ -167,10 +168,8 @@ STEPS = 60
 
 def test_biases_even_the_load_of_a_router_with_a_favourite(mesh):
     """An expert starts with a bias that most tokens' scores, from small weights, do not make up for."""
-    experts = dataclasses.replace(BASE.model.experts, dense_layers=0)
-    model = dataclasses.replace(BASE.model, num_layers=1, experts=experts)
-    moe, optim = MoEConfig(bias_rate=0.002), OptimConfig(lr=1e-3, warmup_steps=0)
-    cfg = dataclasses.replace(BASE, model=model, moe=moe, optim=optim)
+    optim = {"lr": 1e-3, "warmup_steps": 0}
+    cfg = change(ONE_LAYER, moe={"bias_rate": 0.002}, optim=optim)
     favour = 0.05 * (np.arange(NUM, dtype=np.float32) == 1)[None]
 
     @jax.jit
