@@ -289,6 +289,12 @@ NIGHTLY_ROWS: tuple[Row, ...] = (
 TESTED = (*ROWS, SEVEN_AXES)
 
 
+def kind(row: Row) -> str:
+    """Return what distinguishes the row's model; the rows of each kind are tests of one file."""
+    kinds = {"experts": "experts", "linear": "linear", "attention_sinks": "sinks"}
+    return next((kinds[field] for field in kinds if field in MODELS[row.model]), "dense")
+
+
 def values(cfg: Config) -> Iterator[str]:
     """Yield each value, a key of `CHANGES`, that a checked configuration has."""
     model, train = cfg.model, cfg.train
