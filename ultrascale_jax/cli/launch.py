@@ -88,6 +88,8 @@ def supervisor_of(argv: Sequence[str], signals: Sequence[int] = ()) -> Superviso
         require(
             not several or chosen.fake_devices is None, "fake_devices", chosen.fake_devices, fix
         )
+        fix = "needs no supervisor; give it to ultrascale train"
+        require(chosen.store_logits is None, "store_logits", str(chosen.store_logits), fix)
         host_places = places(options, os.environ, chosen)
     resume, run_dir = cfg.checkpoint.resume, Path(cfg.log.run_dir)
     begun_before = begun_anew(run_dir)

@@ -29,7 +29,6 @@ COMMANDS = {
     "generate": "continue a text with a trained model, or talk to it  MODEL --prompt TEXT|--chat",
     "evaluate": "held-out loss and perplexity, and lm-eval's tasks    MODEL --source text:GLOB",
     "prepare-data": "text, JSON lines or Parquet to token shards          --input GLOB --out DIR",
-    "store-logits": "a teacher's largest probabilities for a run's data   [RECIPE] --out DIR --top-k 64",
     "convert-hf": "a run as a Hugging Face checkpoint                   RUN_DIR HF_DIR",
 }
 """Commands by name, with a description and an example of their arguments."""

@@ -9,12 +9,17 @@ from typing import Annotated
 
 from ultrascale_jax.checkpoint.init_from import check_run_dir
 from ultrascale_jax.cli import command_line, devices, generate, init_from, output, trace_tables
+from ultrascale_jax.cli.store_logits import store
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.config.section import Count
 from ultrascale_jax.launch import watchdog
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.processes import follow_supervisor
 from ultrascale_jax.launch.run_files import METRICS
 from ultrascale_jax.launch.sigterm import SignalListener
+
+STORED_PROBABILITIES = 64
+"""Probabilities of each target that `--store-logits` keeps, unless told."""
 
 WORTH_READING = 200
 """Steps before which a model of the size of `demo` writes no words."""
@@ -29,9 +34,16 @@ class Options(command_line.JobOptions):
 
     profile: Annotated[str | None, command_line.option("FIRST:LAST")] = None
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13, and end with a report of it."""
+    store_logits: Annotated[Path | None, command_line.option("DIR")] = None
+    """Train nothing: store in DIR the largest probabilities of train.distill.teacher for the rows of this run, in at
+    most 8 K + 4 bytes a token; after a kill the same command goes on."""
+    top_k: Annotated[Count | None, command_line.option("K", f"{STORED_PROBABILITIES}")] = None
+    """Probabilities of each target that --store-logits keeps."""
 
     def __post_init__(self):
         super().__post_init__()
+        fix = "counts only with --store-logits DIR"
+        require(self.store_logits is not None or self.top_k is None, "top_k", self.top_k, fix)
         fix = "write the first step and the one to stop before, as 10:13"
         steps = self.profile_steps
         require(self.profile is None or steps is not None, "profile", self.profile, fix)
@@ -60,6 +72,10 @@ def main(argv: Sequence[str]) -> None:
         cfg, options = command_line.parse(
             argv, prog="ultrascale train", options=Options, description=DESCRIPTION
         )
+        if options.store_logits is not None:
+            with command_line.user_errors():
+                store(cfg, options, options.store_logits, options.top_k or STORED_PROBABILITIES)
+            return
         summary = run(cfg, options)
     import jax
 

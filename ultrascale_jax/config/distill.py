@@ -24,7 +24,7 @@ class Distill(Section, name="train.distill"):
 
     teacher: str = ""
     """`hf:DIR`, a Hugging Face folder, `RUN_DIR[@STEP]`, another run's checkpoint, or `topk:DIR`, the largest
-    probabilities of one, which `ultrascale store-logits` wrote; empty: no teacher."""
+    probabilities of one, which `ultrascale train --store-logits DIR` wrote; empty: no teacher."""
     divergence: Literal["forward", "reverse"] = "forward"
     """KL(teacher | model), which covers all that the teacher may say, or `reverse`: KL(model | teacher)."""
     temperature: Positive = 1.0

@@ -6,7 +6,7 @@
 
 A token is a target in one row of an epoch, so the rows of a run find their records in any order: with any batch, on
 any mesh, after a resume. A token that is no target of the run has zeros, which are no distribution. `ultrascale
-store-logits` writes it.
+train --store-logits DIR` writes it.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ultrascale_jax.data.loader import Loader
     from ultrascale_jax.data.samples import Batch, Span
 
-COMMAND = "ultrascale store-logits with the options of this run, --out DIR --top-k K"
+COMMAND = "ultrascale train with the options of this run, --store-logits DIR --top-k K"
 FORMAT = "ultrascale_jax top-k 1"
 INDEX = "index.json"
 SAVE_S = 60.0

@@ -1,4 +1,4 @@
-"""`ultrascale store-logits`: a run that reads a teacher's probabilities learns as from the teacher, or is refused."""
+"""`train --store-logits`: a run that reads a teacher's probabilities learns as from the teacher, or is refused."""
 
 import os
 import shutil
@@ -40,10 +40,10 @@ def words_of(folder):
 
 def store(folder, out="topk", k=256):
     return [
-        "store-logits",
+        "train",
         *words_of(folder),
         *TEACHER.split(),
-        "--out",
+        "--store-logits",
         folder / out,
         "--top-k",
         k,
