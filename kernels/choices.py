@@ -61,6 +61,11 @@ def is_hopper(kind: str) -> bool:
     return any(name in kind for name in HOPPER)
 
 
+def is_blackwell(kind: str) -> bool:
+    """Return whether GPUs of this kind multiply fp8 with a scale for 32 elements."""
+    return any(name in kind for name in BLACKWELL)
+
+
 def auto_order(field: str, kind: str) -> tuple[str, ...]:
     """Return the implementations that `auto` tries in turn, for a field of `kernels` and JAX's name of a device."""
     rows = (row for row in TABLE if row.field == field)

@@ -1,7 +1,7 @@
 """Float8 values with float32 scales, chosen from the values themselves (current scaling).
 
-A scale belongs to the whole array, a row, a block of 1 x 128 or a tile of 128 x 128, and maps the largest magnitude
-there to the largest of the float8 type. Nothing here is differentiable: quantise inside a `custom_vjp`.
+A scale belongs to the whole array, a row, a block of 1 x 128 or 1 x 32, or a tile of 128 x 128, and maps the largest
+magnitude there to the largest of the float8 type. Nothing here is differentiable: quantise inside a `custom_vjp`.
 
 XLA reads what it quantises two or three times, and once more for the transpose. The kernel (`quantize_fp8_mosaic.py`)
 reads blocks and tiles once, for both orientations; scales of a row or of the whole array are XLA's.
@@ -20,10 +20,13 @@ from ultrascale_jax.kernels.device import match_vma, takes_mosaic
 BLOCK = 128
 """Columns of a block; rows and columns of a tile."""
 
+MX_BLOCK = 32
+"""Columns of a block of the OCP's microscaling formats."""
+
 TINY = float(jnp.finfo(jnp.float32).tiny)
 """Smallest scale, whose inverse is finite."""
 
-type Scaling = Literal["tensor", "row", "block", "tile"]
+type Scaling = Literal["tensor", "row", "block", "mx", "tile"]
 
 
 class Quantized(NamedTuple):
@@ -31,7 +34,8 @@ class Quantized(NamedTuple):
 
     values: jax.Array
     scales: jax.Array
-    """`[]` tensor, `[..., M, 1]` row, `[..., M, ceil(K/128)]` block, `[..., ceil(M/128), ceil(K/128)]` tile."""
+    """`[]` tensor, `[..., M, 1]` row, `[..., M, ceil(K/128)]` block, `[..., M, ceil(K/32)]` mx,
+    `[..., ceil(M/128), ceil(K/128)]` tile."""
 
 
 def quantize_fp8(
@@ -50,7 +54,8 @@ def quantize_fp8(
 
     Args:
       x: `[..., M, K]` bfloat16 or float32; the last block or tile of a dim may be short.
-      scaling: what has a scale of its own: `tensor`, `row`, `block` (1 x 128) or `tile` (128 x 128).
+      scaling: what has a scale of its own: `tensor`, `row`, `block` (1 x 128), `mx` (1 x 32) or `tile`
+        (128 x 128).
       amax: `[]`, for scaling `tensor`: the largest magnitude, where x is a piece of the tensor.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       implementation: `xla`, `mosaic` (scaling `block` or `tile` of bfloat16 `[M, K]`, multiples of 128, on a Hopper
@@ -80,15 +85,16 @@ def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
     values, scales = q.values.astype(jnp.float32), q.scales
     if scales.ndim:
         (M, K), rows = values.shape[-2:], scales.shape[-2]
-        sizes = 1 if rows == M else BLOCK, K if scales.shape[-1] == 1 else BLOCK
+        width = MX_BLOCK if scales.shape[-1] == -(-K // MX_BLOCK) else BLOCK
+        sizes = 1 if rows == M else BLOCK, K if scales.shape[-1] == 1 else width
         scales = _repeat_over_blocks(scales, sizes, values.shape)
     return (values * scales).astype(dtype)
 
 
 def _quantize(x, scaling, amax, dtype, implementation, *, both: bool):
     """Quantise x, and its transpose if `both`."""
-    if scaling not in ("tensor", "row", "block", "tile"):
-        raise ValueError(f"scaling={scaling!r}: must be tensor, row, block or tile")
+    if scaling not in ("tensor", "row", "block", "mx", "tile"):
+        raise ValueError(f"scaling={scaling!r}: must be tensor, row, block, mx or tile")
     if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
         raise ValueError(f"dtype={dtype}: must be float8_e4m3fn or float8_e5m2")
     if amax is not None:
@@ -114,7 +120,12 @@ def reference(x, scaling: Scaling, amax, dtype) -> Quantized:
         amax = _amax(x32) if amax is None else amax.astype(jnp.float32)
         scales = scale_of(amax, dtype)
         return Quantized(cast(x32, 1 / scales, dtype), scales)
-    sizes = {"row": (1, x.shape[-1]), "block": (1, BLOCK), "tile": (BLOCK, BLOCK)}[scaling]
+    sizes = {
+        "row": (1, x.shape[-1]),
+        "block": (1, BLOCK),
+        "mx": (1, MX_BLOCK),
+        "tile": (BLOCK, BLOCK),
+    }[scaling]
     amax = jnp.max(jnp.abs(_blocks(x32, sizes)), axis=(-3, -1))
     scales = scale_of(amax, dtype)
     return Quantized(cast(x32, _repeat_over_blocks(1 / scales, sizes, x.shape), dtype), scales)

@@ -42,10 +42,12 @@ SCALARS = 64
 
 
 @functools.cache
-def compile_once(cfg: Config, num_devices: int, options: tuple = ()) -> CompiledStep:
+def compile_once(
+    cfg: Config, num_devices: int, options: tuple = (), gpu: str = "h100"
+) -> CompiledStep:
     """`compile_step`, once for all tests of a file; `options` are pairs."""
     flags = NO_MACHINE_CODE | dict(options)
-    return compile_step(cfg, num_devices, estimates=False, options=flags)
+    return compile_step(cfg, num_devices, gpu, estimates=False, options=flags)
 
 
 def compiled(
@@ -60,9 +62,10 @@ def compiled(
     experts: Experts | None = None,
     model: ModelConfig = MODEL,
     seq_len: int = 512,
+    gpu: str = "h100",
     **train,
 ) -> tuple[Config, CompiledStep]:
-    """A small run, checked, and its step on H100s."""
+    """A small run, checked, and its step on GPUs."""
     cfg = Config(
         model=dataclasses.replace(model, experts=experts),
         mesh=MeshConfig(**mesh),
@@ -74,7 +77,7 @@ def compiled(
         data=DataConfig(seq_len=seq_len, document_mask=False),
         train=TrainConfig(**{"global_batch": 2 * num_devices, "remat": "full"} | train),
     )
-    return cfg.check(num_devices), compile_once(cfg, num_devices, tuple(FAST.items()))
+    return cfg.check(num_devices), compile_once(cfg, num_devices, tuple(FAST.items()), gpu)
 
 
 def matrices(cfg: Config) -> dict[str, int]:

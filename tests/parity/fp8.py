@@ -39,6 +39,7 @@ ROWS = {
     "rowwise_sp2_tp2": (
         {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
     ),
+    "mx_fsdp2_sp2": ({"fsdp": 2, "sp": 2}, {"precision": "mxfp8", "remat": "selective"}, {}, {}),
     "block_cp2_fsdp2": (
         {"cp": 2, "fsdp": 2}, {"precision": "fp8_block", "zero": 1, "seed": 1}, {},
         {"bf16_first": 1},
@@ -56,6 +57,8 @@ NIGHTLY_ROWS = {
         {"pp": 2, "ep": 2, "fsdp": 2}, {"precision": "fp8", "microbatches": 4, "zero": 1, "seed": 2},
         {"num_layers": 3, "experts": Experts(num=4, top_k=2, d_ff=64, shared=1, dense_layers=1)}, {},
     ),
+    "mx_ep2_fsdp2": ({"ep": 2, "fsdp": 2}, {"precision": "mxfp8"}, EXPERTS, {}),
+    "mx_pp2_tp2": ({"pp": 2, "tp": 2}, {"precision": "mxfp8", "microbatches": 4}, {}, {}),
     "ep2_fsdp2": (
         {"ep": 2, "fsdp": 2}, {"precision": "fp8", "remat": "full"}, EXPERTS, {},
     ),

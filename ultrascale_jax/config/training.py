@@ -22,9 +22,9 @@ from ultrascale_jax.config.section import (
     between,
 )
 
-Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "fp16", "fp32"]
+Precision = Literal["bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "fp16", "fp32"]
 
-FP8 = ("fp8", "fp8_rowwise", "fp8_block")
+FP8 = ("fp8", "fp8_rowwise", "fp8_block", "mxfp8")
 """Precisions whose products are in fp8."""
 
 AUTO = 0
@@ -104,8 +104,9 @@ class TrainConfig(Section, name="train"):
     """ZeRO: 1 shards optimizer state and master weights, 2 also the sums of
     gradients of several micro-batches, 3 also parameters."""
     precision: Precision = "bf16"
-    """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The three of fp8 are
-    bfloat16 but for the products of the layers: one scale for a tensor, for a row, or for a block (DeepSeek-V3)."""
+    """Type of compute; master weights, optimizer state and gradient sums are float32 in all. The four of fp8 are
+    bfloat16 but for the products of the layers: one scale for a tensor, for a row, for a block (DeepSeek-V3), or for 32
+    elements (`mxfp8`, on Blackwell GPUs)."""
     remat: Policy | Keep | Split = "none"
     """Recomputation in the backward pass: `none`, `selective` (attention), `dots`, `full`, or all but the tensors of
     `save:q,k+offload:gate,up`; `full:12+selective`: one for the first 12 layers, or the first 12 of each stage of a

@@ -18,6 +18,9 @@ BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([\d,]*)(?:[^}]*?S\((\d+)\))?[^}]*\})?")
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)')
 BATCHED = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]+)')
+BLOCK_SCALED = "__cudnn$blockScaledDot"
+"""Target of cuDNN's products `[batch, m, k] x [batch, n, k]` with a scale for 32 elements."""
+
 MATMUL_TARGET = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn|fmha|flash)', re.IGNORECASE)
 GROUPED = re.compile(
     r'custom_call_target="mosaic.*op_name="[^"]*/grouped_matmul(?:_weight_gradient)?/'
@@ -136,6 +139,12 @@ class Module:
             rows, k = left.dims
             n = instruction.arrays[0].dims[-1] if len(right.dims) == 3 else right.dims[-1]
             return [Dot(1, rows, n, k, left.dtype)]
+        if BLOCK_SCALED in instruction.attributes:
+            left, right = (
+                self.by_name[computation][name].arrays[0] for name in instruction.operands[:2]
+            )
+            batch, m, k = left.dims
+            return [Dot(batch, m, right.dims[1], k, left.dtype)]
         contracted = CONTRACTED.search(instruction.attributes)
         if contracted is None:
             bodies = ((name, self.computations.get(name, [])) for name in instruction.called)

@@ -4,6 +4,7 @@
     tensor   one scale for each device   one scale         one scale                 cuBLASLt
     row      one for each token          one for a column  one for each token        cuBLASLt, scales applied after it
     block    1 x 128                     128 x 128         1 x 128                   `kernels/fp8_matmul.py`
+    mx       1 x 32                      1 x 32            1 x 32                    cuDNN, on Blackwell
 
 Every product contracts dims that both operands have at their ends, so each operand is quantised along the dim that is
 contracted: x and the gradient of y once for the forward pass (or the input's gradient) and once, along the tokens, for
@@ -31,16 +32,24 @@ from jax.tree_util import keystr
 from ultrascale_jax.config import require, require_choice
 from ultrascale_jax.kernels.device import device, match_vma, on_gpu, on_hopper
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
-from ultrascale_jax.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_both
+from ultrascale_jax.kernels.quantize_fp8 import (
+    BLOCK,
+    MX_BLOCK,
+    Quantized,
+    quantize_fp8,
+    quantize_fp8_both,
+)
 from ultrascale_jax.sharding.manual import leave_partial, smap
-from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, varying
+from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, vary, varying
 
-Scaling = Literal["tensor", "row", "block"]
+Scaling = Literal["tensor", "row", "block", "mx"]
 Gradient = Literal["e4m3", "e5m2"]
 Wgrad = Literal["fp8", "bf16"]
 Implementation = Literal["auto", "xla", "mosaic"]
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E8M0 = jnp.float8_e8m0fnu
+"""Powers of 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +184,8 @@ def fp8_dot(
     Args:
       x: float array; its leading dims are rows, or tokens.
       w: float matrix.
-      scaling: `tensor`, `row` or `block`, with one scale for a tensor, a row or 128 elements of a row.
-      gradients: type of the gradient of the result.
+      scaling: `tensor`, `row`, `block` or `mx`, with one scale for a tensor, a row, 128 or 32 elements of a row.
+      gradients: type of the gradient of the result; `mx` wants e4m3.
       wgrad: type in which the gradient of w is multiplied.
       implementation: of products with `block`: Mosaic's kernel wants a Hopper GPU and sizes in multiples of 128.
 
@@ -190,6 +199,8 @@ def fp8_dot(
     require_choice("gradients", gradients, Gradient)
     require_choice("wgrad", wgrad, Wgrad)
     require_choice("implementation", implementation, Implementation)
+    fix = "scaling='mx' multiplies e4m3 alone; use gradients='e4m3'"
+    require(scaling != "mx" or gradients == "e4m3", "gradients", gradients, fix)
     fits = x.ndim > 0 and w.ndim == 2 and x.shape[-1] == w.shape[0]
     require(fits, "x and w", f"{x.shape} and {w.shape}", "must be [..., K] and [K, N]")
     for name, array in (("x", x), ("w", w)):
@@ -278,8 +289,8 @@ def _weight(recipe: Recipe, w, quantised) -> tuple[Quantized, Quantized]:
             return _turned(quantize_fp8(w, "tensor"))
         values, scale = quantised
         return _turned(Quantized(_from_bits(values), scale))
-    if recipe.scaling == "row":
-        return quantize_fp8_both(w, "row")
+    if recipe.scaling in ("row", "mx"):
+        return quantize_fp8_both(w, recipe.scaling)
     tiles = quantize_fp8(w, "tile", implementation=_fitting_quantiser(recipe, w))
     return tiles, Quantized(*(jnp.swapaxes(a, -1, -2) for a in tiles))
 
@@ -295,6 +306,8 @@ def _product_of(recipe: Recipe, a: Quantized, b: Quantized, dtype, exact: bool =
     XLA makes an fp8 product of this on GPUs: types and a scalar scale outside of it, in `dtype`, other scales after
     it. `exact` asks cuBLASLt for sums in float32 (gradients), else it takes fewer bits and is faster.
     """
+    if recipe.scaling == "mx":
+        return _mx_product(a, b, dtype)
     if recipe.scaling == "block":
         fitting = _fitting(recipe, a.values.shape[-2], *b.values.shape[-2:])
         return fp8_matmul(a, b, out_dtype=dtype, implementation=fitting)
@@ -309,3 +322,20 @@ def _product_of(recipe: Recipe, a: Quantized, b: Quantized, dtype, exact: bool =
     if scalar:
         return y
     return (y.astype(jnp.float32) * a.scales * jnp.swapaxes(b.scales, -1, -2)).astype(dtype)
+
+
+def _mx_product(a: Quantized, b: Quantized, dtype) -> jax.Array:
+    """Multiply a `[..., M, K]` by the transpose of b `[..., N, K]`, both in blocks of 1 x 32."""
+    missing = -a.values.shape[-1] % MX_BLOCK
+
+    def operands(q: Quantized) -> tuple[jax.Array, jax.Array]:
+        values = jnp.pad(q.values, [(0, 0)] * (q.values.ndim - 1) + [(0, missing)])
+        scales, batch = q.scales.astype(E8M0), values.shape[:-2] or (1,)
+        return values.reshape(*batch, *values.shape[-2:]), scales.reshape(
+            *batch, *scales.shape[-2:]
+        )
+
+    (left, left_scales), (right, right_scales) = map(operands, (a, b))
+    y = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=dtype)
+    y = vary(y, varying(left))  # of which JAX's function knows nothing
+    return y.reshape(*a.values.shape[:-2], *y.shape[1:])

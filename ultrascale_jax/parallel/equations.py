@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
+from ultrascale_jax.sharding.rules import vary
+
 CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2")
 """Primitives whose inner equations are written out."""
 
@@ -20,10 +22,10 @@ class Equations:
         def flat(*inputs):
             return _write_out(nested.jaxpr, nested.consts, inputs, barriers)
 
-        self._closed = jax.make_jaxpr(flat)(*inputs)
-        jaxpr = self._closed.jaxpr
+        closed = jax.make_jaxpr(flat)(*inputs)
+        jaxpr = closed.jaxpr
         self.eqns, self.inputs, self.outputs = list(jaxpr.eqns), jaxpr.invars, jaxpr.outvars
-        self.constants = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        self.constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
 
     def descendants(self, sources: Iterable[core.Var]) -> set[core.Var]:
         """Return the variables that depend on `sources`, these included."""
@@ -45,13 +47,21 @@ class Equations:
 
     def function(self, inputs: Sequence, outputs: Sequence) -> Callable[..., list[jax.Array]]:
         """Return the function that computes `outputs` from the variables `inputs`."""
-        jaxpr = self._closed.jaxpr.replace(
-            invars=list(inputs),
-            outvars=list(outputs),
-            eqns=self.needed(outputs, inputs=set(inputs)),
-            debug_info=self._closed.jaxpr.debug_info.with_unknown_names(),
-        )
-        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, self._closed.consts))
+        equations = self.needed(outputs, inputs=set(inputs))
+
+        def run(*values: jax.Array) -> list[jax.Array]:
+            known = self.constants | dict(zip(inputs, values, strict=True))
+
+            def read(atom) -> Any:
+                return known[atom] if is_var(atom) else atom.val
+
+            for eqn in equations:
+                known.update(
+                    zip(eqn.outvars, run_equation(eqn, list(map(read, eqn.invars))), strict=True)
+                )
+            return list(map(read, outputs))
+
+        return run
 
 
 def is_var(atom) -> bool:
@@ -86,6 +96,8 @@ def primitives(eqns: Iterable) -> Iterator[str]:
 
 def run_equation(eqn, arguments: Sequence) -> list:
     """Run an equation in the current trace, under its own named scopes."""
+    if eqn.primitive.name == "pvary":  # a buffer may have made the value vary already
+        return [vary(x, eqn.params["axes"]) for x in arguments]
     with _scopes(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]

@@ -440,7 +440,7 @@ class Group:
         return -(-self.ranks // self.per_node)
 
 
-COUNTED_AS = {"fp16": "bf16", "fp8_rowwise": "fp8", "fp8_block": "fp8"}
+COUNTED_AS = {"fp16": "bf16", "fp8_rowwise": "fp8", "fp8_block": "fp8", "mxfp8": "fp8"}
 """The precision whose sizes and speeds another one has.
 
 fp8 with scales for rows or blocks is a little worse: bfloat16 is gathered, and casts read more.

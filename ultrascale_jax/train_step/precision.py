@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config import FP8, Config, policies, require
 from ultrascale_jax.config.lowering import Lowering
-from ultrascale_jax.kernels.choices import AttentionCall, is_hopper
+from ultrascale_jax.kernels.choices import AttentionCall, is_blackwell, is_hopper
 from ultrascale_jax.models.fp8 import Fp8, Recipe, Scaling, weight_amaxes
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
@@ -19,7 +19,12 @@ COMPUTE = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 COMPUTE |= dict.fromkeys(FP8, jnp.bfloat16)
 """Compute dtype for each `train.precision`."""
 
-SCALINGS: dict[str, Scaling] = {"fp8": "tensor", "fp8_rowwise": "row", "fp8_block": "block"}
+SCALINGS: dict[str, Scaling] = {
+    "fp8": "tensor",
+    "fp8_rowwise": "row",
+    "fp8_block": "block",
+    "mxfp8": "mx",
+}
 """The part of an array that has one fp8 scale, for each `train.precision`."""
 
 
@@ -66,16 +71,19 @@ def layer_inputs(cfg: Config, batch: dict[str, jax.Array], fp8: Fp8 | None) -> L
 
 def check_kernels(cfg: Config, device: jax.Device) -> None:
     """Refuse programs that do not run on this device or in this precision."""
-    kind = device.device_kind
+    kind, precision = device.device_kind, cfg.train.precision
+    fix = f"needs a Blackwell GPU, B200 or later, and this is a {kind}; use fp8 or fp8_rowwise"
+    is_able = device.platform != "gpu" or is_blackwell(kind)
+    require(precision != "mxfp8" or is_able, "train.precision", precision, fix)
     for name, value in cfg.kernels.choices.items():
-        if name == "kernels.fp8_matmul" and cfg.train.precision != "fp8_block":
+        if name == "kernels.fp8_matmul" and precision != "fp8_block":
             continue
         fix = f"needs a GPU, and this is a {device.platform}; use auto or xla"
         require(device.platform == "gpu" or value in ("auto", "xla"), name, value, fix)
         fix = f"needs an H100 or H200, and this is a {kind}; use auto or xla"
         require(is_hopper(kind) or value != "mosaic", name, value, fix)
-        fix = f"computes in bfloat16, and train.precision is {cfg.train.precision}; use auto or xla"
-        require(cfg.train.precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)
+        fix = f"computes in bfloat16, and train.precision is {precision}; use auto or xla"
+        require(precision not in ("fp16", "fp32") or value != "mosaic", name, value, fix)
     attention = cfg.kernels.attention
     for layer in range(cfg.model.layer_group):
         call = attention_call(cfg, kind, on_gpu=device.platform == "gpu", layer=layer)

@@ -3,6 +3,7 @@
 import re
 
 from tests.gpu_programs import HEAD, LAYERS, MATRICES, compiled, fp8_products
+from ultrascale_jax.hlo.program import BLOCK_SCALED
 
 
 def test_each_product_is_fp8_and_zero3_gathers_bytes():
@@ -27,3 +28,12 @@ def test_each_product_is_fp8_and_zero3_gathers_bytes():
     assert not re.search(rf" = f32\[{batch},{T},{D}\]\S* fusion\(", step.text)
     amaxes = cfg.model.num_layers * MATRICES
     assert len(re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)) == 1
+
+
+def test_every_product_of_the_layers_has_a_scale_for_32_elements():
+    _, step = compiled(8, {"fsdp": 4, "sp": 2}, precision="mxfp8", remat="none", gpu="b200")
+    products = [line for line in step.text.splitlines() if BLOCK_SCALED in line]
+    assert len(products) == LAYERS * 3 * MATRICES
+    assert fp8_products(step) == {"fp8": 0, "bf16": HEAD}
+    # A tensor group has 2,048 tokens; the widest products multiply them by half of [512, 1536].
+    assert max(m.flops for m in step.matmuls) == 2 * 2048 * 512 * 1536 // 2

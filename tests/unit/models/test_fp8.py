@@ -21,7 +21,7 @@ from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.precision import fp8_of, recipe
 
 M, K, N = 40, 160, 136
-PRECISIONS = ["fp8", "fp8_rowwise", "fp8_block"]
+PRECISIONS = ["fp8", "fp8_rowwise", "fp8_block", "mxfp8"]
 
 
 def recipe_of(precision: str, **changes) -> fp8.Recipe:
@@ -61,9 +61,7 @@ class Computed(NamedTuple):
 @functools.cache
 def computed(precision: str, groups: tuple[int, ...]) -> Computed:
     how = recipe_of(precision)
-    of_x, of_w = {"tensor": ("tensor",) * 2, "row": ("row",) * 2, "block": ("block", "tile")}[
-        how.scaling
-    ]
+    of_x, of_w = how.scaling, "tile" if how.scaling == "block" else how.scaling
     of_g = fp8.E5M2 if precision == "fp8" else fp8.E4M3
     layer = functools.partial(fp8.multiply, how)
     bf16 = functools.partial(fp8.multiply, dataclasses.replace(how, wgrad="bf16"))

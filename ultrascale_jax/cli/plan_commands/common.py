@@ -99,6 +99,9 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     cluster = find_cluster(options.cluster, options.gpu, options.gpus)
     if cfg.train.precision in FP8:
         cluster.gpu.peak_flops("fp8")
+    is_able = cfg.train.precision != "mxfp8" or cluster.gpu.capability >= (10, 0)
+    fix = f"needs Blackwell GPUs, and these are {cluster.gpu.name}; use --gpu b200, or fp8"
+    require(is_able, "train.precision", cfg.train.precision, fix)
     return cfg, cluster
 
 
