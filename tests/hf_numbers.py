@@ -1,4 +1,4 @@
-"""Logits, loss, gradients and four AdamW steps equal what `transformers` computed, on one device and on a mesh.
+"""Logits, loss, gradients and AdamW steps of each family on a mesh, and what `transformers` computed of them.
 
 `expected.npz` beside each checkpoint was written by transformers 5.23 with torch 2.13 on a CPU, in float32 with eager
 attention; `tests/data/make_hf.py`, with 5.24, wrote those that it lists.
@@ -13,6 +13,8 @@ arXiv 2412.19437, section 2.2, in float64 (`tests/data/make_mtp.py`); gradients 
 """
 
 import collections
+import dataclasses
+import itertools
 import re
 
 import jax
@@ -46,8 +48,8 @@ GRANITE = {
 FUSED = {"(gate_proj|up_proj|w1|w3)": "gate_up_proj", "(down_proj|w2)": "down_proj"}
 
 
-def run(family, mesh):
-    """Config, mesh, parameters, batch and expected numbers of one fixture."""
+def run(family, mesh, **model):
+    """Config, with these fields of its model, mesh, parameters, batch and expected numbers of one fixture."""
     folder = HF / family
     with np.load(folder / "expected.npz", allow_pickle=False) as file:
         expected = dict(file)
@@ -55,7 +57,7 @@ def run(family, mesh):
     num_devices = int(np.prod(list(sizes.sizes.values())))
     tokens = expected["tokens"]
     cfg = Config(
-        model=read_config(folder),
+        model=dataclasses.replace(read_config(folder), **model),
         mesh=sizes,
         data=DataConfig(seq_len=tokens.shape[1], document_mask=False),
         optim=OptimConfig(
@@ -103,27 +105,51 @@ def norms_by_name(grads, model, family):
     return {name: square**0.5 for name, square in squares.items()}
 
 
-def check_logits(family: str, mesh: str) -> None:
-    """Compare logits alone."""
-    _, mesh, params, batch, expected = run(family, mesh)
-    with jax.set_mesh(mesh):
-        forward = jax.jit(lambda params, batch: params.logits(batch["tokens"], batch["positions"]))
-        logits = forward(params, batch)
-    np.testing.assert_allclose(np.asarray(logits), expected["logits"], rtol=0, atol=1e-4)
+def forward(cfg, mesh, params, batch):
+    """Logits, loss, gradients, and nats and counts of modules that predict ahead."""
 
-
-def check_gradients(family: str, mesh: str) -> None:
-    """Compare logits, loss and the norm of each gradient."""
-    cfg, mesh, params, batch, expected = run(family, mesh)
-
-    def forward_and_gradients(params, batch):
+    @jax.jit
+    def passes(params, batch):
         logits = params.logits(batch["tokens"], batch["positions"])
         weight = 1.0 / jnp.sum((batch["targets"] >= 0).astype(jnp.float32))
         grads, sums = gradients(cfg, params, batch, weight)
         return logits, sums.loss, grads, sums.mtp
 
     with jax.set_mesh(mesh):
-        logits, loss, grads, ahead = jax.jit(forward_and_gradients)(params, batch)
+        return passes(params, batch)
+
+
+def steps(cfg, mesh, params, batch):
+    """Yield the parameters and the metrics of each AdamW step on one batch, without end."""
+
+    @jax.jit
+    def fresh(params):
+        zeros = (jnp.int32(0) for _ in range(3))
+        return TrainState(params, optimizer(cfg).init(params), *zeros, None)
+
+    with jax.set_mesh(mesh):
+        state, train_step = fresh(params), make_train_step(cfg)
+    while True:
+        with jax.set_mesh(mesh):
+            state, metrics = train_step(state, batch)
+        yield state.params, metrics
+
+
+def check_logits(family: str, mesh: str) -> None:
+    """Compare logits alone."""
+    _, mesh, params, batch, expected = run(family, mesh)
+    with jax.set_mesh(mesh):
+        logits_of = jax.jit(
+            lambda params, batch: params.logits(batch["tokens"], batch["positions"])
+        )
+        logits = logits_of(params, batch)
+    np.testing.assert_allclose(np.asarray(logits), expected["logits"], rtol=0, atol=1e-4)
+
+
+def check_gradients(family: str, mesh: str) -> None:
+    """Compare logits, loss and the norm of each gradient."""
+    cfg, mesh, params, batch, expected = run(family, mesh)
+    logits, loss, grads, ahead = forward(cfg, mesh, params, batch)
     np.testing.assert_allclose(np.asarray(logits), expected["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(float(loss), expected["loss"], rtol=0, atol=1e-4)
     if ahead is not None:
@@ -139,20 +165,10 @@ def check_gradients(family: str, mesh: str) -> None:
 def check_steps(family: str, mesh: str) -> None:
     """Compare the losses of four AdamW steps."""
     cfg, mesh, params, batch, expected = run(family, mesh)
-
-    @jax.jit
-    def fresh(params):
-        zeros = (jnp.int32(0) for _ in range(3))
-        return TrainState(params, optimizer(cfg).init(params), *zeros, None)
-
-    with jax.set_mesh(mesh):
-        state = fresh(params)
-        train_step = make_train_step(cfg)
-        losses, ahead = [], []
-        for _ in expected["losses"]:
-            state, metrics = train_step(state, batch)
-            losses.append(float(metrics["loss"]))
-            ahead += list(metrics.get("mtp_loss", ()))
+    losses, ahead = [], []
+    for _, metrics in itertools.islice(steps(cfg, mesh, params, batch), len(expected["losses"])):
+        losses.append(float(metrics["loss"]))
+        ahead += list(metrics.get("mtp_loss", ()))
     # They agree to 1e-6; with half of the weight decay they differ by 5e-5.
     np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=3e-6)
     np.testing.assert_allclose(ahead, expected.get("mtp_losses", []), rtol=0, atol=3e-6)

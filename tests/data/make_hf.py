@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import transformers
 
+EAGER = {"attn_implementation": "eager"}
+
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -357,12 +359,11 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and not name.endswith(("_bias", "conv1d.weight"))
 
 
-def main(folder: Path, family: str) -> None:
-    """Write one checkpoint and `expected.npz` beside it: logits, loss, gradients' norms, losses of four AdamW steps."""
+def make(folder: Path, family: str) -> torch.Tensor:
+    """Write one checkpoint; return tokens for it."""
     torch.manual_seed(0)
     generator, config = torch.Generator().manual_seed(1), FAMILIES[family]()
-    eager = {"attn_implementation": "eager"}
-    model = transformers.AutoModelForCausalLM.from_config(config, **eager).float()
+    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER).float()
     zero_centred = ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     norm = 0.0 if config.model_type in zero_centred else 1.0
     buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("bias", "scalar"))]
@@ -374,39 +375,69 @@ def main(folder: Path, family: str) -> None:
         fill(name, tensor, generator, 0.5 if small else norm)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)
-    tokens = torch.randint(0, config.vocab_size, (2, 48), generator=generator)
+    return torch.randint(0, config.vocab_size, (2, 48), generator=generator)
 
-    def loss_of() -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(tokens, use_cache=False).logits
-        given = logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1)
-        return logits, torch.nn.functional.cross_entropy(*given)
 
-    logits, loss = loss_of()
-    loss.backward()
-    named, losses = dict(model.named_parameters()), []
-    expected = {
-        "tokens": tokens.numpy().astype(np.int32),
-        "logits": logits.detach().numpy(),
-        "loss": np.float32(loss.item()),
-        "grad_names": np.array(list(named)),
-        "grad_norms": np.array([p.grad.norm().item() for p in named.values()], np.float32),
-    }
-    decayed = [p for name, p in named.items() if is_decayed(name, p)]
-    others = [p for name, p in named.items() if not is_decayed(name, p)]
-    groups = [
-        {"params": decayed, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    for _ in range(4):
-        adamw.zero_grad()
-        loss = loss_of()[1]
+class Reference:
+    """A checkpoint in `transformers`, trained on one batch by AdamW."""
+
+    def __init__(self, folder: Path, tokens: torch.Tensor):
+        self.tokens = tokens
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, **EAGER
+        )
+        self.named = dict(self.model.named_parameters())
+        decayed = [p for name, p in self.named.items() if is_decayed(name, p)]
+        others = [p for name, p in self.named.items() if not is_decayed(name, p)]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+
+    def backward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and loss; the parameters have their gradients."""
+        self.adamw.zero_grad()
+        logits = self.model(self.tokens, use_cache=False).logits
+        flat = logits[:, :-1].flatten(0, 1), self.tokens[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(*flat)
         loss.backward()
-        losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adamw.step()
-    np.savez_compressed(folder / "expected.npz", **expected, losses=np.array(losses, np.float32))
+        return logits.detach(), loss.detach()
+
+    def update(self) -> None:
+        """Clip the gradients to a norm of 1, and move the parameters."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.adamw.step()
+
+    def save_gradients(self, folder: Path) -> None:
+        """Write the gradients as a checkpoint has the parameters; zeros where there are none."""
+        kept = [(p, p.detach().clone()) for p in (*self.named.values(), *self.model.buffers())]
+        with torch.no_grad():
+            for parameter, _ in kept:
+                parameter.copy_(0.0 if parameter.grad is None else parameter.grad)
+            self.model.save_pretrained(folder)
+            for parameter, values in kept:
+                parameter.copy_(values)
+
+
+def main(folder: Path, family: str) -> None:
+    """Write one checkpoint and `expected.npz` beside it: logits, loss, gradients' norms, losses of four AdamW steps."""
+    tokens, losses = make(folder, family), []
+    reference = Reference(folder, tokens)
+    logits, loss = reference.backward()
+    norms = [p.grad.norm().item() for p in reference.named.values()]
+    for _ in range(4):
+        losses.append(reference.backward()[1].item())
+        reference.update()
+    np.savez_compressed(
+        folder / "expected.npz",
+        tokens=tokens.numpy().astype(np.int32),
+        logits=logits.numpy(),
+        loss=np.float32(loss.item()),
+        grad_names=np.array(list(reference.named)),
+        grad_norms=np.array(norms, np.float32),
+        losses=np.array(losses, np.float32),
+    )
 
 
 if __name__ == "__main__":

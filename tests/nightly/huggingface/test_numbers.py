@@ -1,9 +1,12 @@
 """Every family has the logits, losses and gradients of `transformers`, on one device and on a mesh."""
 
+import csv
+
 import pytest
 
 from tests.hf_numbers import check_gradients, check_steps
-from tests.paths import HF
+from tests.paths import CARDS, HF
+from ultrascale_jax.huggingface import families
 
 FAMILIES = sorted(folder.name for folder in HF.iterdir())
 MESHES = ["dp=1", "fsdp=2,sp=2,tp=2"]
@@ -19,3 +22,17 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family, mesh):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_adamw_steps_lose_what_they_lose_in_torch(family, mesh):
     check_steps(family, mesh)
+
+
+def test_every_family_has_a_card_and_all_tensors_come_back():
+    """The rows are by `python -m tests.cards`, where torch is."""
+    with CARDS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row.pop("checkpoint") for row in rows) == FAMILIES
+    assert {row.pop("family") for row in rows} == {*families.FAMILIES}
+    for row in rows:
+        equal, every = row.pop("tensors that come back").split(" of ")
+        # AdamW's first step has the size of the rate even where a gradient is all noise.
+        moved = float(row.pop("weights after a step"))
+        assert equal == every and moved < 1e-3, row
+        assert all(float(share) < 1e-4 for share in row.values()), row
