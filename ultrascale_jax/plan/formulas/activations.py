@@ -280,12 +280,13 @@ def working_set(run: Run) -> float:
     if places == 1:  # the terms of a ring have these
         mlp += 2 * a * layer.residual * (not keeps(run.policy, "attn_out"))
         exchanged = a * (2 * layer.query + 3 * layer.key) * (together > 1)
-    mlp = max(mlp, experts_working_set(run, layer)) + context.repeated_forward_bytes(run, a)
+    repeated = context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     if shape.linear is not None:
-        # The weight gradients of the feed-forward layer wait for those of attention.
-        attention = max(attention, mlp + linear_attention.backward_bytes(run, a))
+        # The weight gradients of a dense feed-forward layer wait for those of attention.
+        attention = max(attention, mlp + repeated + linear_attention.backward_bytes(run, a))
         attention += a * (shape.layer_group - 1) * layer.residual  # inputs of the row's layers
+    mlp = max(mlp, experts_working_set(run, layer)) + repeated
     gathered = 2 if run.mesh.sp > 1 else 0
     # Inputs of the norms behind the half-blocks, once in float32.
     normed = 2 * (a + 4) * layer.residual if shape.norm_placement == "both" else 0
@@ -328,8 +329,8 @@ def experts_forward_bytes(run: Run) -> float:
 def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials.
 
-    Distillation has two models' logits in their place, also those that are stored, and a capped logit its float32
-    value and its gradient.
+    Distillation has two models' logits in their place, also those that are stored, and their gradient in the type of
+    compute; a capped logit its float32 value and its gradient. In fp8 cuBLASLt writes the logits in float32 first.
     """
     tokens = run.sequences * run.seq_len // run.mesh.cp
     width = DISTILLED if run.teaches or run.top_k else 4 if run.precision == "fp32" else 2
@@ -337,4 +338,6 @@ def loss_chunks(run: Run) -> tuple[int, float]:
     parts = run.mesh.tensor * run.mesh.pp
     vocab_size = padded_vocab_size(run.shape.vocab_size, parts) // parts
     chunks = num_chunks(tokens, vocab_size, width)
-    return chunks, width * tokens * vocab_size / chunks
+    held = 8 + layer_of(run).width if width == DISTILLED else width
+    held += 4 * (run.precision == "fp8" and width == 2)
+    return chunks, held * tokens * vocab_size / chunks

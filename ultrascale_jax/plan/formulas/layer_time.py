@@ -201,15 +201,33 @@ class LayerTime:
     def full_attention(self) -> tuple[float, float]:
         """Forward pass, and backward pass: five products to the forward pass' two, for the scores are made again."""
         run, shape = self.run, self.shape
+        joining = context.merge_seconds(run, self.gpu)
+        if layer_of(run).scores:
+            forward, backward = self.attention_in_memory()
+            return forward + joining, backward + joining
         query = run.tokens * shape.num_heads * shape.head_dim / self.tensor.ranks
         flops = 12 * query * self.keys()
-        flops *= 2 if run.precision == "fp32" else 1
         one = {"head_dim": shape.head_dim}
-        joining = context.merge_seconds(run, self.gpu)
         masking, masking_back = (costs.memory_seconds(self.gpu, x) for x in self.document_bytes())
         forward = costs.attention_seconds(self.gpu, flops / 3, **one)
         backward = costs.attention_seconds(self.gpu, flops * 5 / 6, backward=True, **one)
         return forward + joining + masking, backward + joining + masking_back
+
+    def attention_in_memory(self) -> tuple[float, float]:
+        """Time attention whose scores are in memory: all of them, seen or not, in two products and then in five.
+
+        XLA writes and reads scores in float32 and probabilities in the type of compute. The gradients of queries and
+        keys are products of float32 scores. A product's time has its numbers in bfloat16; the others are added.
+        """
+        run, layer = self.run, layer_of(self.run)
+        keys = run.seq_len / run.ring[0]
+        scores = layer.scores * max(1.0, self.keys() / keys)
+        a, dtype = layer.width, "fp32" if run.precision == "fp32" else "bf16"
+        sizes = scores / keys, keys, self.shape.head_dim
+        one, wide = (costs.gemm_seconds(self.gpu, *sizes, kind) for kind in (dtype, "fp32"))
+        softmax, gradients = (4 + 2 * a) * scores, (18 + 4 * a) * scores
+        forward = 2 * one + costs.memory_seconds(self.gpu, softmax)
+        return forward, 3 * one + 2 * wide + costs.memory_seconds(self.gpu, gradients)
 
     def document_bytes(self) -> tuple[float, float]:
         """Count what ends of documents inside a sequence move in memory, forward and backward.

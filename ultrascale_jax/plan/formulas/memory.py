@@ -3,7 +3,7 @@
 `breakdown` follows `train_step/step.py`: what is stored between steps, what lives through a micro-batch, and the moment
 at which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
 `docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
-in `pipeline_memory.py`. fp8 has been compared with XLA for one run: 23.7 GiB, and XLA's 24.2 (docs/precision.md).
+in `pipeline_memory.py`. `tests/planned_memory.py` has programs with adapters, a teacher, fp8 and newer layers.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from ultrascale_jax.plan.formulas.activations import (
     Layer,
     attention_workspace,
     document_mask,
+    experts_forward_bytes,
     kept_bytes,
     layer_of,
     loss_chunks,
@@ -42,7 +43,7 @@ NF4_BITS = 4.127
 """Bits of a parameter in QLoRA's 4-bit NormalFloat with its quantized scales (arXiv 2305.14314, section 3)."""
 
 OTHERS = 1.7
-"""Copies of the other layers of a dense row, parameters or gradients: three programs differ from it by 1 to 5%."""
+"""Copies of the other layers of a row, parameters or gradients: four programs differ from it by 1 to 5%."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def breakdown(run: Run) -> MemoryBreakdown:
             moments.append(living | kept | mask | _backward(alike, weights, layer))
         kept = activations(run, layer, run.by_policy)
         moments.append(living | kept | _loss(run, weights, layer))
+        if run.adapter_params and run.lowering.gathers_ahead:
+            moments.append(living | kept | _forward_of_frozen(run, weights, layer))
     scatters = run.zero == 2 and run.microbatches > 1 and not run.adapter_params
     if run.mesh.pp == 1 and scatters:
         moments.append(sums(run, weights) | _scatter(weights))
@@ -225,7 +228,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     Gradients of the blocks collect in the type and sharding in which the blocks are used: shards with zero 3.
     The head's gradient waits in the type of compute until the backward pass is over. The layer's own parameters in
     memory are attention's and two of the feed-forward layer's: gathered, cut out of the stack, or as gradients; of the
-    routed experts there are more. In a dense row of several layers the others' parameters and gradients are there too.
+    routed experts there are more. In a row of several layers the others' parameters and gradients are there too.
     """
     gathered = run.zero == 3 and run.shards > 1
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
@@ -233,7 +236,7 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     if run.lowering.gathers_ahead:
         used += (layer.input_width + layer.width) * layer_params(run, weights)
         group = run.shape.layer_group
-        if run.shape.experts is None and run.shape.layers > 2 * group:
+        if run.shape.layers > 2 * group:
             used += OTHERS * (1 - 1 / group) * layer.width * layer_params(run, weights)
     gradients = _block_gradients(run, weights, layer) + layer.width * weights.table
     if run.adapter_params:
@@ -253,15 +256,31 @@ def _block_gradients(run: Run, weights: Weights, layer: Layer) -> float:
     return layer.width * weights.blocks
 
 
+def _forward_of_frozen(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
+    """Count the bytes that the forward pass of a layer adds below adapters.
+
+    XLA gathers at its start what is frozen and in no loop: the head, the layer with which the backward pass begins, and
+    for either pass the layers of `model.mtp_layers`. The loop has two more layers.
+    """
+    gathered = 3 + 2 * run.shape.mtp_layers
+    forward = 2 * layer.width * (layer.ffn + layer.whole + layer.query)
+    return {
+        "communication buffers": layer.input_width * gathered * layer_params(run, weights)
+        + layer.width * weights.table,
+        "workspace": forward + experts_forward_bytes(run),
+    }
+
+
 def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """Count the bytes of the last module's loss of `model.mtp_layers`, beside those of `_loss`.
 
     The head's gradients of the losses before wait, and their hidden states' gradients. XLA has made zeros by then for
     the blocks' gradients, and gathered the layer with which their backward pass begins.
     """
-    modules = run.shape.mtp_layers
+    modules, trained = run.shape.mtp_layers, not run.adapter_params
+    gradients = layer.width * modules * weights.table + _block_gradients(run, weights, layer)
     return {
-        "gradients": layer.width * modules * weights.table + _block_gradients(run, weights, layer),
+        "gradients": trained * gradients,
         "communication buffers": layer.input_width
         * layer_params(run, weights)
         * run.lowering.gathers_ahead,
