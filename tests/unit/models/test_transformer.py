@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.states import some_module
-from ultrascale_jax.config import MeshConfig, ModelConfig
+from ultrascale_jax.config import LinearAttention, MeshConfig, ModelConfig, Multipliers
 from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -49,6 +49,25 @@ compute_logits = jax.jit(lambda model, *args: model.logits(*args))
 
 def logits(model, *args):
     return np.asarray(compute_logits(model, *args))
+
+
+def test_a_multiplier_is_a_factor_of_its_matrix():
+    linear = LinearAttention(
+        rule="mamba2", key_heads=1, value_heads=2, key_dim=4, value_dim=4, beside_attention=True
+    )
+    plain = dataclasses.replace(CFG, num_layers=1, linear=linear)
+    names = [field.name for field in dataclasses.fields(Multipliers)]
+    factors = {name: (0.25, 0.5, 2.0)[i % 3] for i, name in enumerate(names)}
+    cfg = dataclasses.replace(plain, multipliers=Multipliers(**factors))
+    scaled, found = make(plain), logits(make(cfg), tokens(), positions())
+    [stack] = scaled.stacks
+    parts = {"attn": stack.attn.attention, "linear": stack.attn.linear, "mlp": stack.mlp}
+    for name, factor in factors.items():
+        part, letter = name.split("_")
+        weight = getattr(parts[part], f"w_{letter}")
+        weight.set_value(factor * weight[...])
+    np.testing.assert_array_equal(found, logits(scaled, tokens(), positions()))
+    assert np.abs(found - logits(make(plain), tokens(), positions())).max() > 1e-2
 
 
 def test_a_logit_depends_on_no_later_token():
