@@ -1,7 +1,6 @@
 """The command `ultrascale`: run the command that its first word names."""
 
 import contextlib
-import difflib
 import errno
 import importlib
 import io
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import ultrascale_jax
 from ultrascale_jax.cli.errors import user_errors
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import UserError, did_you_mean, require
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.launch.exit_codes import CRASHED
 
@@ -66,9 +65,8 @@ def main() -> None:
             case ["--completion", shell]:
                 complete(shell)
             case [word, *_]:
-                matches = difflib.get_close_matches(word, COMMANDS, n=1)
-                hint = f"did you mean {matches[0]}? " if matches else ""
-                raise UserError(f"command={word!r}: {hint}choose one of {', '.join(COMMANDS)}")
+                fix = f"{did_you_mean(word, COMMANDS)}choose one of {', '.join(COMMANDS)}"
+                require(False, "command", word, fix)
 
 
 def run(command: str, arguments: Sequence[str] | None = None) -> None:

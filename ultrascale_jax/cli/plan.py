@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
-from ultrascale_jax.config import require
+from ultrascale_jax.config import did_you_mean, require
 
 VERBS = ("memory", "search", "schedule", "guide", "compile", "serve")
 
@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> None:
         return
     verb = arguments.pop(0) if arguments else ""
     with command_line.user_errors():
-        require(verb in VERBS, "verb", verb, f"choose one of {', '.join(VERBS)}")
+        fix = f"{did_you_mean(verb, VERBS)}choose one of {', '.join(VERBS)}"
+        require(verb in VERBS, "verb", verb, fix)
     module_of(verb).main(arguments)
 
 

@@ -1,6 +1,5 @@
 """Find a recipe: a name, a file or a module that exposes `config`, or a configuration that `--print-config` printed."""
 
-import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from ultrascale_jax import configs
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
-from ultrascale_jax.config import Config, UserError, at_home, require
+from ultrascale_jax.config import Config, UserError, at_home, did_you_mean, require
 from ultrascale_jax.storage.foreign import read_json
 
 DEFAULT_RECIPE = "demo"
@@ -69,8 +68,7 @@ def _module_name(name: str) -> str:
     fix = "is a model, no recipe; write ultrascale train finetune --train.init-from " + name
     require(not name.startswith("hf:"), "recipe", name, fix)
     files = [file for file in (f"{name}.py", f"{name}/config.json") if os.path.isfile(file)]
-    matches = files or difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {matches[0]}? " if matches else ""
+    hint = f"did you mean {files[0]}? " if files else did_you_mean(name, names)
     fix = f"{hint}the recipes are {', '.join(names)}; or give a file, ./my.py, or a module, pkg.mod"
     raise UserError(f"recipe={name!r}: {fix}")
 

@@ -9,6 +9,7 @@ from ultrascale_jax.config.base import (
     LARGEST,
     UserError,
     at_home,
+    did_you_mean,
     in_float32,
     put_home,
     require,

@@ -1,8 +1,10 @@
 """Refuse a setting by one error, which names the field, its value and the fix; and put the home folder for `~`."""
 
+import difflib
 import operator
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,12 @@ def require(ok: bool, name: str, value: object, fix: str) -> None:
     """Raise a `UserError` that names the field, its value and the fix, unless `ok`."""
     if not ok:
         raise UserError(f"{name}={shown(value)}: {fix}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question for the known name that is most like an unknown one, and a space; empty if none is."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def at_home(text: str) -> str:

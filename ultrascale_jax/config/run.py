@@ -1,14 +1,13 @@
 """All sections of a run together, and the checks that span them."""
 
 import dataclasses
-import difflib
 import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrascale_jax.config.base import LARGEST, UserError
+from ultrascale_jax.config.base import LARGEST, UserError, did_you_mean
 from ultrascale_jax.config.context import ContextConfig
 from ultrascale_jax.config.data import DATA, DataConfig
 from ultrascale_jax.config.distill import Distill
@@ -108,9 +107,8 @@ class Config(Section, name=""):
         for name in self.checkpoint.allow_change:
             names = list(self.flat())
             if name not in (*names, DATA):
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]}?" if near else "write it as data.seq_len"
-                refuse("checkpoint", "allow_change", name, f"is no field; {hint}")
+                fix = f"is no field; {did_you_mean(name, names)}write it as data.seq_len"
+                refuse("checkpoint", "allow_change", name, fix)
 
     def _check_remat(self, mesh: MeshConfig) -> None:
         """Refuse two policies of recomputation where the first would hold for all layers, or all of a stage."""

@@ -6,15 +6,14 @@ which the compiler reads too); the links between chips are in `targets/gpus.csv`
 """
 
 import csv
-import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrascale_jax.config import (
     GPU_MEMORY_SHARE,
     HOST_MEMORY_SHARE,
+    did_you_mean,
     require,
     require_type,
     whole,
@@ -244,8 +243,8 @@ def find_gpu(name: str) -> Gpu:
         known = _known_gpu(path)
         alike = [gpu for gpu in GPUS if _chip(gpu) == _chip(_plain(path))]
         fix = f"choose one of {', '.join(GPUS)}, give the file of a GpuTargetConfig, or write {WRITTEN_OUT}"
-        fix = f"did you mean {' or '.join(alike)}? {fix}" if alike else fix
-        require(known is not None, "gpu", name, fix)
+        near = f"did you mean {' or '.join(alike)}? " if alike else did_you_mean(path, GPUS)
+        require(known is not None, "gpu", name, near + fix)
         return GPUS[known or ""]
     require(Path(path).is_file(), "gpu", name, "there is no such file")
     described = _describe(read_foreign(Path(path), name="gpu").decode(errors="replace"))
@@ -322,7 +321,9 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
         require(positive, "cluster", text, "every number but HOST_GIB must be positive")
     elif text is not None:
         fix = f"choose one of {', '.join(CLUSTERS)}, or write NODESxGPUS,INTRA,INTER[,HOST_GIB,HOST_GBS] as 64x8,450,50"
-        require(text.lower() in CLUSTERS, "cluster", text, _near(text.lower(), CLUSTERS) + fix)
+        require(
+            text.lower() in CLUSTERS, "cluster", text, did_you_mean(text.lower(), CLUSTERS) + fix
+        )
         machine = CLUSTERS[text.lower()]
         built_of, inter, efa = machine["gpu"], float(machine["inter_gbs"]), machine["efa"] == "efa"
         fix = f"its GPUs are {built_of}, not {chosen.name}; add --gpu {built_of}"
@@ -367,8 +368,3 @@ def _known_gpu(name: str) -> str | None:
             return known
     # Two cards may have one kind: the first is the usual one.
     return next((known for known, gpu in GPUS.items() if _plain(gpu.kind) == plain), None)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}? " if near else ""

@@ -26,6 +26,8 @@ def test_the_version_is_that_of_the_package_and_an_unknown_command_is_one_line(c
     assert capsys.readouterr().out == f"{ultrascale_jax.__version__}\n"
     said = refused(capsys, "trian")
     assert said.startswith("command='trian': did you mean train? choose one of train, launch, ")
+    said = refused(capsys, "plan", "memroy")
+    assert said.startswith("verb='memroy': did you mean memory? choose one of memory, search, ")
 
 
 @pytest.mark.parametrize(
