@@ -46,7 +46,8 @@ FULL_S = 8.0
 FLIP = "flipped byte in the newest checkpoint"
 FULL = "full disk"
 
-MERGED = "ocdbt.process_*/manifest.ocdbt"
+MANIFEST = "manifest.ocdbt"
+MERGED = f"ocdbt.process_*/{MANIFEST}"
 """Files of a checkpoint that no restore reads: Orbax merges each process's index into one of all."""
 
 INSIDE = ("exception", "killsave", "nan")
@@ -225,9 +226,7 @@ class Soak:
         detail = "(there were not two checkpoints yet)"
         if len(steps) > 1:
             folder = self._run_dir / "checkpoints" / str(steps[-1])
-            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-            read = [path for path in files if not path.match(MERGED) and path.stat().st_size]
-            path = self._random.choice(read)
+            path = self._random.choice(files_of_arrays(folder))
             data = bytearray(path.read_bytes())
             data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             path.write_bytes(data)
@@ -325,6 +324,15 @@ def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
         exact = (float(row["loss"]).hex(), float(row["grad_norm"]).hex(), row["batch_hash"])
         rows[row["step"]].append(exact)
     return rows
+
+
+def files_of_arrays(checkpoint: Path) -> list[Path]:
+    """Return the files from which a restore reads the arrays: data, and the manifests that lead there.
+
+    It reads no shardings and no text of the commit, and of the metadata not every byte.
+    """
+    manifests = (path for path in checkpoint.rglob(MANIFEST) if not path.match(MERGED))
+    return sorted([*checkpoint.rglob("d/*"), *manifests])
 
 
 def steps_of(run_dir: Path) -> Iterator[dict]:
