@@ -122,45 +122,14 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
     modules = enumerate(range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers))
     alone = {f"mtp.{i}.": f"model.layers.{layer}." for i, layer in modules}
 
-    def add_layer(path: str, prefix: str, layer: int, stack: int | None = None) -> None:
-        """Add the parameters of a stack of layers like this one, or of one layer."""
-        rows, from_left = list(_layer(cfg, layer)), family.experts_from_left
-        for (ours, dims, stored), own_sizes in rows:
-            name, _, part = family.name(ours).partition("[")
-            is_joined = "E" in dims and "{}" not in name
-            last_name = ours.rpartition(".")[2]
-            is_weight = last_name.startswith("w_") or last_name.endswith("norm")
-            table[path + _path(cfg, ours)] = Tensor(
-                name=f"{prefix}{name}{'.weight' if is_weight and not is_joined else ''}",
-                dims=dims,
-                stored=stored if not is_joined else f"E{stored}" if from_left else dims,
-                part=int(part.removesuffix("]")) if part else None,
-                sizes=sizes | own_sizes,
-                float32=ours == "moe.bias",
-                offset=family.norm_offset if ours.endswith("norm") else 0.0,
-                stack=stack,
-                depth=0 if stack is None else layer - cfg.stacks[stack].start,
-            )
-        here = {ours for (ours, *_), _ in rows}
-        for name, members in {**family.joined, **family.joined_by_head}.items():
-            parts = [path + _path(cfg, ours) for ours in members if ours in here]
-            suffix = "" if name.endswith(".bias") else ".weight"
-            shared: dict[str, Any] = {"name": f"{prefix}{name}{suffix}"}
-            axis = int(any(table[part].stored.startswith("E") for part in parts))
-            shared |= {"axis": axis, "rows": tuple(table[part].shape[axis] for part in parts)}
-            if name in family.joined_by_head:
-                linear = cfg.linear if members[0].startswith("linear.") else None
-                shared["heads"] = cfg.num_heads if linear is None else linear.key_heads
-            for i, part in enumerate(parts):
-                table[part] = replace(table[part], part=i, **shared)
-
     for i, layers in enumerate(cfg.stacks):
         for depth in range(cfg.layer_group):
             inner = f"layers.{depth}." if cfg.layer_group > 1 else ""
             number = layers.start + depth
-            add_layer(f"stacks.{i}.{inner}", "model.layers.{}.", number, i)
+            path = f"stacks.{i}.{inner}"
+            table |= _of_layer(cfg, family, path, "model.layers.{}.", number, i)
     for path, prefix in alone.items():
-        add_layer(f"{path}block.", prefix, cfg.num_layers - 1)
+        table |= _of_layer(cfg, family, f"{path}block.", prefix, cfg.num_layers - 1)
     for (path, prefix), (ours, dims, stored) in itertools.product(alone.items(), MODULE):
         name, wide = f"{prefix}{family.name(ours)}.weight", sizes | {"P": 2 * cfg.d_model}
         table[path + ours] = Tensor(name=name, dims=dims, stored=stored, sizes=wide)
@@ -173,6 +142,43 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
     )
     if not cfg.tied_embeddings:
         table["head"] = Tensor(name="lm_head.weight", dims="DV", stored="VD", sizes=sizes)
+    return table
+
+
+def _of_layer(
+    cfg: ModelConfig, family: Family, path: str, prefix: str, layer: int, stack: int | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of a stack of layers like this one, or of one layer, by the paths of its parameters."""
+    rows, from_left = list(_layer(cfg, layer)), family.experts_from_left
+    sizes, table = _sizes(cfg), dict[str, Tensor]()
+    for (ours, dims, stored), own_sizes in rows:
+        name, _, part = family.name(ours).partition("[")
+        is_joined = "E" in dims and "{}" not in name
+        last_name = ours.rpartition(".")[2]
+        is_weight = last_name.startswith("w_") or last_name.endswith("norm")
+        table[path + _path(cfg, ours)] = Tensor(
+            name=f"{prefix}{name}{'.weight' if is_weight and not is_joined else ''}",
+            dims=dims,
+            stored=stored if not is_joined else f"E{stored}" if from_left else dims,
+            part=int(part.removesuffix("]")) if part else None,
+            sizes=sizes | own_sizes,
+            float32=ours == "moe.bias",
+            offset=family.norm_offset if ours.endswith("norm") else 0.0,
+            stack=stack,
+            depth=0 if stack is None else layer - cfg.stacks[stack].start,
+        )
+    here = {ours for (ours, *_), _ in rows}
+    for name, members in {**family.joined, **family.joined_by_head}.items():
+        parts = [path + _path(cfg, ours) for ours in members if ours in here]
+        suffix = "" if name.endswith(".bias") else ".weight"
+        shared: dict[str, Any] = {"name": f"{prefix}{name}{suffix}"}
+        axis = int(any(table[part].stored.startswith("E") for part in parts))
+        shared |= {"axis": axis, "rows": tuple(table[part].shape[axis] for part in parts)}
+        if name in family.joined_by_head:
+            linear = cfg.linear if members[0].startswith("linear.") else None
+            shared["heads"] = cfg.num_heads if linear is None else linear.key_heads
+        for i, part in enumerate(parts):
+            table[part] = replace(table[part], part=i, **shared)
     return table
 
 
