@@ -718,7 +718,7 @@ FALCON_LISTS = {
     "mlp_multipliers": ["mlp_gate", "mlp_down"],
     "ssm_multipliers": [f"linear_{name}" for name in "zvkqa"],
 }
-"""Those that are lists, with the field of `Multipliers` of each member."""
+"""Its lists of multipliers, with the field of `Multipliers` of each member."""
 
 
 def _read_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -337,5 +337,5 @@ def _mx_product(a: Quantized, b: Quantized, dtype) -> jax.Array:
 
     (left, left_scales), (right, right_scales) = map(operands, (a, b))
     y = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=dtype)
-    y = vary(y, varying(left))  # of which JAX's function knows nothing
+    y = vary(y, varying(left))  # JAX's primitive types its result as the same on all devices
     return y.reshape(*a.values.shape[:-2], *y.shape[1:])

@@ -263,6 +263,11 @@ class Run:
         )
 
     @property
+    def matrix_moment_bytes(self) -> int:
+        """Bytes of the moments of a parameter in the layers' matrices."""
+        return self.moment_bytes - SECOND_MOMENT_BYTES * self.muon
+
+    @property
     @of_tokens
     def packs_documents(self) -> bool:
         """Whether attention ends at document borders without a mask."""

@@ -12,6 +12,7 @@ import tyro
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.config import FP8, Config, require
 from ultrascale_jax.config.section import Section, between
+from ultrascale_jax.kernels.choices import is_blackwell
 from ultrascale_jax.launch.events import say
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
@@ -99,7 +100,7 @@ def described(cfg: Config, options: Options) -> tuple[Config, Cluster]:
     cluster = find_cluster(options.cluster, options.gpu, options.gpus)
     if cfg.train.precision in FP8:
         cluster.gpu.peak_flops("fp8")
-    is_able = cfg.train.precision != "mxfp8" or cluster.gpu.capability >= (10, 0)
+    is_able = cfg.train.precision != "mxfp8" or is_blackwell(cluster.gpu.kind)
     fix = f"needs Blackwell GPUs, and these are {cluster.gpu.name}; use --gpu b200, or fp8"
     require(is_able, "train.precision", cfg.train.precision, fix)
     return cfg, cluster

@@ -16,7 +16,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.workload import SECOND_MOMENT_BYTES, Run
+from ultrascale_jax.plan.workload import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ def checkpoint(run: Run, gpu: Gpu, storage_gbs: float | None = None) -> Checkpoi
     every, part = run.adapter_params or shape.num_params, trained_params(run, weights) + norms
     copied = moments(run, weights)
     matrices = shape.num_params - shape.embedding_params - shape.vector_params
-    lacking = SECOND_MOMENT_BYTES * (run.adapter_params or matrices) if run.muon else 0
-    total = run.moment_bytes * every - lacking
+    stacked = run.adapter_params or matrices
+    total = run.moment_bytes * (every - stacked) + run.matrix_moment_bytes * stacked
     total += resting_bytes(run, every, matrices)
     copied += resting_bytes(run, part, sharded_params(run, weights, tables=False))
     return Checkpoint(

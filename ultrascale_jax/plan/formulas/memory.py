@@ -34,7 +34,7 @@ from ultrascale_jax.plan.formulas.parameters import (
     weights_of,
 )
 from ultrascale_jax.plan.hardware import Gpu
-from ultrascale_jax.plan.workload import SECOND_MOMENT_BYTES, Run, of_sizes
+from ultrascale_jax.plan.workload import Run, of_sizes
 
 WORKSPACE = "cuDNN workspace"
 """The part that cuDNN takes beside XLA's plan."""
@@ -145,8 +145,8 @@ def layer_matrices(run: Run, weights: Weights) -> float:
 def moments(run: Run, weights: Weights) -> float:
     """Count the bytes of one GPU's moments, in either memory."""
     trained = trained_params(run, weights) + (0 if run.adapter_params else weights.vectors)
-    lacking = SECOND_MOMENT_BYTES * layer_matrices(run, weights) if run.muon else 0.0
-    return run.moment_bytes * trained - lacking
+    matrices = layer_matrices(run, weights)
+    return run.moment_bytes * (trained - matrices) + run.matrix_moment_bytes * matrices
 
 
 def state(run: Run, weights: Weights) -> dict[str, float]:

@@ -13,7 +13,7 @@ from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.parameters import stack_rows
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.model_shape import adapted_weights
-from ultrascale_jax.plan.workload import Run, group
+from ultrascale_jax.plan.workload import Run, group, of_sizes
 
 MOVED = 50
 """Bytes read and written for a parameter, the products apart: cast and norm (6), turned for its owner and back (8), in
@@ -50,6 +50,7 @@ class Dealt(NamedTuple):
         return math.ceil(self.number / self.owners(run))
 
 
+@of_sizes
 def dealt(run: Run) -> list[Dealt]:
     """Return the matrices of one rank's layers, by weight; those that their GPUs do not divide, by shape."""
     alone, joined = [], dict[tuple, float]()

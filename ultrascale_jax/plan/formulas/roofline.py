@@ -13,7 +13,7 @@ from ultrascale_jax.plan.formulas import costs, muon
 from ultrascale_jax.plan.formulas.activations import Layer, layer_of
 from ultrascale_jax.plan.formulas.layer_time import LayerTime, Product
 from ultrascale_jax.plan.hardware import Cluster, Gpu
-from ultrascale_jax.plan.workload import SECOND_MOMENT_BYTES, Run
+from ultrascale_jax.plan.workload import Run
 
 PRODUCTS = {
     "qkv": "product: q, k, v",
@@ -183,8 +183,7 @@ def _elementwise(
         "residual sum": (f["residual"] * layer.residual, 3 * width * layer.residual),
     }
     owned = run.shape.num_params / (run.mesh.tensor * run.mesh.pp * (run.shards if run.zero else 1))
-    moments = run.moment_bytes - (SECOND_MOMENT_BYTES if run.muon else 0)
-    moved = owned * (4 + 2 * run.weight_bytes + 2 * moments + width)
+    moved = owned * (4 + 2 * run.weight_bytes + 2 * run.matrix_moment_bytes + width)
     values[f"{'Muon' if run.muon else 'AdamW'}, once a step"] = (ADAMW_FLOPS * owned, moved)
     for name, (flops, moved) in values.items():
         yield Operation(

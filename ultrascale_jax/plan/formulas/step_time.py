@@ -39,7 +39,6 @@ from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import (
-    SECOND_MOMENT_BYTES,
     Group,
     Run,
     group,
@@ -84,8 +83,8 @@ def update_bytes(run: Run, matrices: float, tables: float) -> float:
     parameter that rests in float32.
     """
     width = 8 if run.weight_bytes == 2 else 14
-    of_matrices = run.moment_bytes - (SECOND_MOMENT_BYTES if run.muon else 0)
-    return (width + 2 * of_matrices) * matrices + (14 + 2 * run.moment_bytes) * tables
+    of_tables = 14 + 2 * run.moment_bytes
+    return (width + 2 * run.matrix_moment_bytes) * matrices + of_tables * tables
 
 
 class Step:
