@@ -31,9 +31,9 @@ def require(ok: bool, name: str, value: object, fix: str) -> None:
         raise UserError(f"{name}={shown(value)}: {fix}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return a question for the known name that is most like an unknown one, and a space; empty if none is."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, choices, n=1)
     return f"did you mean {near[0]}? " if near else ""
 
 

@@ -205,23 +205,23 @@ class Multipliers(Section, name="model.multipliers"):
     """
 
     attn_o: Positive = 1.0
-    """Of the output projection of attention."""
+    """Multiplies the output projection of attention."""
     mlp_gate: Positive = 1.0
-    """Of the gate of the feed-forward layer."""
+    """Multiplies the gate of the feed-forward layer."""
     mlp_down: Positive = 1.0
-    """Of its output projection."""
+    """Multiplies the output projection of the feed-forward layer."""
     linear_q: Positive = 1.0
-    """Of the queries of linear attention, Mamba-2's C."""
+    """Multiplies the queries of linear attention, Mamba-2's C."""
     linear_k: Positive = 1.0
-    """Of its keys, Mamba-2's B."""
+    """Multiplies the keys of linear attention, Mamba-2's B."""
     linear_v: Positive = 1.0
-    """Of its values, Mamba-2's x."""
+    """Multiplies the values of linear attention, Mamba-2's x."""
     linear_z: Positive = 1.0
-    """Of its gate."""
+    """Multiplies the gate of linear attention."""
     linear_a: Positive = 1.0
-    """Of its decays, Mamba-2's time steps."""
+    """Multiplies the decays of linear attention, Mamba-2's time steps."""
     linear_o: Positive = 1.0
-    """Of its output projection."""
+    """Multiplies the output projection of linear attention."""
 
 
 Share = Annotated[float, POSITIVE, between(0, 1)]

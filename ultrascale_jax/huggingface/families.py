@@ -724,7 +724,7 @@ FALCON_LISTS = {
 def _read_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return Falcon-H1's Mamba-2 beside attention, and its multipliers.
 
-    Those of the inputs of attention and Mamba-2 are parts of those of their matrices: together they do the same.
+    A multiplier of an input of attention or Mamba-2 is a factor of those of their matrices, which computes the same.
     """
     embed, head, into, keys, out, into_mamba, from_mamba = (number(raw, key, 1.0) for key in FALCON)
     multipliers = {"attn_o": into * out, "linear_o": from_mamba}

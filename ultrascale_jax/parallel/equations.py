@@ -50,13 +50,13 @@ class Equations:
         equations = self.needed(outputs, inputs=set(inputs))
 
         def run(*values: jax.Array) -> list[jax.Array]:
-            known = self.constants | dict(zip(inputs, values, strict=True))
+            value_of = self.constants | dict(zip(inputs, values, strict=True))
 
             def read(atom) -> Any:
-                return known[atom] if is_var(atom) else atom.val
+                return value_of[atom] if is_var(atom) else atom.val
 
             for eqn in equations:
-                known.update(
+                value_of.update(
                     zip(eqn.outvars, run_equation(eqn, list(map(read, eqn.invars))), strict=True)
                 )
             return list(map(read, outputs))

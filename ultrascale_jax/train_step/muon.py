@@ -31,7 +31,7 @@ from ultrascale_jax.sharding.primitives import row_major
 from ultrascale_jax.sharding.rules import is_matrix, mesh_size, zero_dim
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of a polynomial of odd degree that moves singular values from 0..1 to about 1, however small (Keller Jordan)."""
+"""Coefficients of an odd polynomial that moves singular values from 0..1 to about 1, however small (Keller Jordan)."""
 
 RMS = 0.2
 """Root mean square of an update over the learning rate, as AdamW's (arXiv 2502.16982, section 2.2)."""
@@ -65,8 +65,8 @@ def scale_by_muon(
 
     def update(grads, state, params=None):
         mean = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, grads, state.mu)
-        ahead = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, grads, mean)  # Nesterov
-        leaves, tree = jax.tree.flatten(ahead)
+        nesterov = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, grads, mean)
+        leaves, tree = jax.tree.flatten(nesterov)
         updates = orthogonalize(leaves, dims, compute_dtype)
         mu = jax.tree.map(lambda m: m.astype(moment_dtype), mean)
         return jax.tree.unflatten(tree, updates), MuonState(mu)
