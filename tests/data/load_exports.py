@@ -2,10 +2,12 @@
 
     python tests/data/load_exports.py transformers FOLDER ...
     python tests/data/load_exports.py vllm FOLDER ...
+    python tests/data/load_exports.py adapters BASE ADAPTERS MERGED
 
 The first generates five tokens. The second runs vLLM's checks of the configuration, makes its model and loads the
 weights into it, without a forward pass: the published wheel has no CPU kernels. It needs only the Python files of the
-wheel, unpacked on the path, and what these import. Neither is a test: both need torch.
+wheel, unpacked on the path, and what these import. The third compares the logits of a base under its adapters, loaded
+by `peft`, with those of the merged export. None is a test: they need torch.
 """
 
 import os
@@ -51,7 +53,26 @@ def by_vllm(folder: str) -> str:
     return f"{type(model).__name__}, {config.max_model_len} positions, {config.try_get_generation_config()}"
 
 
+def by_peft(base: str, adapters: str, merged: str) -> str:
+    import peft
+    import torch
+    import transformers
+
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        models = [
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            for folder in (base, merged)
+        ]
+        before, whole = (model(ids).logits for model in models)
+        adapted = peft.PeftModel.from_pretrained(models[0], adapters).eval()(ids).logits
+    changes = [(one - whole).abs().max().item() for one in (before, adapted)]
+    return f"logits to {whole.abs().max():.3g}; base off by {changes[0]:.3g}, with adapters {changes[1]:.3g}"
+
+
 def main(kind: str, folders: list[str]) -> None:
+    if kind == "adapters":
+        return print(by_peft(*folders))
     if kind == "vllm":
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
         import vllm.platforms

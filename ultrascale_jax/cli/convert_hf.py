@@ -112,7 +112,7 @@ def _export_adapters(options: Options, mesh: "Mesh") -> None:
     fix = f"the base is a {original.get('model_type')}, whose adapters have other names; leave it out to merge them"
     require(not is_wrapper(original), "adapters", True, fix)
     with jax.set_mesh(mesh):
-        save_adapters(
+        dropped = save_adapters(
             params,
             cfg.model,
             lora,
@@ -121,6 +121,9 @@ def _export_adapters(options: Options, mesh: "Mesh") -> None:
             dtype=options.dtype,
             model_type=_model_type(cfg, original),
         )
+    if dropped and jax.process_index() == 0:
+        fix = "vLLM has them; for peft, merge them: leave --adapters out"
+        print(f"note: peft 0.21 drops the adapters of {', '.join(dropped)}; {fix}", file=sys.stderr)
 
 
 def tokenizer_files(

@@ -1,8 +1,9 @@
 """Write adapters (LoRA) as a folder that the library `peft` loads: adapter_config.json, adapter_model.safetensors."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,38 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, require, require_choice
+from ultrascale_jax.config import ModelConfig, require_choice
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.huggingface.checkpoint import gather, join_rows, require_finite
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import require_empty
-from ultrascale_jax.huggingface.tensors import FileType, Tensor, tensors
+from ultrascale_jax.huggingface.tensors import FileType, Tensor, fused, tensors
 from ultrascale_jax.models.lora import Adapter, places
 from ultrascale_jax.models.transformer import Transformer
 
 PREFIX = "base_model.model."
 """Prefix of PEFT before the names of the base."""
+
+MODULES = re.compile(r"\.(experts|input_linear|output_linear)\b.*")
+"""End of the name of a tensor of all experts, in whose place transformers has the module `experts`."""
+
+MLP = re.compile(r"\.(gate|up|down)_proj$")
+"""End of the name of a module that is beside routed experts."""
+
+
+@dataclass
+class Adapted:
+    """The tensors of an adapter and the names that PEFT finds their bases by, each with its number of adapters."""
+
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    modules: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, sides: tuple[np.ndarray, np.ndarray]) -> None:
+        """Add A and B of the module `name`."""
+        for letter, values in zip("AB", sides, strict=True):
+            require_finite(name, values)
+            self.tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = values
 
 
 def save_adapters(
@@ -33,43 +55,76 @@ def save_adapters(
     base: str,
     dtype: FileType = "float32",
     model_type: str | None = None,
-) -> None:
+) -> list[str]:
     """Write the adapters of a run; every process calls it, and the first one writes.
 
     `base` is the Hugging Face folder that they belong to, and `model_type` its family; None is the first one that
-    computes the model. Raises `ValueError` where `path` already holds something, or a target is a part of a tensor of
-    all experts.
+    computes the model. Returns the modules whose adapters `peft` 0.21 drops, since it takes their names for those of
+    routed experts. Raises `ValueError` where `path` already holds something.
     """
     require_choice("dtype", dtype, FileType)
     path = Path(path)
     require_empty(path)
-    contents, modules = {}, {}
-    table = tensors(cfg, family_of(cfg, model_type))
+    family, written = family_of(cfg, model_type), Adapted()
+    table = tensors(cfg, family)
+    if family.fused_experts:
+        table = {ours: fused(tensor) or tensor for ours, tensor in table.items()}
     used = {place.path: place for place in places(adapters, lora.targets_of(cfg))}
     for ours, place in used.items():
         weight = table[ours]
-        fix = f"lies in {weight.name} of {model_type}; merge the adapters into the model"
-        require("E" not in weight.stored, "train.lora.targets", place.target, fix)
         paths = _sharing(table, weight)
         if ours != next(filter(used.__contains__, paths)):
             continue  # written with the first one
         pairs = [(table[p], used[p].adapter if p in used else None) for p in paths]
-        modules[_module(cfg, place.target, weight)] = len(used.keys() & set(paths))
         layers = [None] if weight.stack is None else cfg.stacks[weight.stack]
+        if "E" in weight.stored:
+            both = f"{ours.rpartition('.')[0]}.w_down" in used
+            _add_experts(written, pairs, lora.rank, layers, dtype, has_down=both)
+            continue
+        written.modules[_module(cfg, place.target, weight)] = len(used.keys() & set(paths))
         for row, layer in enumerate(layers):
             for expert, name in enumerate(weight.names(layer)):
                 index = (row,) * (layer is not None) + (expert,) * bool(weight.experts)
-                stem = f"{PREFIX}{name.removesuffix('.weight')}"
-                for letter, values in zip(
-                    "AB", _sides(pairs, lora.rank, index, dtype), strict=True
-                ):
-                    contents[f"{stem}.lora_{letter}.weight"] = values
-                    require_finite(name, values)
+                written.add(name.removesuffix(".weight"), _sides(pairs, lora.rank, index, dtype))
     if jax.process_index() == 0:
         path.mkdir(parents=True, exist_ok=True)
-        save_file(contents, path / "adapter_model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(_config(lora, base, modules), indent=2) + "\n"
+        save_file(written.tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(_config(lora, base, written), indent=2) + "\n"
         (path / "adapter_config.json").write_text(text, encoding="utf-8")
+    each_expert = any(tensor.experts for tensor in table.values())
+    return [name for name in written.modules if each_expert and MLP.search(name)]
+
+
+def _add_experts(
+    written: Adapted,
+    pairs: list[tuple[Tensor, Adapter | None]],
+    rank: int,
+    layers: Sequence[int | None],
+    dtype: FileType,
+    *,
+    has_down: bool,
+) -> None:
+    """Add the adapters of a tensor of all experts, which is a parameter of PEFT: A `[E r, in]`, B `[out, r E]`.
+
+    PEFT wraps the module of the experts for each parameter, `gate_up_proj` first; so vLLM reads them too.
+    """
+    weight = pairs[0][0]
+    is_down = weight.part is None
+    inner = ".base_layer" if has_down and not is_down else ""
+    # Of one expert, as it is multiplied from the left.
+    pairs = [(replace(one, stored=one.dims[:0:-1], axis=0), adapter) for one, adapter in pairs]
+    module = ""
+    for row, layer in enumerate(layers):
+        module = MODULES.sub(".experts", weight.names(layer)[0])
+        index = (row,) * (layer is not None)
+        sides = [
+            _sides(pairs, rank, (*index, expert), dtype) for expert in range(weight.sizes["E"])
+        ]
+        b = np.stack([b for _, b in sides], axis=-1)
+        written.add(module + inner, (np.concatenate([a for a, _ in sides]), b.reshape(len(b), -1)))
+    parameter = "down_proj" if is_down else "gate_up_proj"
+    name = ".".join([*module.split(".")[-2:], parameter])
+    written.parameters[name] = sum(adapter is not None for _, adapter in pairs)
 
 
 def _module(cfg: ModelConfig, target: str, weight: Tensor) -> str:
@@ -112,12 +167,16 @@ def _sides(
             rows[:, before : before + rank] = side(adapter.b, weight, "B")
             before += rank
         b.append(rows)
-    return np.concatenate(a), join_rows(pairs[0][0], b)
+    weight = pairs[0][0]
+    if weight.part is None or weight.rows:
+        return np.concatenate(a), join_rows(weight, b)
+    return np.concatenate(a), np.stack(b, axis=1).reshape(-1, b[0].shape[1])  # row by row in turn
 
 
-def _config(lora: Lora, base: str, modules: dict[str, int]) -> dict[str, Any]:
-    """Return PEFT's configuration of modules, each with the number of adapters that its own is joined of."""
-    joined = {name: count for name, count in modules.items() if count > 1}
+def _config(lora: Lora, base: str, written: Adapted) -> dict[str, Any]:
+    """Return PEFT's configuration of an adapter."""
+    names = {**written.modules, **{n.rpartition(".")[2]: k for n, k in written.parameters.items()}}
+    joined = {name: count for name, count in names.items() if count > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -126,7 +185,8 @@ def _config(lora: Lora, base: str, modules: dict[str, int]) -> dict[str, Any]:
         "lora_alpha": lora.numerator,
         "lora_dropout": 0.0,
         "use_rslora": lora.rslora,
-        "target_modules": list(modules),
+        "target_modules": list(written.modules),
+        "target_parameters": list(written.parameters) or None,
         "rank_pattern": {name: count * lora.rank for name, count in joined.items()},
         "alpha_pattern": {
             name: lora.numerator * (count**0.5 if lora.rslora else count)

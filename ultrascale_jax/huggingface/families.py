@@ -255,6 +255,8 @@ class Family:
     """The same, head by head: of linear attention for each head of keys."""
     experts_from_left: bool = False
     """Whether tensors of all experts of a layer hold them as they are multiplied from the left."""
+    fused_experts: bool = False
+    """Whether it is published with all experts of a layer in two tensors, by which PEFT and vLLM find adapters."""
     left_out: str = ""
     """Beginning of the names of tensors that its code ignores."""
     scales_queries: bool = False
@@ -1303,6 +1305,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         **QWEN3_5 | {"common": _qwen3_5_moe, "names": QWEN3_5["names"] | SHARED_EXPERT},
         architecture="Qwen3_5MoeForCausalLM",
+        fused_experts=True,
         num_kv_heads=2,
         experts=Experts(num=256, top_k=8, d_ff=512, shared=1, shared_gate=True),
         expert_keys=QWEN_SHARED_KEYS,

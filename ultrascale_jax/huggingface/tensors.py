@@ -190,29 +190,37 @@ FUSED = {
 """Tensor of all experts of a layer that holds each of an expert's matrices, and the matrix's number there."""
 
 
+def fused(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of all experts of a layer that replaces one for each; None: it is no matrix of theirs.
+
+    So Qwen3.5-MoE is published.
+    """
+    stem, _, matrix = tensor.name.removesuffix(".weight").rpartition(".{}.")
+    whole, part = FUSED.get(matrix, ("", None))
+    if not tensor.experts or not whole or tensor.stack is None:
+        return None
+    one = replace(tensor, name=f"{stem}.{whole}", stored=f"E{tensor.stored}", part=part)
+    return one if part is None else replace(one, rows=(tensor.sizes["F"],) * 2, axis=1)
+
+
 def fuse_experts(
     table: Mapping[str, Tensor], cfg: ModelConfig, files: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the table of a folder with these `files`, which may have all experts of a layer in two tensors.
 
-    So Qwen3.5-MoE is published, and Qwen3-VL-MoE with their last two dims exchanged.
+    Qwen3-VL-MoE has them with their last two dims exchanged.
     """
     table = dict(table)
     for ours, tensor in table.items():
-        stem, _, matrix = tensor.name.removesuffix(".weight").rpartition(".{}.")
-        whole, part = FUSED.get(matrix, ("", None))
-        if not tensor.experts or not whole or tensor.stack is None:
+        one = fused(tensor)
+        if one is None or tensor.stack is None:
             continue
-        one = replace(tensor, name=f"{stem}.{whole}", stored=f"E{tensor.stored}", part=part)
         name = one.names(cfg.stacks[tensor.stack][0])[0]
         if name not in files:
             continue
         shape = tuple(files[name].get_slice(name).get_shape())
-        stored = [one, replace(one, stored=one.dims)]
-        if part is not None:
-            rows = (tensor.sizes["F"],) * 2
-            stored = [replace(form, rows=rows, axis=form.stored.index("F")) for form in stored]
-        table[ours] = next((form for form in stored if form.shape == shape), stored[0])
+        exchanged = replace(one, stored=one.dims, axis=one.axis and one.dims.index("F"))
+        table[ours] = exchanged if exchanged.shape == shape else one
     return table
 
 

@@ -1,5 +1,6 @@
 """Adapters of every projection, experts' too, leave as PEFT names them and merged; neither export loses a tensor."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from safetensors.numpy import load_file
 
 from tests.hf_layout import load, stored
 from tests.paths import HF
-from ultrascale_jax.config import Config, MeshConfig, TrainConfig, UserError
+from ultrascale_jax.config import Config, MeshConfig, TrainConfig
 from ultrascale_jax.config.lora import Lora, projections
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.adapters import PREFIX, save_adapters
 from ultrascale_jax.huggingface.config import read_config
+from ultrascale_jax.models.layer_group import layers_of
 from ultrascale_jax.models.lora import merged
 from ultrascale_jax.models.partition import combine
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -50,20 +52,24 @@ def random(tree):
 
 
 def exported(tmp_path: Path, family: str):
-    """Export random adapters both ways; return the mesh, the adapters and the base."""
+    """Export random adapters both ways; return the mesh, the adapters, the base, and the modules that peft drops."""
     cfg = configured(family)
     mesh = make_mesh(cfg.mesh, jax.devices()[:4])
     state = abstract_state(cfg, mesh)
     adapters, base = random(state.params), checkpoint.load(HF / family, state.frozen)
+    name = json.loads((HF / family / "config.json").read_text())["model_type"]
+    peft, full = tmp_path / "peft", tmp_path / "full"
     with jax.set_mesh(mesh):
-        save_adapters(adapters, cfg.model, cfg.train.lora, tmp_path / "peft", base="x")
-        checkpoint.save(merged(adapters, base), cfg.model, tmp_path / "full", dtype="float32")
-    return mesh, adapters, base
+        dropped = save_adapters(
+            adapters, cfg.model, cfg.train.lora, peft, base="x", model_type=name
+        )
+        checkpoint.save(merged(adapters, base), cfg.model, full, dtype="float32", model_type=name)
+    return mesh, adapters, base, dropped
 
 
 @pytest.mark.parametrize("family", MODULES)
 def test_both_exports_have_each_adapter(tmp_path, family):
-    exported(tmp_path, family)
+    *_, dropped = exported(tmp_path, family)
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     found = load_file(tmp_path / "peft/adapter_model.safetensors")
     saved = stored(tmp_path / "full")
@@ -79,11 +85,12 @@ def test_both_exports_have_each_adapter(tmp_path, family):
         np.testing.assert_allclose(saved[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     assert not found
     assert sorted(config["target_modules"]) == sorted(MODULES[family])
+    assert dropped == [name for name in config["target_modules"] if "." in name]
 
 
 def test_a_merged_export_has_the_logits_of_its_adapters(tmp_path):
     """Gradients of adapters of every model are those of merged weights (tests/parity/train_step/test_lora.py)."""
-    mesh, adapters, base = exported(tmp_path, "qwen3_next")
+    mesh, adapters, base, _ = exported(tmp_path, "qwen3_next")
     ids = np.arange(48, dtype=np.int32).reshape(4, 12)
     places = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
 
@@ -98,12 +105,48 @@ def test_a_merged_export_has_the_logits_of_its_adapters(tmp_path):
     np.testing.assert_allclose(apart, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
 
 
-def test_experts_of_one_tensor_are_exported_merged(tmp_path):
-    cfg = configured("gpt_oss")
-    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
-    adapters = random(abstract_state(cfg, mesh).params)
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(UserError, match=r"'experts\.gate_proj': lies in .*; merge"),
-    ):
-        save_adapters(adapters, cfg.model, cfg.train.lora, tmp_path / "peft", base="x")
+@pytest.mark.parametrize(
+    ("family", "module", "interleaved"),
+    [
+        ("gpt_oss", "model.layers.{}.mlp.experts", True),
+        ("granite4_h", "model.layers.{}.block_sparse_moe.experts", False),
+        ("qwen3_5_moe_text", "model.layers.{}.mlp.experts", False),
+    ],
+)
+def test_adapters_of_a_tensor_of_all_experts_are_of_a_parameter(
+    tmp_path, family, module, interleaved
+):
+    """PEFT's `ParamWrapper` multiplies A `[E r, in]` and B `[out, r E]` so, and has `gate_up_proj` inside."""
+    mesh, adapters, base, dropped = exported(tmp_path, family)
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    parent = module.split(".")[-2]
+    assert config["target_parameters"] == [
+        f"{parent}.experts.gate_up_proj",
+        f"{parent}.experts.down_proj",
+    ]
+    assert config["rank_pattern"]["gate_up_proj"] == 8
+    files = load_file(tmp_path / "peft/adapter_model.safetensors")
+
+    def change(layer, inner):
+        a, b = (files.pop(f"{PREFIX}{module.format(layer)}{inner}.lora_{x}.weight") for x in "AB")
+        return (
+            6
+            / 4
+            * np.einsum("ore,eri->eio", b.reshape(len(b), -1, 4), a.reshape(4, -1, a.shape[1]))
+        )
+
+    with jax.set_mesh(mesh):
+        after, before = (jax.device_get(model) for model in (merged(adapters, base), base))
+    for layers, *stacks in zip(after.cfg.stacks, after.stacks, before.stacks, strict=True):
+        blocks = zip(*map(layers_of, stacks), strict=True)
+        for (depth, (new, old)), (row, first) in itertools.product(
+            enumerate(blocks), enumerate(layers)
+        ):
+            both, down = change(first + depth, ".base_layer"), change(first + depth, "")
+            gate, up = both[..., 0::2], both[..., 1::2]
+            if not interleaved:
+                gate, up = np.split(both, 2, axis=-1)
+            for name, found in (("w_gate", gate), ("w_up", up), ("w_down", down)):
+                weights = [getattr(block.moe, name).get_value()[row] for block in (new, old)]
+                np.testing.assert_allclose(found, weights[0] - weights[1], rtol=1e-4, atol=1e-5)
+    assert not dropped and not [name for name in files if ".experts." in name]
