@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import importlib.metadata
 import json
 import platform
 import typing
@@ -60,7 +59,9 @@ def check_model(meta: dict, model: type, place: object) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that may change numbers."""
-    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    from importlib.metadata import version  # which imports Python's packages of e-mail
+
+    libraries = {name: version(name) for name in LIBRARIES}
     return {"python": platform.python_version(), **libraries}
 
 
