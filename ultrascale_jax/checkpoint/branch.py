@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
-from ultrascale_jax.checkpoint.restoring import found_by_process0
 from ultrascale_jax.checkpoint.step_dirs import split_step, steps
 from ultrascale_jax.config import require
+from ultrascale_jax.launch.multihost import on_process0
 from ultrascale_jax.launch.run_files import METRICS, checkpoints_of, write_atomic
 from ultrascale_jax.storage.remote import is_url
 
@@ -25,7 +25,7 @@ def branch_point(branch_from: str) -> Path | None:
     fix = "name a run directory on a disk; a run with that checkpoint.store fetches what it holds"
     require(not is_url(place), "checkpoint.branch_from", branch_from, fix)
     folder = checkpoints_of(place)
-    saved_steps = found_by_process0(lambda: steps(folder))
+    saved_steps = on_process0(lambda: steps(folder))
     step = max(saved_steps, default=0) if step is None else step
     fix = f"there is no such checkpoint; the steps in {folder} are {saved_steps}"
     require(step in saved_steps, "checkpoint.branch_from", branch_from, fix)

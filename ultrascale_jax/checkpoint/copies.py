@@ -2,26 +2,33 @@
 
 A run saves to its own disk, where one rename completes a checkpoint; process 0 then uploads it in a thread. (Orbax 0.12
 itself refuses an `s3://` path, in each of its modes of atomicity.) The copy of step n is the folder n with the
-checkpoint's files. `COMPLETE` in it, with their names and sizes, is written last: without it a folder is no copy. The
-URL also holds the small files of the run directory, so that a run can resume from a copy alone. A fetched checkpoint is
-verified by the fingerprints of its arrays, like any other.
+checkpoint's files; its metadata are written last, and without them it is no copy. The URL also holds the small files of
+the run directory, so that a run can resume from a copy alone. A fetched checkpoint is verified by the fingerprints of
+its arrays, like any other.
 """
 
 import contextlib
-import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ultrascale_jax.checkpoint.run_metadata import config_from_dict
-from ultrascale_jax.checkpoint.step_dirs import METADATA, Damaged, files, is_step, quarantine
+from ultrascale_jax.checkpoint.step_dirs import (
+    CORRUPT,
+    METADATA,
+    files,
+    is_step,
+    quarantine,
+)
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, TRAVELLING
+from ultrascale_jax.launch.disk import Disk
 from ultrascale_jax.launch.events import Events, printable, say
+from ultrascale_jax.launch.failures import Damaged
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, write_atomic
 from ultrascale_jax.storage.cache import cache_folder, exclusive, name_of, require_room
 from ultrascale_jax.storage.foreign import parse_json
@@ -36,8 +43,6 @@ SMALL_FILES = (CONFIG, METRICS, ORIGINAL, *TRAVELLING)
 MOST_BYTES = 1 << 32
 """Largest of these that is fetched; a row of metrics has about 500 bytes."""
 
-COMPLETE = "complete.json"
-
 FETCHING = "fetching"
 """Folder among the checkpoints for one that is being fetched."""
 
@@ -51,70 +56,64 @@ class Copies:
         self.url = self.remote.url
 
     def steps(self) -> list[int]:
-        """Return the steps that have a complete copy, oldest first."""
-        return _steps_with(COMPLETE, self.remote.files())
+        """Return the steps that have a complete copy, oldest first.
+
+        Raises `RemoteRefused` where other files are there: the copies have the place for themselves.
+        """
+        names = self.remote.files()
+        if names and CONFIG not in names:
+            raise RemoteRefused(
+                f"{self.url}: holds something else than a run's copies, as it has no {CONFIG}; choose another place"
+            )
+        return _steps_in(name.removesuffix(f"/{METADATA}") for name in names)
 
     def upload(self, place: Path, uploaded: Callable[[], None] = lambda: None) -> int:
         """Upload the checkpoint at `place`; return its size in bytes.
 
-        `uploaded` is called before each file. Raises `RemoteRefused` where its folder is not a checkpoint's, and where
-        a newer copy is there, of another job: at its start a run takes the newest, or marks it as incomplete.
+        `uploaded` is called before each file. Raises `RemoteRefused` where a newer copy is there, of another job: at
+        its start a run takes the newest, or marks it as incomplete.
         """
         step, sizes = int(place.name), files(place)
-        meta = (place / METADATA).read_bytes()
-        stored = self._files(step)
-        if COMPLETE in stored and self.remote.read(f"{step}/{METADATA}") == meta:
+        if self.remote.read(f"{step}/{METADATA}") == (place / METADATA).read_bytes():
             return sum(sizes.values())
-        if stored and METADATA not in stored:
-            raise RemoteRefused(
-                f"{self.url}/{step}: holds something else; choose another checkpoint.store"
-            )
         if (newest := max(self.steps(), default=0)) > step:
             raise RemoteRefused(
                 f"{self.url}: another job made a copy of step {newest}; stop one, or choose another checkpoint.store"
             )
-        self.remove(step)
+        self._remove(step)
 
         def upload(name: str) -> None:
             uploaded()
             self.remote.upload(place / name, f"{step}/{name}")
 
-        upload(METADATA)  # first, so that the next start knows the folder as a checkpoint's
         _on_threads(upload, (name for name in sizes if name != METADATA))
-        self.remote.write(f"{step}/{COMPLETE}", json.dumps(sizes).encode())
+        upload(METADATA)
         return sum(sizes.values())
 
-    def remove(self, step: int) -> None:
-        """Remove a copy, complete or not; it stops counting as one at once."""
-        self.forget(step)
-        names = [f"{step}/{name}" for name in self._files(step) if name != METADATA]
-        _on_threads(lambda name: self.remote.remove([name]), names)
-        self.remote.remove([f"{step}/{METADATA}"])
-
     def forget(self, step: int) -> None:
-        """Mark a copy as incomplete; its files are deleted when the step is copied again, or with the old copies."""
-        self.remote.remove([f"{step}/{COMPLETE}"])
+        """Rename the metadata of a copy, which is none then; it is deleted when the step is copied again."""
+        name = f"{step}/{METADATA}"
+        if (content := self.remote.read(name)) is not None:
+            self.remote.write(name + CORRUPT, content)
+            self.remote.remove([name])
 
     def remove_old(self, newest: int, keep: int | None) -> None:
         """Remove the remains of ended uploads, and all but the newest `keep` copies; `newest` was made last."""
-        names = self.remote.files()
-        whole = _steps_with(COMPLETE, names)
-        unfinished = set(_steps_with(METADATA, names)).difference(whole, [newest])
-        for step in [*(whole[:-keep] if keep else ()), *unfinished]:
-            self.remove(step)
+        copied = self.steps()
+        kept = {*copied[-keep if keep else 0 :], newest}
+        for step in _steps_in(name.partition("/")[0] for name in self.remote.files()):
+            if step not in kept:
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Remove a copy, complete or not; it stops counting as one at once."""
+        self.remote.remove([f"{step}/{METADATA}"])
+        _on_threads(lambda name: self.remote.remove([f"{step}/{name}"]), self.sizes(step))
 
     def sizes(self, step: int) -> dict[str, int]:
-        """Return the files of a copy, and their sizes. Raises `Damaged` where other files are there."""
-        content = self.remote.read(f"{step}/{COMPLETE}") or b""
-        stored = self._files(step)
-        stored.pop(COMPLETE, None)
-        try:
-            listed = json.loads(content)
-        except ValueError:
-            listed = None
-        if listed != stored:
-            raise Damaged("its files are not those that were copied, by names and sizes")
-        return stored
+        """Return the files of a copy, and their sizes."""
+        stored = self.remote.files(str(step))
+        return {name.removeprefix(f"{step}/"): size for name, size in stored.items()}
 
     def fetch_metadata(self, step: int, folder: Path) -> Path:
         """Fetch the metadata of a copy into `FETCHING` in `folder`, the checkpoints of a run; return its place there.
@@ -158,11 +157,6 @@ class Copies:
                 if content is not None:
                     write_atomic(run_dir / name, content)
 
-    def _files(self, step: int) -> dict[str, int]:
-        prefix = f"{step}/"
-        stored = self.remote.files(str(step))
-        return {name.removeprefix(prefix): size for name, size in stored.items()}
-
 
 class Uploads:
     """Uploads copies of a run's checkpoints, in a thread of process 0."""
@@ -172,36 +166,32 @@ class Uploads:
         self.problem: str | None = None
         """Why the last upload failed; None if it did not."""
         self._copies, self._cfg, self._events = copies, cfg, events
-        self._lock, self._closed, self._moved = threading.Lock(), False, time.monotonic()
-        self._now: tuple[Path, bool] | None = None
-        self._next: tuple[Path, bool] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread, self._closed, self._moved = Disk(), False, time.monotonic()
+        self._copying: dict[int, Future[None]] = {}
+        """By step: under way, or waiting for its turn."""
 
     def add(self, place: Path, *, rotate: bool) -> None:
         """Begin to upload the checkpoint at `place`; one that still waits for its turn gives way to it.
 
         Afterwards the newest `checkpoint.keep` copies are left, or all if not `rotate`.
         """
-        with self._lock:
-            if self._next is not None:
-                say(f"checkpoint of step {self._next[0].name} gets no copy: uploads are slower")
-            self._next = (place, rotate)
-            if self._thread is None:
-                self._moved = time.monotonic()
-                self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
-                self._thread.start()
+        for step, copying in self._copying.items():
+            if copying.cancel():
+                say(f"checkpoint of step {step} gets no copy: uploads are slower")
+        if not self.pending:
+            self._moved = time.monotonic()
+        pending = {step: self._copying[step] for step in self.pending}
+        copying = self._thread.submit(lambda: self._upload(place, rotate))
+        self._copying = {**pending, int(place.name): copying}
 
     @property
     def pending(self) -> list[int]:
         """Return the steps that are being uploaded or wait for it: the disk must keep them."""
-        with self._lock:
-            return [int(work[0].name) for work in (self._now, self._next) if work is not None]
+        return [step for step, copying in self._copying.items() if not copying.done()]
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is pending, or for so many seconds; return whether nothing is."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout=seconds)
+        futures.wait([self._copying[step] for step in self.pending], timeout=seconds)
         return not self.pending
 
     def is_stuck(self, stall_s: float) -> bool:
@@ -212,19 +202,11 @@ class Uploads:
         """End the uploads soon; the next start uploads the missing copies."""
         self._closed = True
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._now, self._next = self._next, None
-                if self._now is None or self._closed:
-                    self._now = self._next = self._thread = None
-                    return
-            self._upload(*self._now)
-
     def _upload(self, place: Path, rotate: bool) -> None:
         """Upload one checkpoint, and note how it ended."""
         step, begun = int(place.name), time.monotonic()
         try:
+            self._progress()
             self._write_beside()
             size = self._copies.upload(place, self._progress)
         except Exception as error:  # Whatever goes wrong must not end the run.
@@ -317,10 +299,9 @@ def run_on_disk(run: str, step: int | None = None) -> str:
     return str(folder)
 
 
-def _steps_with(file: str, names: Iterable[str]) -> list[int]:
-    """Return the steps, oldest first, in whose folder this file is among the names of objects."""
-    folders = (name.removesuffix(f"/{file}") for name in names)
-    return sorted(int(folder) for folder in folders if is_step(folder))
+def _steps_in(folders: Iterable[str]) -> list[int]:
+    """Return the steps among the names of folders, oldest first."""
+    return sorted({int(folder) for folder in folders if is_step(folder)})
 
 
 def _on_threads(do: Callable[[str], None], names: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ def load_params(
 
     Adapters (`train.lora`) are merged into their base, or with `merge` false returned alone.
 
-    Raises `UserError` when there is no such checkpoint, `Damaged` when none restores, and `Unreadable`.
+    Raises `UserError` when there is no such checkpoint, `Damaged` when none restores, and `NotNow`.
     """
     saved_config(Path(run_dir))  # raises unless it is a run directory
     folder = checkpoints_of(run_dir)

@@ -28,10 +28,8 @@ from ultrascale_jax.checkpoint.mesh_independent import (
     saved_shapes,
     to_checkpoint_layout,
 )
-from ultrascale_jax.checkpoint.restoring import found_by_process0, on_all
 from ultrascale_jax.checkpoint.run_metadata import check_model, config_from_dict
 from ultrascale_jax.checkpoint.step_dirs import (
-    Damaged,
     check_path,
     metadata,
     quarantine,
@@ -41,8 +39,8 @@ from ultrascale_jax.checkpoint.step_dirs import (
 )
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.launch.events import Events, say
-from ultrascale_jax.launch.exit_codes import CRASHED
-from ultrascale_jax.launch.multihost import agree
+from ultrascale_jax.launch.failures import Damaged, NotNow
+from ultrascale_jax.launch.multihost import agree, on_all, on_process0
 from ultrascale_jax.launch.run_files import METRICS, checkpoints_of
 from ultrascale_jax.launch.run_lock import refusal
 from ultrascale_jax.train_step.state import TrainState
@@ -52,18 +50,6 @@ MOST_FAILURES = 3
 
 type Accept = Callable[[dict, object], list[str]]
 """Takes the metadata of a checkpoint and its place; returns lines for the user, raises `UserError` for another run."""
-
-
-class SaveFailed(UserError):
-    """The last save of a run, or `MOST_FAILURES` in a row, failed; a restart may help."""
-
-    exit_code = CRASHED
-
-
-class NothingRestores(UserError):
-    """The run has checkpoints, and none restores; a restart may help where a host was at fault."""
-
-    exit_code = CRASHED
 
 
 class Checkpoints:
@@ -115,11 +101,11 @@ class Checkpoints:
 
     def _listed(self) -> list[int]:
         """Return the steps on the disk as process 0 sees them: on NFS other hosts may see an old listing."""
-        return found_by_process0(lambda: steps(self.folder))
+        return on_process0(lambda: steps(self.folder))
 
     def _copied(self) -> list[int]:
         """Return the steps that have a copy, as process 0 sees them."""
-        return [] if self._copies is None else found_by_process0(self._copies.steps)
+        return [] if self._copies is None else on_process0(self._copies.steps)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -151,7 +137,7 @@ class Checkpoints:
 
         Afterwards the newest `checkpoint.keep` are left, or all if not `rotate`.
         The next call reports a save that failed (a full disk, say); the run continues until `MOST_FAILURES`
-        in a row have failed. With `wait` a failure is raised at once. Raises `SaveFailed`.
+        in a row have failed. With `wait` a failure is raised at once. Raises `NotNow`.
         """
         step = meta["data"]["step"]
         self._check_copies()
@@ -201,7 +187,7 @@ class Checkpoints:
             self._uploads.add(place, rotate=rotate)
 
     def _check_copies(self, *, must: bool = False) -> None:
-        """Raise `SaveFailed` where `MOST_FAILURES` copies in a row have failed, or the last one `must` not."""
+        """Raise `NotNow` where `MOST_FAILURES` copies in a row have failed, or the last one `must` not."""
         if self._uploads is None:
             return
         most = 1 if must else MOST_FAILURES
@@ -209,19 +195,19 @@ class Checkpoints:
         if problem is not None:
             which = "the last copy" if must else f"copies ({MOST_FAILURES} in a row)"
             fix = f"Mend {self._cfg.checkpoint.store}; the same command makes the copy that is missing"
-            raise SaveFailed(f"{which} failed: {problem}. {fix}")
+            raise NotNow(f"{which} failed: {problem}. {fix}")
 
     def wait_for_copies(self, seconds: float = saving.TOLD_S) -> bool:
         """Wait at most so long until all copies are made; return whether they are.
 
-        Raises `SaveFailed` if the last save failed, or is stuck.
+        Raises `NotNow` if the last save failed, or is stuck.
         """
         if self._uploads is None:
             return True
         done = self._uploads.wait(seconds)
         if agree("stuck" if self._uploads.is_stuck(self._stall_s) else None) is not None:
             where = self._cfg.checkpoint.store
-            raise SaveFailed(f"a copy to {where} makes no progress; the same command makes it")
+            raise NotNow(f"a copy to {where} makes no progress; the same command makes it")
         self._check_copies(must=True)
         return agree(None if done else "not yet") is None
 
@@ -246,7 +232,7 @@ class Checkpoints:
         return problem
 
     def _count(self, step: int, problem: str | None, *, must: bool) -> None:
-        """Note how the save of `step` ended. Raises `SaveFailed` if it must not fail, or too many have."""
+        """Note how the save of `step` ended. Raises `NotNow` if it must not fail, or too many have."""
         if problem is None:
             self._in_a_row = 0
             return
@@ -257,7 +243,7 @@ class Checkpoints:
             newest = self.latest
             begin = "begins anew, as there is no checkpoint yet"
             goes_on = begin if newest is None else f"goes on from the newest, of step {newest}"
-            raise SaveFailed(
+            raise NotNow(
                 f"checkpoint of step {step} failed ({why}): {problem}. Mend {self.folder}; the same command {goes_on}"
             )
 
@@ -274,8 +260,8 @@ class Checkpoints:
         """Return the newest state that restores, its step, and lines for the user; None if nothing was ever saved.
 
         Without a checkpoint, `checkpoint.branch_from` may name another run's, whose metrics are copied too. Newer
-        checkpoints that do not restore are renamed (`quarantine`). Raises every error of `accept`, `NothingRestores`
-        if there are checkpoints and none restores, and `Unreadable`.
+        checkpoints that do not restore are renamed (`quarantine`). Raises every error of `accept`, and `NotNow`
+        if there are checkpoints and none restores, or the disk or the bucket fails.
         """
         local, copied = self._listed(), self._copied()
         skipped: dict[int, str] = {}
@@ -298,14 +284,14 @@ class Checkpoints:
         restored = restoring.newest(sorted({*local, *copied}), restore, skip)
         if restored is None and skipped:
             step, why = next(iter(skipped.items()))
-            raise NothingRestores(
+            raise NotNow(
                 f"no checkpoint in {self.folder} restores as it was saved; of step {step}: {why}. Nothing was renamed: "
                 "if another host says the same, put a good one back, or start anew with checkpoint.resume=never"
             )
         if restored is None:
             return self._branch(abstract, accept)
         step, (state, notes) = restored
-        found_by_process0(lambda: self._put_aside(skipped))
+        on_process0(lambda: self._put_aside(skipped))
         if self._uploads is not None and step not in copied and jax.process_index() == 0:
             self._uploads.add(self.folder / str(step), rotate=True)
         return state, step, notes
@@ -330,7 +316,7 @@ class Checkpoints:
             place = copies.fetch_metadata(step, self.folder)
             return str(place), metadata(place)
 
-        name, meta = found_by_process0(begin)
+        name, meta = on_process0(begin)
         place = Path(name)
         accept(meta, origin)
 
@@ -339,12 +325,12 @@ class Checkpoints:
             announce_fetch(copies, self.folder, step, sizes)
             return sizes
 
-        sizes = found_by_process0(plan)
+        sizes = on_process0(plan)
         names = sorted(sizes, key=lambda name: (-sizes[name], name))
         part = names[jax.process_index() :: jax.process_count()]
         on_all(lambda: copies.fetch(step, place, part))
         restored = self._restore(place, origin, abstract, accept)
-        found_by_process0(lambda: complete(place))
+        on_process0(lambda: complete(place))
         return restored
 
     def _say_skipped(self, step: int, why: str) -> None:

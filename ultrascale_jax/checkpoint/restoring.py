@@ -2,7 +2,7 @@
 
 One rule decides about damage: a checkpoint that does not restore so, for whatever reason, is skipped with a line, and
 the next older one is tried. All processes come to one verdict, because each would wait for ever for the others. Only a
-disk or a network that fails ends the run instead (`Unreadable`): the next start may read the same checkpoint.
+disk or a network that fails ends the run instead (`NotNow`): the next start may read the same checkpoint.
 """
 
 import errno
@@ -28,32 +28,22 @@ from ultrascale_jax.checkpoint.step_dirs import (
     GROUPS,
     METADATA,
     PARTS,
-    Damaged,
     check_path,
     files,
     metadata,
     steps,
 )
 from ultrascale_jax.config import UserError, require, whole
-from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.events import say
-from ultrascale_jax.launch.exit_codes import CRASHED
-from ultrascale_jax.launch.failures import denied
-from ultrascale_jax.launch.multihost import agree
+from ultrascale_jax.launch.failures import Damaged
+from ultrascale_jax.launch.multihost import on_all, on_process0
 from ultrascale_jax.sharding.memories import on_device
-from ultrascale_jax.storage.remote import RemoteError
 
 LOOK_S = 60.0
 """Seconds that a process looks for a checkpoint that process 0 sees: as long as NFS caches a folder."""
 
 LONGEST = 500
 """Characters of an error that are reported."""
-
-
-class Unreadable(UserError):
-    """A disk, or object storage, does not let itself be read now; a restart may help."""
-
-    exit_code = CRASHED
 
 
 def newest[Restored](
@@ -81,7 +71,7 @@ def chosen_or_newest[Restored](
 
     Raises `UserError` where there is no such step, and `Damaged` where none restores. Nothing is renamed.
     """
-    available = found_by_process0(lambda: steps(folder))
+    available = on_process0(lambda: steps(folder))
     fix = "holds no complete step" if folder.is_dir() else "there is no such folder"
     require(len(available) > 0, "folder", str(folder), fix)
     chosen = max(available) if step is None else whole("step", step)
@@ -107,7 +97,7 @@ def read_metadata(
 
     The checkpoint has these groups of arrays, and its metadata these parts.
 
-    Raises `Damaged` where a file is missing or the metadata is not as it was saved, `Unreadable`, and `UserError` as
+    Raises `Damaged` where a file is missing or the metadata is not as it was saved, `NotNow`, and `UserError` as
     `check_path`.
     """
 
@@ -116,7 +106,7 @@ def read_metadata(
         return metadata(place, parts)
 
     check_path("checkpoint", place, writes=False)
-    meta = found_by_process0(read)
+    meta = on_process0(read)
     on_all(lambda: _await(place / METADATA))
     return meta
 
@@ -141,26 +131,28 @@ def load(
     loaded: Groups = {}
     # One by one: of two, Orbax forgets the second when the first cannot be read.
     for group, inner in shapes.items():
-        problem = None
-        try:
-            loaded |= quiet_imports.ocp.load_checkpointables(str(place), {group: inner})
-        except Exception as error:  # TensorStore raises one type for all that goes wrong.
-            root = _root(error)
-            problem = f"{group} cannot be read ({type(root).__name__}: {first_line(root)})"
-        problem = agree(problem and f"{problem} on {socket.gethostname()}")
-        if problem is not None:
-            raise Damaged(problem)
+        loaded |= on_all(functools.partial(_read, place, {group: inner}))
     marks = fingerprints(named(loaded))
     changed = [name for name, mark in marks.items() if mark != saved[name][2]]
-    others_text = f", nor are {len(changed) - 1} more" if len(changed) > 1 else ""
-    problem = None
-    if changed:
-        title = (titles or {}).get(changed[0], changed[0])
-        problem = f"array {title} is not what was saved (fingerprint){others_text}"
-    problem = agree(problem)
-    if problem is not None:
-        raise Damaged(problem)
+
+    def refuse_changed() -> None:
+        if changed:
+            title = (titles or {}).get(changed[0], changed[0])
+            others_text = f", nor are {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise Damaged(f"array {title} is not what was saved (fingerprint){others_text}")
+
+    on_all(refuse_changed)
     return loaded
+
+
+def _read(place: Path, shapes: Groups) -> Groups:
+    """Return one group of arrays of the checkpoint at `place`. Raises `Damaged`."""
+    try:
+        return quiet_imports.ocp.load_checkpointables(str(place), shapes)
+    except Exception as error:  # TensorStore raises one type for all that goes wrong.
+        [group], root = shapes, _root(error)
+        words = f"{group} cannot be read ({type(root).__name__}: {first_line(root)})"
+        raise Damaged(f"{words} on {socket.gethostname()}") from error
 
 
 def record(groups: Groups) -> dict[str, list]:
@@ -214,54 +206,6 @@ def cast[Tree](tree: Tree, like: Tree) -> Tree:
         return jax.device_put(on_device(x).astype(s.dtype), s.sharding)
 
     return jax.tree.map(leaf, tree, like)
-
-
-def found_by_process0[Value](find: Callable[[], Value]) -> Value:
-    """Return `find()` of process 0, as JSON carries it, on all processes; the others may see less, so they do not look.
-
-    Raises on all processes an error of `find`, as `on_all` does.
-    """
-    values: list[Value] = []
-
-    def look() -> None:
-        if jax.process_index() == 0:
-            values.append(find())
-
-    on_all(look)
-    return multihost.broadcast_from_process0(values[0] if values else None)
-
-
-def on_all(do: Callable[[], None]) -> None:
-    """Call `do` on every process, and raise on all an error of one: `Damaged`, `Unreadable` or `UserError`.
-
-    An `OSError` becomes `Unreadable`, or `UserError` where a file may not be used.
-    """
-    problem: UserError | None = None
-    try:
-        do()
-    except OSError as error:  # `RemoteError` among them
-        problem = _disk_error(error)
-    except UserError as error:
-        problem = error
-    for kind in (Damaged, Unreadable):
-        words = agree(str(problem) if isinstance(problem, kind) else None)
-        if words is not None:
-            raise kind(words)
-    words = agree(None if problem is None else str(problem))
-    if words is not None:
-        raise UserError(words)
-
-
-def _disk_error(error: OSError) -> UserError:
-    if isinstance(error, RemoteError):
-        return Unreadable(str(error)) if error.exit_code == CRASHED else error
-    if (refusal := denied(error)) is not None:
-        return refusal
-    if isinstance(error, UserError):
-        return error
-    where = f"{error.filename}: " if error.filename else ""
-    words = f"{where}cannot be read on {socket.gethostname()} ({error.strerror or error})"
-    return Unreadable(f"{words}; nothing was renamed, and a restart tries again")
 
 
 def _await(path: Path) -> None:

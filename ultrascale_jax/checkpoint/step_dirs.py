@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ultrascale_jax.config import UserError, require
-from ultrascale_jax.launch.exit_codes import STOPPED
+from ultrascale_jax.config import require
+from ultrascale_jax.launch.failures import Damaged
 
 METADATA = "_CHECKPOINT_METADATA"
 """The file in which Orbax keeps a checkpoint's JSON."""
@@ -31,12 +31,6 @@ GROUPS = ("params", "train")
 
 PARTS = ("config", "data", "versions", "arrays")
 """The parts of the metadata of a run's checkpoint."""
-
-
-class Damaged(UserError):
-    """A checkpoint cannot be restored as it was saved."""
-
-    exit_code = STOPPED
 
 
 def check_path(option: str, value: str | Path, *, writes: bool = True) -> None:

@@ -20,6 +20,7 @@ from ultrascale_jax.checkpoint.step_dirs import (
     with_digest,
 )
 from ultrascale_jax.config import UserError, require, whole
+from ultrascale_jax.launch.multihost import on_process0
 
 GROUP = "tree"
 """Name of the group of arrays; they are numbered, and the metadata lists their paths."""
@@ -44,7 +45,7 @@ def save_tree(
     """
     folder, step = Path(folder).absolute(), whole("step", step)
     check_path("folder", folder)
-    written = restoring.found_by_process0(lambda: steps(folder))
+    written = on_process0(lambda: steps(folder))
     require(step not in written, "step", step, f"{folder} has it; remove it, or choose another")
     try:
         user_meta = json.loads(json.dumps(dict(meta or {})))

@@ -20,7 +20,7 @@ def bring_back(cfg: Config) -> bool:
 
     Every process calls it. Raises `UserError` where object storage refuses.
     """
-    from ultrascale_jax.checkpoint.restoring import found_by_process0
+    from ultrascale_jax.launch.multihost import on_process0
 
     def bring() -> bool:
         copies = Copies(cfg.checkpoint.store)
@@ -30,7 +30,7 @@ def bring_back(cfg: Config) -> bool:
         return has_copies
 
     may_resume = cfg.checkpoint.store and cfg.checkpoint.resume != "never"
-    return bool(may_resume) and found_by_process0(bring)
+    return bool(may_resume) and on_process0(bring)
 
 
 def bring_tokenizer(cfg: Config) -> None:

@@ -218,14 +218,14 @@ def state(place: Path, *, verify: bool) -> str:
 
 
 def _copy(copies: Copies, step: int, options: Options) -> Checkpoint:
-    """Look at a copy in object storage: its metadata, and the names and sizes of its files."""
+    """Look at the metadata of a copy in object storage."""
     with tempfile.TemporaryDirectory() as folder:
-        place, num_bytes = Path(folder) / str(step), None
+        place, words, sound = copies.fetch_metadata(step, Path(folder)), "complete", True
         try:
-            place = copies.fetch_metadata(step, Path(folder))
-            num_bytes, words, sound = sum(copies.sizes(step).values()), "complete", True
+            metadata(place)
         except Damaged as error:
             words, sound = f"DAMAGED: {error}", False
+        num_bytes = sum(copies.sizes(step).values())
         return replace(_described(place, words, sound, options), size_bytes=num_bytes)
 
 

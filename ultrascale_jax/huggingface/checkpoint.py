@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from ultrascale_jax.config import ModelConfig, UserError, require, require_choice, require_type
+from ultrascale_jax.config import ModelConfig, require, require_choice, require_type
 from ultrascale_jax.huggingface.config import (
     NO_TOKEN_IDS,
     config_dict,
@@ -44,7 +44,7 @@ from ultrascale_jax.huggingface.files import (
 from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, fuse_experts, tensors
 from ultrascale_jax.huggingface.wrappers import Wrapper, is_wrapper, text_tensors
-from ultrascale_jax.launch.multihost import agree
+from ultrascale_jax.launch.multihost import on_all
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.units import GIB
@@ -60,16 +60,7 @@ def load(path: str | Path, abstract: Transformer) -> Transformer:
     """
     fix = "give abstract_state(cfg, mesh).params"
     require_type("abstract", abstract, Transformer, fix)
-    params, problem = None, None
-    try:
-        params = _load(Path(path), abstract)
-    except UserError as error:
-        problem = str(error)
-    problem = agree(problem)
-    if problem is not None:
-        raise UserError(problem)
-    assert params is not None
-    return params
+    return on_all(lambda: _load(Path(path), abstract))
 
 
 def _load(folder: Path, abstract: Transformer) -> Transformer:

@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import say
-from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED
+from ultrascale_jax.launch.exit_codes import CRASHED, REFUSED, STOPPED
 
 KEY = "ultrascale/failure"
 POLL_S = 0.5
@@ -47,6 +47,18 @@ DENIED = {
     *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
 }
 """Errors of a file that last until somebody changes its mode, its owner, its disk, or the file in its place."""
+
+
+class NotNow(UserError):
+    """A disk, a network, a device or a run directory fails or is in use at the moment; a restart may help."""
+
+    exit_code = CRASHED
+
+
+class Damaged(UserError):
+    """A checkpoint cannot be restored as it was saved."""
+
+    exit_code = STOPPED
 
 
 @dataclass(frozen=True)

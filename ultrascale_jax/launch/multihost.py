@@ -2,11 +2,15 @@
 
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from ultrascale_jax.config import UserError
+from ultrascale_jax.launch.failures import Damaged, NotNow, denied
 
 BLOCK = 512
 """Messages are padded to a multiple of so many bytes."""
@@ -37,9 +41,44 @@ def _padded(data: bytes, size: int) -> np.ndarray:
     return np.frombuffer(data.ljust(-(-size // BLOCK) * BLOCK), np.uint8)
 
 
-def agree(problem: str | None) -> str | None:
-    """Return the problem of the first process that has one."""
+def agree[Problem](problem: Problem | None) -> Problem | None:
+    """Return the problem of the first process that has one; it must survive JSON."""
     return next((words for words in gather(problem) if words), None)
+
+
+def on_all[Value](do: Callable[[], Value]) -> Value:
+    """Return `do()` of each process, or raise on all the error of the first that has one.
+
+    A `UserError` becomes the kind that has its exit code: `Damaged`, `NotNow` or `UserError` itself. An `OSError`
+    becomes `NotNow`, or `UserError` where a file may not be used.
+    """
+    values: list[Value] = []
+    problem: UserError | None = None
+    try:
+        values.append(do())
+    except UserError as error:
+        problem = error
+    except OSError as error:
+        problem = denied(error) or _unreadable(error)
+    fault = agree(None if problem is None else [problem.exit_code, str(problem)])
+    if fault is not None:
+        code, text = fault
+        raise next(kind for kind in (Damaged, NotNow, UserError) if kind.exit_code == code)(text)
+    return values[0]
+
+
+def on_process0[Value](do: Callable[[], Value]) -> Value:
+    """Return `do()` of process 0, as JSON carries it, on all; the others may see less, so they do not look.
+
+    Raises on all processes an error of `do`, as `on_all` does.
+    """
+    return broadcast_from_process0(on_all(do if jax.process_index() == 0 else lambda: None))
+
+
+def _unreadable(error: OSError) -> NotNow:
+    where = f"{error.filename}: " if error.filename else ""
+    words = f"{where}cannot be read on {socket.gethostname()} ({error.strerror or error})"
+    return NotNow(f"{words}; nothing was renamed, and a restart tries again")
 
 
 def hosts() -> list[str]:

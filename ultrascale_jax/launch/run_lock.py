@@ -15,19 +15,12 @@ from pathlib import Path
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import is_supervised, printable
-from ultrascale_jax.launch.exit_codes import CRASHED
-from ultrascale_jax.launch.failures import denied
+from ultrascale_jax.launch.failures import NotNow, denied
 
 NAME = "lock"
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of a disk without locks, such as Lustre mounted without `flock`."""
-
-
-class NotNow(UserError):
-    """A run directory, or a device, cannot be used at the moment: its disk is full, say, or the last job still ends."""
-
-    exit_code = CRASHED
 
 
 def refusal(text: str) -> UserError:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import printable
-from ultrascale_jax.launch.exit_codes import CRASHED
+from ultrascale_jax.launch.failures import NotNow
 
 WORKERS = 16
 """Threads that move objects: a connection to object storage has a fraction of a host's bandwidth."""
@@ -35,10 +35,8 @@ DENIED = (401, 403)
 """HTTP's codes for a caller who is unknown, or may not do this."""
 
 
-class RemoteError(UserError, OSError):
+class RemoteError(NotNow, OSError):
     """A request to object storage failed; a restart may help."""
-
-    exit_code = CRASHED
 
 
 class RemoteRefused(RemoteError):

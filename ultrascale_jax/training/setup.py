@@ -27,8 +27,10 @@ from ultrascale_jax.hooks import Hook, Run
 from ultrascale_jax.kernels.choices import HOPPER
 from ultrascale_jax.kernels.document_classes import max_documents
 from ultrascale_jax.launch.distributed import StopRequest, guarded
-from ultrascale_jax.launch.events import Events
+from ultrascale_jax.launch.events import Events, say
+from ultrascale_jax.launch.multihost import on_process0
 from ultrascale_jax.launch.run_files import write_atomic
+from ultrascale_jax.launch.run_lock import run_lock
 from ultrascale_jax.launch.watchdog import Watch
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.model_shape import adapter_params
@@ -47,7 +49,6 @@ from ultrascale_jax.training.describe import pipeline_notes
 from ultrascale_jax.training.evaluation import Evaluation, PreferenceEvaluation
 from ultrascale_jax.training.metrics import COLUMNS, RunLog
 from ultrascale_jax.training.profiler import Profiler
-from ultrascale_jax.training.run_lock import hold_run_lock
 from ultrascale_jax.training.throughput import Throughput
 from ultrascale_jax.training.trackers import Trackers, chosen
 
@@ -104,7 +105,7 @@ def _enter(
         notes += fallback
     events = Events(run_dir, jax.process_index())
     events.check()
-    stack.enter_context(hold_run_lock(run_dir, events))
+    on_process0(lambda: _lock(stack, run_dir, events))
     fresh = cfg.checkpoint.resume == "never"
     watch = stack.enter_context(Watch(events, hang_s=cfg.watch.hang_s, fresh=fresh))
     with watch.section("restore"):
@@ -135,6 +136,13 @@ def _enter(
         ),
         started=started,
     )
+
+
+def _lock(stack: contextlib.ExitStack, run_dir: Path, events: Events) -> None:
+    """Take the run directory for this job alone. Raises `UserError` where another job holds it."""
+    if (note := stack.enter_context(run_lock(run_dir))) is not None:
+        say(note)
+        events.record("lock", note=note)
 
 
 def _all_hooks(

@@ -16,11 +16,12 @@ from tests.checkpoints import BASE, state_of
 from tests.processes import python
 from tests.runs import change, in_folder
 from ultrascale_jax.checkpoint import saving
-from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
+from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.checkpoint.step_dirs import files, metadata, steps
 from ultrascale_jax.config import CheckpointConfig, UserError
 from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.failures import NotNow
 from ultrascale_jax.training.metrics import RunLog, read_rows
 
 UNSHARED = subprocess.run(["sh", "-c", "unshare --mount true"], capture_output=True)
@@ -152,14 +153,14 @@ def vanish(folder, moment):
         save(1)
         if moment == "before":
             shutil.rmtree(folder / "checkpoints")
-            with pytest.raises(SaveFailed, match=r"cannot write in .*No such file"):
+            with pytest.raises(NotNow, match=r"cannot write in .*No such file"):
                 save(2)
             assert not (folder / "checkpoints").exists()
         else:
             save(2, wait=False)
             (folder / "checkpoints").rename(folder / "away")
             # TensorStore may make the folder anew, so the next one may come about.
-            with contextlib.suppress(SaveFailed):
+            with contextlib.suppress(NotNow):
                 save(3)
         (folder / "checkpoints").mkdir(exist_ok=True)
         save(4)
@@ -205,7 +206,7 @@ def test_a_disk_that_was_unmounted_is_not_mistaken_for_the_folder_below(
     with Checkpoints(in_folder(WIDER, tmp_path / "run")) as checkpoints:
         command("umount", small_disk)
         try:
-            with pytest.raises(SaveFailed, match=r"on another disk than it was: is it unmounted\?"):
+            with pytest.raises(NotNow, match=r"on another disk than it was: is it unmounted\?"):
                 checkpoints.save(state, meta(1), wait=True)
             assert list(small_disk.iterdir()) == []
         finally:
@@ -222,7 +223,7 @@ def test_a_disk_that_does_not_answer_is_told_and_bounded(state, tmp_path, freeza
         try:
             checkpoints.save(state, meta(3))
             checkpoints.save(state, meta(4))
-            with pytest.raises(SaveFailed, match="is still being written after"):
+            with pytest.raises(NotNow, match="is still being written after"):
                 checkpoints.save(state, meta(5))
         finally:
             command("fsfreeze", "-u", freezable_disk)

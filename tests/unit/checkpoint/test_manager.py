@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from tests.checkpoints import BASE, save, state_of
 from tests.runs import change, in_folder
-from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
+from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict, describe
 from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
 from ultrascale_jax.config import (
@@ -26,6 +26,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.launch.failures import NotNow
 
 
 def with_field(name, value):
@@ -96,7 +97,7 @@ def test_saves_that_fail_are_told_and_stop_the_run_when_three_in_a_row_do(state,
             resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
             for step in (1, 2, 3):
                 checkpoints.save(state, describe(cfg, step, "data-1"))
-            with pytest.raises(SaveFailed, match="File too large"):
+            with pytest.raises(NotNow, match="File too large"):
                 checkpoints.save(state, describe(cfg, 4, "data-1"))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

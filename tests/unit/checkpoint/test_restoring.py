@@ -16,11 +16,10 @@ from tests.checkpoints import BASE, array_files, flip, mesh, resume, save, state
 from tests.runs import bits, change, in_folder
 from ultrascale_jax.checkpoint import restoring
 from ultrascale_jax.checkpoint.load_params import load_params
-from ultrascale_jax.checkpoint.manager import NothingRestores
-from ultrascale_jax.checkpoint.restoring import Unreadable
-from ultrascale_jax.checkpoint.step_dirs import METADATA, Damaged, with_digest
+from ultrascale_jax.checkpoint.step_dirs import METADATA, with_digest
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import read_events
+from ultrascale_jax.launch.failures import Damaged, NotNow
 from ultrascale_jax.train_step.state import abstract_state
 
 STEPS = (2, 4, 6)
@@ -118,7 +117,7 @@ def test_a_disk_that_cannot_be_read_now_is_not_taken_for_damage(run, expected, m
 
             with monkeypatch.context() as patch:
                 patch.setattr(restoring, name, fail)
-                with pytest.raises(Unreadable, match=f"d/1f: .*{os.strerror(code)}") as refused:
+                with pytest.raises(NotNow, match=f"d/1f: .*{os.strerror(code)}") as refused:
                     resume(cfg)
             assert refused.value.exit_code == 70 and names(folder) == ["2", "4", "6"]
     state, step, _ = resume(cfg)
@@ -135,7 +134,7 @@ def test_a_host_on_which_nothing_loads_renames_nothing(run, monkeypatch, error):
         raise KeyError("as Orbax puts it") from error
 
     monkeypatch.setattr(ocp, "load_checkpointables", fail)
-    with pytest.raises(NothingRestores, match=f"step 6: .*{type(error).__name__}") as refused:
+    with pytest.raises(NotNow, match=f"step 6: .*{type(error).__name__}") as refused:
         resume(cfg)
     assert refused.value.exit_code == 70 and names(folder) == ["2", "4", "6"]
 
@@ -170,7 +169,7 @@ def test_when_all_are_damaged_nothing_starts_anew_by_itself(run):
     for step in STEPS:
         flip(array_files(folder / str(step))[0], 500)
     for mode in ("auto", "must"):
-        with pytest.raises(NothingRestores, match=r"step 6: .*checkpoint\.resume=never") as refused:
+        with pytest.raises(NotNow, match=r"step 6: .*checkpoint\.resume=never") as refused:
             resume(change(cfg, checkpoint={"resume": mode}))
         assert refused.value.exit_code == 70 and names(folder) == ["2", "4", "6"]
     assert resume(change(cfg, checkpoint={"resume": "never"})) is None

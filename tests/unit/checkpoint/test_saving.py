@@ -8,12 +8,13 @@ import pytest
 from tests.checkpoints import BASE, state_of
 from tests.runs import in_folder
 from ultrascale_jax.checkpoint import saving
-from ultrascale_jax.checkpoint.manager import Checkpoints, SaveFailed
+from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.restoring import read_metadata
 from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.checkpoint.step_dirs import GROUPS, STORE, Damaged, files
+from ultrascale_jax.checkpoint.step_dirs import GROUPS, STORE, files
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.failures import Damaged, NotNow
 
 
 def meta(step):
@@ -52,7 +53,7 @@ def test_after_enough_failures_in_a_row_the_run_ends_with_the_cause_and_the_way_
         shutil.rmtree(tmp_path / "checkpoints")
         checkpoints.save(state, meta(1))
         checkpoints.save(state, meta(2))
-        with pytest.raises(SaveFailed, match=WAY_OUT) as end:
+        with pytest.raises(NotNow, match=WAY_OUT) as end:
             checkpoints.save(state, meta(3))
         assert end.value.exit_code == 70 and checkpoints.failures == 3
         (tmp_path / "checkpoints").mkdir()

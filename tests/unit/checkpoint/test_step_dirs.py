@@ -6,13 +6,13 @@ import pytest
 
 from ultrascale_jax.checkpoint.step_dirs import (
     METADATA,
-    Damaged,
     metadata,
     quarantine,
     quarantined,
     steps,
     with_digest,
 )
+from ultrascale_jax.launch.failures import Damaged
 
 META = {"config": {}, "data": {"step": 5, "fingerprint": "x"}, "versions": {}, "arrays": {}}
 

@@ -9,9 +9,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.checkpoint.step_dirs import Damaged
 from ultrascale_jax.checkpoint.tree import load_tree, save_tree, tree_meta
 from ultrascale_jax.config import UserError
+from ultrascale_jax.launch.failures import Damaged
 
 
 def placed(tree, **axes):

@@ -8,7 +8,7 @@ from ultrascale_jax.cli.launch import free_port
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.coordinator import check_address, reserved
 from ultrascale_jax.launch.events import ATTEMPT
-from ultrascale_jax.launch.run_lock import NotNow
+from ultrascale_jax.launch.failures import NotNow
 
 
 def say_nothing(text: str) -> None:

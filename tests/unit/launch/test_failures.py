@@ -6,8 +6,7 @@ import pytest
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.health.skipped_steps import Diverged
-from ultrascale_jax.launch.failures import Failures, exit_code, redact
-from ultrascale_jax.launch.run_lock import NotNow
+from ultrascale_jax.launch.failures import Failures, NotNow, exit_code, redact
 
 
 @pytest.mark.parametrize(
