@@ -1,30 +1,12 @@
 """The page of options: every option of a run, with its default and its text, from the configuration itself."""
 
-import ast
 import dataclasses
 import inspect
-import textwrap
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from ultrascale_jax.config import Config
-from ultrascale_jax.config.section import Section
-
-
-def descriptions(kind: type) -> dict[str, str]:
-    """Return the text below each field of a dataclass."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(body, ast.ClassDef)
-    return {
-        field.target.id: " ".join(doc.value.value.split())
-        for field, doc in pairwise(body.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(doc, ast.Expr)
-        and isinstance(doc.value, ast.Constant)
-        and isinstance(doc.value.value, str)
-    }
+from ultrascale_jax.config.section import Section, texts_of
 
 
 def _is_section(kind: Any) -> bool:
@@ -33,7 +15,7 @@ def _is_section(kind: Any) -> bool:
 
 def option_rows(kind: type, path: str) -> Iterator[str]:
     """Yield a row of the page for each option of a section, and of the sections that it may have."""
-    hints, texts = get_type_hints(kind), descriptions(kind)
+    hints, texts = get_type_hints(kind), texts_of(kind)
     for field in dataclasses.fields(kind):
         part: Any = next(
             filter(_is_section, (hints[field.name], *get_args(hints[field.name]))), None

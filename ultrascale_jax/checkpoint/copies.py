@@ -28,7 +28,7 @@ from ultrascale_jax.config import Config, require
 from ultrascale_jax.huggingface.files import ORIGINAL, TOKENIZER, TRAVELLING
 from ultrascale_jax.launch.disk import Disk
 from ultrascale_jax.launch.events import Events, printable, say
-from ultrascale_jax.launch.failures import Damaged
+from ultrascale_jax.launch.failures import Damaged, NotNow
 from ultrascale_jax.launch.run_files import CHECKPOINTS, METRICS, write_atomic
 from ultrascale_jax.storage.cache import cache_folder, exclusive, name_of, require_room
 from ultrascale_jax.storage.foreign import parse_json
@@ -162,9 +162,7 @@ class Uploads:
     """Uploads copies of a run's checkpoints, in a thread of process 0."""
 
     def __init__(self, copies: Copies, cfg: Config, events: Events):
-        self.failed_in_a_row = 0
-        self.problem: str | None = None
-        """Why the last upload failed; None if it did not."""
+        self._failed_in_a_row, self._problem = 0, ""
         self._copies, self._cfg, self._events = copies, cfg, events
         self._thread, self._closed, self._moved = Disk(), False, time.monotonic()
         self._copying: dict[int, Future[None]] = {}
@@ -194,9 +192,21 @@ class Uploads:
         futures.wait([self._copying[step] for step in self.pending], timeout=seconds)
         return not self.pending
 
-    def is_stuck(self, stall_s: float) -> bool:
-        """Return whether an upload is pending and made no progress for so many seconds."""
-        return bool(self.pending) and time.monotonic() - self._moved >= stall_s
+    def finish(self, seconds: float, stall_s: float) -> bool:
+        """Do as `wait`, and raise `NotNow` if the last upload failed, or made no progress for `stall_s` seconds."""
+        done = self.wait(seconds)
+        if not done and time.monotonic() - self._moved >= stall_s:
+            where = self._copies.url
+            raise NotNow(f"a copy to {where} makes no progress; the same command makes it")
+        self.check(1)
+        return done
+
+    def check(self, most: int) -> None:
+        """Raise `NotNow` if the last `most` uploads have failed."""
+        if self._failed_in_a_row >= most:
+            which = "the last copy" if most == 1 else f"copies ({most} in a row)"
+            fix = f"Mend {self._copies.url}; the same command makes the copy that is missing"
+            raise NotNow(f"{which} failed: {self._problem}. {fix}")
 
     def close(self) -> None:
         """End the uploads soon; the next start uploads the missing copies."""
@@ -212,13 +222,13 @@ class Uploads:
         except Exception as error:  # Whatever goes wrong must not end the run.
             if self._closed:
                 return
-            self.failed_in_a_row += 1
-            self.problem = printable(error, 500) or type(error).__name__
-            words = {"problem": self.problem, "in_a_row": self.failed_in_a_row}
+            self._failed_in_a_row += 1
+            self._problem = printable(error, 500) or type(error).__name__
+            words = {"problem": self._problem, "in_a_row": self._failed_in_a_row}
             self._events.record("copy_failed", step=step, **words)
-            say(f"copy of step {step} failed ({self.failed_in_a_row} in a row): {self.problem}")
+            say(f"copy of step {step} failed ({self._failed_in_a_row} in a row): {self._problem}")
             return
-        self.failed_in_a_row, self.problem = 0, None
+        self._failed_in_a_row = 0
         self._events.record("copied", step=step, bytes=size, copy_s=time.monotonic() - begun)
         try:
             self._copies.remove_old(step, self._cfg.checkpoint.keep if rotate else None)

@@ -74,28 +74,23 @@ class Checkpoints:
         if cfg.checkpoint.resume == "never":
             fix = f"holds checkpoints {copied} of an earlier run; remove them, or choose another place"
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
-        self._prepare()
+        on_all(self._prepare)
         restoring.quieten_orbax()
         has_checkpoint = bool(self._listed() or copied)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         require(cfg.checkpoint.resume != "must" or has_checkpoint, "checkpoint.resume", "must", fix)
 
     def _prepare(self) -> None:
-        """Make the folder, clear it of leftovers, and look whether it can be written; raise on all processes."""
-
-        def clear() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if self._cfg.checkpoint.resume == "never" and jax.process_index() == 0:
-                saving.move_aside(self.folder)
-                saving.move_aside(Path(self._cfg.log.run_dir) / METRICS)
-                self.folder.mkdir(exist_ok=True)
-                self._events.record("anew")
-            if jax.process_index() == 0:
-                saving.sweep(self.folder)
-
-        on_all(clear)
-        problem = agree(self._probe())
-        if problem is not None:
+        """Make the folder, clear it of leftovers, and look whether it can be written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._cfg.checkpoint.resume == "never" and jax.process_index() == 0:
+            saving.move_aside(self.folder)
+            saving.move_aside(Path(self._cfg.log.run_dir) / METRICS)
+            self.folder.mkdir(exist_ok=True)
+            self._events.record("anew")
+        if jax.process_index() == 0:
+            saving.sweep(self.folder)
+        if (problem := self._probe()) is not None:
             fix = "mount it, make room or make it writable; or choose another log.run_dir"
             raise refusal(f"log.run_dir={self._cfg.log.run_dir!r}: {problem}; {fix}")
 
@@ -140,7 +135,8 @@ class Checkpoints:
         in a row have failed. With `wait` a failure is raised at once. Raises `NotNow`.
         """
         step = meta["data"]["step"]
-        self._check_copies()
+        if (uploads := self._uploads) is not None:
+            on_process0(lambda: uploads.check(MOST_FAILURES))
         if self._settle():
             # Orbax writes one at a time, and that one may never end.
             if wait:
@@ -186,30 +182,14 @@ class Checkpoints:
         if self._uploads is not None:
             self._uploads.add(place, rotate=rotate)
 
-    def _check_copies(self, *, must: bool = False) -> None:
-        """Raise `NotNow` where `MOST_FAILURES` copies in a row have failed, or the last one `must` not."""
-        if self._uploads is None:
-            return
-        most = 1 if must else MOST_FAILURES
-        problem = agree(self._uploads.problem if self._uploads.failed_in_a_row >= most else None)
-        if problem is not None:
-            which = "the last copy" if must else f"copies ({MOST_FAILURES} in a row)"
-            fix = f"Mend {self._cfg.checkpoint.store}; the same command makes the copy that is missing"
-            raise NotNow(f"{which} failed: {problem}. {fix}")
-
     def wait_for_copies(self, seconds: float = saving.TOLD_S) -> bool:
         """Wait at most so long until all copies are made; return whether they are.
 
-        Raises `NotNow` if the last save failed, or is stuck.
+        Raises `NotNow` if the last copy failed, or is stuck.
         """
-        if self._uploads is None:
+        if (uploads := self._uploads) is None:
             return True
-        done = self._uploads.wait(seconds)
-        if agree("stuck" if self._uploads.is_stuck(self._stall_s) else None) is not None:
-            where = self._cfg.checkpoint.store
-            raise NotNow(f"a copy to {where} makes no progress; the same command makes it")
-        self._check_copies(must=True)
-        return agree(None if done else "not yet") is None
+        return on_process0(lambda: uploads.finish(seconds, self._stall_s))
 
     def _settle(self, *, must: bool = False) -> bool:
         """Note, on all processes, how the save under way ended; return whether it is still under way."""

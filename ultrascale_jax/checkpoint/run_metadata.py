@@ -136,7 +136,6 @@ def config_from_dict(values: dict) -> Config:
 
     Raises `UserError` for a field that this version does not know, or a value that is none.
     """
-    require(isinstance(values, dict), "config", values, "must be a group of fields")
     return _dataclass_from_dict(Config, values, "config")
 
 

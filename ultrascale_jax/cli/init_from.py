@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.init_from import Source, bring_files, files
+from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.data.tokenizer_files import conversion
 from ultrascale_jax.huggingface.families import MTP
@@ -12,6 +13,7 @@ from ultrascale_jax.huggingface.files import TOKENIZER, inside, travelling
 from ultrascale_jax.huggingface.remarks import remarks
 from ultrascale_jax.huggingface.wrappers import text_config
 from ultrascale_jax.launch.events import say
+from ultrascale_jax.launch.run_files import checkpoints_of
 from ultrascale_jax.storage.foreign import read_json
 
 
@@ -36,25 +38,22 @@ def bring_back(cfg: Config) -> bool:
 def bring_tokenizer(cfg: Config) -> None:
     """Copy the files of `train.init_from` into the run directory of a run that has not begun, and print its notes.
 
-    Raises `UserError` if `data.tokenizer` is not the tokenizer of the parameters.
+    Every process calls it. Raises `UserError` if `data.tokenizer` is not the tokenizer of the parameters.
     """
-    import jax
-    from jax.experimental import multihost_utils
+    from ultrascale_jax.launch.multihost import on_process0
 
-    from ultrascale_jax.checkpoint.step_dirs import steps
-    from ultrascale_jax.launch.run_files import checkpoints_of
-
-    run_dir = Path(cfg.log.run_dir)
-    begun = steps(checkpoints_of(run_dir))
-    if jax.process_index() == 0 and (not begun or cfg.checkpoint.resume == "never"):
+    def bring() -> None:
+        run_dir = Path(cfg.log.run_dir)
+        if steps(checkpoints_of(run_dir)) and cfg.checkpoint.resume != "never":
+            return
         source = Source.parse(cfg.train.init_from)
         check_tokenizer(cfg, source.folder)
         lines = list(notes(cfg, source.folder)) if source.huggingface else []
         bring_files(run_dir, files(source))
         for note in lines:
             say(note)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("tokenizer copied")
+
+    on_process0(bring)
 
 
 def _fingerprint(cfg: Config, hf_dir: Path) -> str:

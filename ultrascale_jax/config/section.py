@@ -3,7 +3,10 @@
 A bound is in the annotation: `steps: Annotated[int, at_least(1)] = 100`, or `steps: Count = 100`.
 """
 
+import ast
 import functools
+import inspect
+import itertools
 import operator
 import types
 import typing
@@ -155,6 +158,18 @@ def _declared(kind: type) -> tuple[_Field, ...]:
         _Field(name, *_type_of(hints[name]), tuple(_bounds_of(hints[name])), set())
         for name in names
     )
+
+
+@functools.cache
+def texts_of(kind: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass, in one line."""
+    [body] = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 PLAIN = (int, float, str, types.NoneType)

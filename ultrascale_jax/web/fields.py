@@ -4,12 +4,8 @@ A state is a mapping of names, as options and errors spell them (`train.zero`), 
 recipe's. It comes from an address, so nothing in it can name a file or a module.
 """
 
-import ast
 import dataclasses
-import functools
-import inspect
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +14,7 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import AUTO, REMAT_POLICIES, SCHEDULES, Config, MeshConfig, require
+from ultrascale_jax.config.section import texts_of
 from ultrascale_jax.plan.hardware import CLUSTERS, GPUS, Cluster
 from ultrascale_jax.plan.search.search_space import NAMED
 
@@ -79,22 +76,8 @@ class Field:
         kind = get_type_hints(owner)[attribute]
         literals = tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
         choices = OPEN.get(name) or CHOICES.get(name) or (FLAG if kind is bool else literals)
-        help = _docstrings(owner)[attribute]
+        help = texts_of(owner)[attribute].replace("`", "")
         return cls(name=name, help=help, choices=choices, is_open=name in OPEN)
-
-
-@functools.cache
-def _docstrings(owner: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass's fields, as plain text."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(tree, ast.ClassDef)
-    docstrings = {}
-    for previous, node in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(previous, ast.AnnAssign) and isinstance(node, ast.Expr):
-            docstrings[ast.unparse(previous.target)] = inspect.cleandoc(
-                ast.literal_eval(node.value)
-            )
-    return {name: " ".join(text.replace("`", "").split()) for name, text in docstrings.items()}
 
 
 FIELDS = {name: Field.of(name) for names in FORM.values() for name in names.split()}
