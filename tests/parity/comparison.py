@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from tests.parity.rows import ROWS, Row
+from tests.parity.rows import IN_SEGMENTS, ROWS, Row
 from tests.runs import change
 from tests.states import some_state
 from ultrascale_jax.config import FP8, Config, ContextConfig, MeshConfig, PipelineConfig
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.parallel.pipeline import segments
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import precision
@@ -89,12 +90,25 @@ def fp8_alone_rounds() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def one_loop() -> Iterator[None]:
+    """Run all ticks of a pipeline in one loop, which compiles in half of the time of up to eight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "MOST_SEGMENTS", 0)
+        yield
+
+
 def run(
-    cfg: Config, evaluates: bool, start: Callable, seeds: tuple[int, ...] = SEEDS
+    cfg: Config,
+    evaluates: bool,
+    start: Callable,
+    seeds: tuple[int, ...] = SEEDS,
+    in_segments: bool = False,
 ) -> list[Outcome]:
     """Train `cfg`, which is checked, from `start(cfg, mesh)` on the first devices, once for each of `seeds`.
 
-    The seeds share one program. A run of one step has no update; `evaluates` adds an evaluation at the end.
+    The seeds share one program. A run of one step has no update; `evaluates` adds an evaluation at the end. A pipeline
+    is `one_loop`, unless it runs `in_segments` as the trainer's.
     """
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
 
@@ -108,7 +122,8 @@ def run(
         return apply_gradients(cfg, state, batch, grads, sums), (grads, sums)
 
     try:
-        with fp8_alone_rounds(), jax.set_mesh(mesh):
+        loops = contextlib.nullcontext() if in_segments else one_loop()
+        with fp8_alone_rounds(), loops, jax.set_mesh(mesh):
             return [
                 run_seed(change(cfg, train={"seed": cfg.train.seed + seed}), step, evaluates, start)
                 for seed in seeds
@@ -228,7 +243,7 @@ def compare_row(row: Row) -> None:
     """
     steps = num_steps(row)
     cfg = change(row.config, train={"steps": steps})
-    outcomes = run(cfg, False, some_state)
+    outcomes = run(cfg, False, some_state, in_segments=row in IN_SEGMENTS)
     expected, in_float32 = (train_reference(row, name) for name in (row.precision, "fp32"))
     for seed, outcome, alone, noiseless in zip(SEEDS, outcomes, expected, in_float32, strict=True):
         alone = alone._replace(losses=alone.losses[:steps])

@@ -231,8 +231,8 @@ ROWS: tuple[Row, ...] = (
     Row("latent", "pp fsdp cp", schedule="dualpipe_v", strategy="allgather", zero=1, remat="full", plain=True),
     Row("sinks", "pp ep cp", schedule="dualpipe_v", strategy="ring", zero=0, remat="selective"),
     Row("sinks", "pp cp sp", schedule="dualpipe_v", strategy="ulysses", zero=2, remat="full", lora=True),
-    Row("falcon_h1", "pp dp fsdp", schedule="dualpipe_v", plain=True),
     Row("sinks", "pp cp tp", schedule="dualpipe_v", zero=2, remat="full"),
+    Row("falcon_h1", "pp dp fsdp", schedule="dualpipe_v", plain=True),
     Row("falcon_h1", "fsdp cp", strategy="allgather", remat="dots", microbatches=2),
     Row("latent", "fsdp ep cp", strategy="ring", zero=2, microbatches=2),
     Row("sinks", "dp fsdp cp", strategy="ulysses", zero=0, remat="dots", microbatches=2, lora=True),
@@ -240,6 +240,11 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "fsdp cp", zero=1, plain=True, microbatches=2, lora=True),
 )  # fmt: skip
 """Rows of `make test`, on eight devices, all in float32: the cheapest that have each pair."""
+
+IN_SEGMENTS = {
+    row.schedule: row for row in ROWS if "pp" in row.axes and row.model == "sinks"
+}.values()
+"""A row of each schedule, which runs as many loops as the trainer does; the others are one loop."""
 
 NIGHTLY_ROWS: tuple[Row, ...] = (
     Row("latent", "pp dp fsdp", "bf16", schedule="afab", zero=1, remat="full"),
