@@ -9,7 +9,7 @@ half of `tests/data/plan/playbook_runs.csv`; which five was chosen by looking at
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale_jax.config import MeshConfig
@@ -84,9 +84,8 @@ def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
     return [Stage(*map(names.count, Stage._fields)) for names in names_by_rank]
 
 
-@dataclass(frozen=True)
-class Allocator:
-    """Predict the memory that PyTorch's caching allocator reserves for the bytes needed, by fitted constants."""
+class Allocator(NamedTuple):
+    """What PyTorch's caching allocator reserves for the bytes needed, by constants."""
 
     fixed: float
     """GiB that every run has: workspaces, small tensors."""
@@ -97,11 +96,7 @@ class Allocator:
     hidden: float
     """Bytes of one value of a micro-batch's unsharded hidden state, under TP: gathered and to be scattered."""
     queue: float
-    """As `hidden`, where there are several micro-batches and no pipeline.
-
-    A reading, not a measurement: Python frees tensors that NCCL's stream still needs, and the host runs ahead of it; in
-    a pipeline it waits for its neighbours at every micro-batch.
-    """
+    """As `hidden`, of several micro-batches without a pipeline: perhaps Python frees tensors that NCCL still reads."""
 
 
 FITTED = Allocator(fixed=0.135, activations=1.161, logit=9.10, hidden=6.52, queue=94.9)
@@ -163,60 +158,40 @@ def _stage_bytes(run: Run, stage: Stage, rank: int, allocator: Allocator) -> flo
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constants:
-    """Constants of nanotron's time."""
-
-    overheads: Overheads
-    attention: float
-    """Speed of attention over that of `costs.attention_seconds`."""
-    host_rank_s: float
-    """More of `host_s` for each rank of the tensor group, where a pipeline runs over several nodes."""
-    tensor: float
-    """Share of the tensor group's communication in a node that is waited for."""
-    reduce: float
-    """Time of reducing the gradients of a step over that of `costs.collective_seconds`."""
-    gather: float
-    """By how much each further node lengthens the gathering of updated parameters (ZeRO-1)."""
-    send_s: float
-    """Latency of a transfer to the next stage of a pipeline, without its bytes."""
-    stall_s: float
-    """Delay of a micro-batch for each neighbour in the pipeline, when a step stalls."""
-    network_stall_s: float
-    """Delay of a micro-batch without a pipeline, when a step stalls."""
-
-
-NANOTRON = Constants(
-    overheads=Overheads(
-        passes=35, logit_bytes=61, host_s=4.06e-3, tensor_passes=10, hide=0.18, step_s=0.029
-    ),
-    attention=0.66,
-    host_rank_s=2.26e-3,
-    tensor=0.89,
-    reduce=0.435,
-    gather=0.152,
-    send_s=0.08e-3,
-    stall_s=0.46,
-    network_stall_s=0.965,
+OVERHEADS = Overheads(
+    passes=35, logit_bytes=61, host_s=4.06e-3, tensor_passes=10, hide=0.18, step_s=0.029
 )
-"""nanotron v0.5 as the playbook ran it. Flash attention 2 has 0.53 of cuDNN's speed forward (FlashAttention-3's paper)
-and 0.7 of Mosaic's backward. Eager PyTorch makes 50 passes of d_model and 14 of d_ff (norms 14, residual sums 12,
-rotary embeddings 8, splitting and joining queries, keys and values 12, of gathered inputs 4; silu and product apart)
-and gathers the inputs of products again for the backward pass. The other constants are the fit of the benchmark's
-calibration half, rounded; `tests/nightly/scripts/test_playbook_runs.py` repeats it."""
+"""nanotron v0.5 as the playbook ran it, by a fit of the benchmark's calibration half, rounded, as the constants below.
+Eager PyTorch makes 50 passes of d_model and 14 of d_ff (norms 14, residual sums 12, rotary embeddings 8, splitting and
+joining queries, keys and values 12, of gathered inputs 4; silu and product apart) and gathers the inputs of products
+again for the backward pass."""
+
+ATTENTION = 0.66
+"""Speed of attention over that of `costs.attention_seconds`: Flash attention 2 has 0.53 of cuDNN's forward
+(FlashAttention-3's paper) and 0.7 of Mosaic's backward."""
+HOST_RANK_S = 2.26e-3
+"""More of `host_s` for each rank of the tensor group, where a pipeline runs over several nodes."""
+TENSOR = 0.89
+"""Share of the tensor group's communication in a node that is waited for."""
+REDUCE = 0.435
+"""Time of reducing the gradients of a step over that of `costs.collective_seconds`."""
+GATHER = 0.152
+"""By how much each further node lengthens the gathering of updated parameters (ZeRO-1)."""
+SEND_S = 0.08e-3
+"""Latency of a transfer to the next stage of a pipeline, without its bytes."""
+STALL_S, NETWORK_STALL_S = 0.46, 0.965
+"""Delay of a micro-batch in a step that stalls: for each neighbour in the pipeline, and without a pipeline."""
 
 
 class NanotronLayer(LayerTime):
     """The arithmetic of a layer of nanotron."""
 
-    def __init__(self, run: Run, cluster: Cluster, constants: Constants):
-        super().__init__(run, cluster)
-        self.constants, self.overheads = constants, constants.overheads
+    overheads = OVERHEADS
 
     def attention(self) -> tuple[float, float]:
         """Return the seconds of the forward and of the backward pass."""
         forward, backward = super().attention()
-        return forward / self.constants.attention, backward / self.constants.attention
+        return forward / ATTENTION, backward / ATTENTION
 
 
 class NanotronStep(Step):
@@ -225,13 +200,12 @@ class NanotronStep(Step):
     It reduces a tensor at a time, and overlaps it with the share `hide` of itself.
     """
 
-    def __init__(self, run: Run, cluster: Cluster, constants: Constants = NANOTRON):
+    def __init__(self, run: Run, cluster: Cluster):
         super().__init__(run, cluster)
-        self.constants, self.overheads = constants, constants.overheads
-        self.layer_time = NanotronLayer(run, cluster, constants)
+        self.overheads, self.layer_time = OVERHEADS, NanotronLayer(run, cluster)
         self.passes = self.layer_time.passes
         if run.mesh.pp > 1 and cluster.nodes > 1 and self.tensor.ranks > 1:
-            host_s = self.overheads.host_s + constants.host_rank_s * self.tensor.ranks
+            host_s = self.overheads.host_s + HOST_RANK_S * self.tensor.ranks
             self.overheads = replace(self.overheads, host_s=host_s)
 
     def parts(self) -> dict[str, float]:
@@ -277,37 +251,35 @@ class NanotronStep(Step):
 
     def tensor_group(self) -> float:
         """Return the exposed share of the tensor group's communication."""
-        return super().tensor_group() * (self.constants.tensor if self.tensor.nodes == 1 else 1.0)
+        return super().tensor_group() * (TENSOR if self.tensor.nodes == 1 else 1.0)
 
     def hand_over(self) -> float:
         """Return the seconds to send activations to the next stage."""
-        return self.constants.send_s + super().hand_over()
+        return SEND_S + super().hand_over()
 
     def summed(self, kind: str, size: float, ranks: Group) -> float:
         """Return the seconds to reduce a step's gradients over `ranks`, one tensor at a time."""
         pieces = 4 * self.shape.num_layers // self.mesh.pp + 1
-        return self.constants.reduce * pieces * self.collective(kind, size / pieces, ranks)
+        return REDUCE * pieces * self.collective(kind, size / pieces, ranks)
 
     def gathered(self, size: float, ranks: Group) -> float:
         """Return the seconds to gather updated parameters over `ranks`, slower over more nodes."""
-        return super().gathered(size, ranks) * (1 + self.constants.gather * (ranks.nodes - 1))
+        return super().gathered(size, ranks) * (1 + GATHER * (ranks.nodes - 1))
 
 
-def stall_s(run: Run, constants: Constants = NANOTRON) -> float:
+def stall_s(run: Run) -> float:
     """Return the seconds that a stalled step takes more."""
     m, pp = run.microbatches, run.mesh.pp
     if pp == 1:
-        return m * constants.network_stall_s
-    return (m + pp - 1) * min(pp - 1, 2) * constants.stall_s
+        return m * NETWORK_STALL_S
+    return (m + pp - 1) * min(pp - 1, 2) * STALL_S
 
 
-def estimate_with_stalls(
-    run: Run, cluster: Cluster, constants: Constants = NANOTRON
-) -> StepPrediction:
+def estimate_with_stalls(run: Run, cluster: Cluster) -> StepPrediction:
     """Predict a step between one that ran and one that stalled, nearer to the likelier."""
     memory = int(reserved_bytes(run))
-    ran = NanotronStep(run, cluster, constants).predict(memory)
-    stalled = (1 + stall_s(run, constants) / ran.step_s) ** benchmark_stalls(run, cluster)
+    ran = NanotronStep(run, cluster).predict(memory)
+    stalled = (1 + stall_s(run) / ran.step_s) ** benchmark_stalls(run, cluster)
     stalls = ran.step_s * (stalled - 1)
     return replace(ran, step_s=ran.step_s + stalls, parts={**ran.parts, "stalls": stalls})
 

@@ -82,10 +82,10 @@ def read(path: Path) -> list[Row]:
     return list(best.values())
 
 
-def predict(row: Row, constants: nanotron.Constants = nanotron.NANOTRON) -> Prediction:
+def predict(row: Row) -> Prediction:
     """Predict throughput and memory of a row."""
     run, usable = row.run, nanotron.usable_bytes(row.cluster.gpu)
-    step = nanotron.estimate_with_stalls(run, row.cluster, constants)
+    step = nanotron.estimate_with_stalls(run, row.cluster)
     return Prediction(
         row=row,
         tokens_per_s_gpu=step.tokens_per_s_gpu,

@@ -1,7 +1,8 @@
 """Compare published runs of other trainers with the estimate for this one; no constant was fitted to them.
 
-A row of docs/planning/published_runs.csv names its model by sizes, or by its name in `configs/shapes.py` where it has
-experts, and its machine by `find_cluster`, so any run can be added to the file.
+A row of docs/planning/published_runs.csv or held_out_runs.csv names its model by sizes, or by its name in
+`configs/shapes.py` and sizes that differ, and its machine by `find_cluster`, so any run can be added to the files.
+`experts` are their number, those of a token, their width, shared ones, and layers without experts.
 """
 
 import csv
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale_jax.cli.command_line import parse_remat
-from ultrascale_jax.config import MeshConfig, MoEConfig
+from ultrascale_jax.config import Experts, Lora, MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import Cluster, find_cluster
@@ -20,6 +21,7 @@ from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run, group
 
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+EXPERTS = ("num", "top_k", "d_ff", "shared", "dense_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,9 @@ class Published:
     run: Run
     cluster: Cluster
     tokens_per_s_gpu: float
+    model: str
+    before: float = 0.0
+    """Prediction of commit b57b119e, of a held-out run; made before any rate was fitted to such runs."""
 
     @property
     def ratio(self) -> float:
@@ -56,6 +61,7 @@ def _published(line: Mapping[str, Any]) -> Published:
         precision=line["precision"],
         schedule=line["schedule"] or "1f1b",
         virtual_stages=int(line["virtual_stages"]),
+        lora=Lora(rank=int(line.get("lora") or 0)),
     )
     cluster = find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus)
     nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
@@ -64,14 +70,19 @@ def _published(line: Mapping[str, Any]) -> Published:
         run=dataclasses.replace(run, moe=MoEConfig(a2a_groups=nodes)),
         cluster=cluster,
         tokens_per_s_gpu=float(line["tok_s_gpu"]),
+        model=line["model"],
+        before=float(line.get("before") or 0),
     )
 
 
 def _shape(line: Mapping[str, Any]) -> ModelShape:
-    """Return the model that `shape` names, or its sizes."""
+    """Return the model that `shape` names with the sizes that differ, or a dense one of the sizes."""
+    sizes: dict[str, Any] = {name: int(line[name]) for name in SIZES if line[name]}
+    if line.get("experts"):
+        numbers = map(int, line["experts"].split())
+        sizes["experts"] = Experts(**dict(zip(EXPERTS, numbers, strict=True)))
     if line["shape"]:
-        return ModelShape.of(getattr(shapes, line["shape"]))
-    sizes: dict[str, Any] = {name: int(line[name]) for name in SIZES}
+        return ModelShape.of(dataclasses.replace(getattr(shapes, line["shape"]), **sizes))
     if line["gated"] == "0":
         # The planner counts three matrices of a feed-forward layer: as many parameters as two that are 3/2 as wide.
         sizes["d_ff"] = 64 * round(sizes["d_ff"] * 2 / 3 / 64)
