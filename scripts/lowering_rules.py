@@ -21,35 +21,12 @@ from ultrascale_jax.config import lowering as rules
 from ultrascale_jax.launch.distributed import set_environment
 from ultrascale_jax.plan.hardware import Cluster
 
-TABLE = Path("docs/benchmarks/lowering.csv")
+TABLE = Path(__file__).parents[1] / "docs/benchmarks/lowering.csv"
 PLAIN = "all of them"
 """Name of the row of a run without any rule."""
 
 
-ONCE = "--train.microbatches 1 --train.global-batch"
-CASES = {
-    "1b": f"llama32_1b --gpus 1 --mesh dp=1 {ONCE} 4 --train.remat selective",
-    "8b": f"llama3_8b --gpus 8 --mesh fsdp=8 {ONCE} 8 --train.remat dots",
-    "8b_2": f"llama3_8b --gpus 8 --mesh fsdp=8 {ONCE} 16 --train.remat dots",
-    "8b_selective": f"llama3_8b --gpus 8 --mesh fsdp=8 {ONCE} 8 --train.remat selective",
-    "8b_sp": f"llama3_8b --gpus 8 --mesh fsdp=4,sp=2 {ONCE} 8 --train.remat selective",
-    "8b_dp": f"llama3_8b --gpus 64 --mesh dp=8,fsdp=8 {ONCE} 64 --train.remat full",
-    "8b_fp8": f"llama3_8b --gpus 8 --mesh fsdp=8 {ONCE} 8 --train.remat full --train.precision fp8",
-    "70b": f"llama3_70b --gpus 512 --mesh fsdp=256,sp=2 {ONCE} 256 --train.remat dots",
-    "70b_dp": f"llama3_70b --gpus 512 --mesh dp=8,fsdp=64 {ONCE} 512 --train.remat full",
-    "70b_pp": "llama3_70b --gpus 512 --mesh pp=4,fsdp=16,sp=8 --train.global-batch 256 --train.microbatches 16 "
-    "--train.remat full --train.zero 1",
-    "405b": f"llama3_405b --gpus 1024 --mesh fsdp=128,sp=8 {ONCE} 128 "
-    "--train.remat save:attn_out+offload:gate,up",
-    "405b_full": f"llama3_405b --gpus 1024 --mesh fsdp=128,sp=8 {ONCE} 128 --train.remat full",
-    "128k": f"llama3_8b_128k --gpus 32 --mesh cp=8,fsdp=4 {ONCE} 4 --train.remat full",
-    "1m": f"llama3_8b_1m --gpus 64 --mesh cp=32,fsdp=2 {ONCE} 2 --train.remat full",
-    "mixtral": f"mixtral_8x7b --gpus 64 --mesh fsdp=8,ep=8 {ONCE} 64 --train.remat full",
-    "mixtral_recipe": "mixtral_8x7b --gpus 64 --mesh fsdp=8,ep=8",
-    "deepseek_recipe": "deepseek_v3 --gpus 2048 --mesh pp=8,fsdp=4,ep=64",
-    "mixtral_pp": "mixtral_8x7b --gpus 64 --mesh pp=4,fsdp=2,ep=8 --train.global-batch 128 --train.microbatches 8 "
-    "--train.remat full --train.zero 1",
-}
+CASES = {row["case"]: row["arguments"] for row in read(TABLE.with_name("lowering_runs.csv"))}
 """Arguments of `plan compile` of runs that together meet the condition of every rule."""
 
 

@@ -202,7 +202,8 @@ class NanotronStep(Step):
 
     def __init__(self, run: Run, cluster: Cluster):
         super().__init__(run, cluster)
-        self.overheads, self.layer_time = OVERHEADS, NanotronLayer(run, cluster)
+        self.overheads = OVERHEADS
+        self.layer_time = NanotronLayer(run, cluster)
         self.passes = self.layer_time.passes
         if run.mesh.pp > 1 and cluster.nodes > 1 and self.tensor.ranks > 1:
             host_s = self.overheads.host_s + HOST_RANK_S * self.tensor.ranks

@@ -21,7 +21,6 @@ from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Run, group
 
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-EXPERTS = ("num", "top_k", "d_ff", "shared", "dense_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,10 @@ def _shape(line: Mapping[str, Any]) -> ModelShape:
     """Return the model that `shape` names with the sizes that differ, or a dense one of the sizes."""
     sizes: dict[str, Any] = {name: int(line[name]) for name in SIZES if line[name]}
     if line.get("experts"):
-        numbers = map(int, line["experts"].split())
-        sizes["experts"] = Experts(**dict(zip(EXPERTS, numbers, strict=True)))
+        num, top_k, d_ff, shared, dense = map(int, line["experts"].split())
+        sizes["experts"] = Experts(
+            num=num, top_k=top_k, d_ff=d_ff, shared=shared, dense_layers=dense
+        )
     if line["shape"]:
         return ModelShape.of(dataclasses.replace(getattr(shapes, line["shape"]), **sizes))
     if line["gated"] == "0":

@@ -4,6 +4,7 @@
     pipelines   with the simulated seconds of a step and those by formula, 15 to 60 s a row
     experts     with the seconds of a step that wait for communication; `layers` are dense ones + those with experts
     context     the same for long sequences
+    peers       published runs of other trainers in their own configurations as our programs, each beside ours
 
 The rows of docs/planning/NAME.csv are the runs: a new one is a line without figures. Compiles the training step of each
 such row for H100s that are not there (with `--anew` of all), writes XLA's bytes, and the formulas' of all rows; Ctrl-C
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.validation import rates
 from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.config import (
     Config,
@@ -37,7 +39,7 @@ from ultrascale_jax.plan.formulas.step_time import estimate
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Run
 
-NAMES = ("memory_xla", "pipelines", "context", "experts")
+NAMES = ("memory_xla", "pipelines", "context", "experts", "peers")
 PLANNING = Path(__file__).parents[2] / "docs" / "planning"
 
 type Row = dict[str, str]
@@ -56,6 +58,7 @@ def config(row: Mapping[str, Any]) -> tuple[Config, int]:
         microbatches=microbatches,
         zero=int(row["zero"]),  # pyrefly: ignore
         remat=parse_remat(row["remat"]),
+        precision=row.get("precision", "bf16"),  # pyrefly: ignore
     )
     data = DataConfig(seq_len=int(row["seq_len"]), document_mask=row["document_mask"] == "on")
     model = getattr(shapes, row["model"])
@@ -66,7 +69,11 @@ def config(row: Mapping[str, Any]) -> tuple[Config, int]:
     if "strategy" in row:
         cp = ContextConfig(strategy=row["strategy"], ulysses=int(row["ulysses"]))
     if "overlap" in row:
-        moe = MoEConfig(a2a_groups=int(row["nodes"]), overlap=row["overlap"] == "on")
+        moe = MoEConfig(
+            a2a_groups=int(row["nodes"]),
+            overlap=row["overlap"] == "on",
+            capacity_factor=float(row.get("capacity", MoEConfig.capacity_factor)),
+        )
     if row.get("layers", "all") != "all":
         dense, num_moe = map(int, row["layers"].split("+"))
         experts = dataclasses.replace(model.experts, dense_layers=dense)
@@ -85,8 +92,12 @@ def measure(row: Row) -> Row:
     row = row | dict(zip(BYTES, map(str, sizes), strict=False))
     if "step_s" not in row:
         return row
-    timeline = simulate_step(step, find_cluster(None, "h100", num_gpus))
+    cluster = find_cluster(None, "h100", num_gpus)
+    timeline = simulate_step(step, cluster)
     row |= {"compile_s": f"{step.compile_s:.0f}", "step_s": f"{timeline.step_s:.3f}"}
+    if "refitted_step_s" in row:
+        with rates.refitted():
+            row["refitted_step_s"] = f"{simulate_step(step, cluster).step_s:.3f}"
     if "exposed_s" not in row:
         return row
     # ZeRO's collectives are over fsdp too, unless cp is its only axis.

@@ -24,13 +24,18 @@ def test_the_readme_has_the_held_out_errors_of_the_page_of_accuracy():
         ("memory_xla", "{} in the median and {} at most on"),
         ("experts", "{} and {} ("),
     ):
-        runs, *errors = re.search(
-            rf"\| held out \| \[{name}\].* \| (\d+) \| (\S+) \| (\S+) \|", page
-        ).groups()
+        runs, *errors = re.search(rf"\| \[{name}\].* \| (\d+) \| (\S+) \| (\S+) \|", page).groups()
         assert (
             f"{words.format(*errors)}{'' if name == 'experts' else ' '}{runs} held-out runs"
             in readme
         )
+    row = r"\| {} \| no pipeline \| bf16 \| \d+ \| (\S+) \((.*)-(.*)\) \| (\S+) .*"
+    (maxtext, *ends, later), (nemo, *others, last) = (
+        re.search(row.format(trainer), page).groups() for trainer in ("MaxText", "NeMo Megatron")
+    )
+    assert f"{maxtext} of their speed in the median for MaxText ({' to '.join(ends)})" in readme
+    assert f"{nemo} for NeMo ({' to '.join(others)})" in readme
+    assert f"at {later} and {last}" in readme
     for cell in ("median", "worst"):
         choice = re.search(rf"\| first choice over best, {cell} cell \| (\S+) \|", page)[1]
         assert choice in readme

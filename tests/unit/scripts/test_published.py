@@ -2,10 +2,13 @@
 
 import csv
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from scripts.validation import rates, xla_tables
 from scripts.validation.published import Published, read
+from ultrascale_jax.plan.formulas import costs
 
 FILE = Path(__file__).parents[3] / "docs/planning/published_runs.csv"
 
@@ -37,3 +40,24 @@ def test_held_out_runs_have_the_published_sizes():
     found = {row.model: row.run.shape.num_params / 1e9 for row in held_out}
     assert {name: found[name] for name in billions} == pytest.approx(billions, rel=0.005)
     assert {row.model for row in held_out if row.run.lora.enabled} == {"llama3-70b"}
+
+
+def test_the_refitted_rates_follow_the_measurements_and_are_taken_inside_the_context_alone():
+    before, kept = costs.gemm_seconds, dict(costs.ATTENTION_SHARE)
+    ratios: dict[str, list[float]] = {}
+    with rates.refitted():
+        for row in xla_tables.read(xla_tables.PLANNING / "rates.csv"):
+            alone = rates.tflops(row) / rates.BUSY
+            ratios.setdefault(row["operation"], []).append(alone / float(row["tflops"]))
+    assert list(ratios) == ["product", "attention", "attention backward"]
+    assert all(median(some) == pytest.approx(1, abs=0.05) for some in ratios.values())
+    assert (costs.gemm_seconds, costs.ATTENTION_SHARE) == (before, kept)
+
+
+def test_each_peer_trains_the_tokens_of_the_run_of_ours_beside_it():
+    rows = xla_tables.read(xla_tables.PLANNING / "peers.csv")
+    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (theirs["run"], ours["trainer"]) == (ours["run"], "ultrascale_jax")
+        shapes = [xla_tables.config(row) for row in (theirs, ours)]
+        tokens = {(gpus, cfg.train.global_batch, cfg.data.seq_len) for cfg, gpus in shapes}
+        assert len(tokens) == 1 and theirs["tok_s_gpu"]
