@@ -261,12 +261,12 @@ def known_context(cfg: Config, original: Mapping[str, Any]) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    from ultrascale_jax.launch import distributed
-
     with command_line.user_errors():
         prog = "ultrascale convert-hf"
         options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
         require_empty(Path(options.hf_dir))
+        from ultrascale_jax.launch import distributed
+
         if options.fake_devices is not None:
             command_line.use_fake_devices(options.fake_devices)
         else:
