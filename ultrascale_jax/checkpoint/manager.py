@@ -75,13 +75,15 @@ class Checkpoints:
             fix = f"holds checkpoints {copied} of an earlier run; remove them, or choose another place"
             require(not copied, "checkpoint.store", cfg.checkpoint.store, fix)
         on_all(self._prepare)
+        # After all have prepared: process 0 removes every process's files of earlier probes.
+        on_all(self._check_disk)
         restoring.quieten_orbax()
         has_checkpoint = bool(self._listed() or copied)
         fix = f"there is no checkpoint in {self.folder}; use checkpoint.resume=auto to start anew"
         require(cfg.checkpoint.resume != "must" or has_checkpoint, "checkpoint.resume", "must", fix)
 
     def _prepare(self) -> None:
-        """Make the folder, clear it of leftovers, and look whether it can be written."""
+        """Make the folder, and clear it of leftovers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._cfg.checkpoint.resume == "never" and jax.process_index() == 0:
             saving.move_aside(self.folder)
@@ -90,6 +92,9 @@ class Checkpoints:
             self._events.record("anew")
         if jax.process_index() == 0:
             saving.sweep(self.folder)
+
+    def _check_disk(self) -> None:
+        """Look whether the folder can be written."""
         if (problem := self._probe()) is not None:
             fix = "mount it, make room or make it writable; or choose another log.run_dir"
             raise refusal(f"log.run_dir={self._cfg.log.run_dir!r}: {problem}; {fix}")
