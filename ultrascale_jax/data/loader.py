@@ -50,6 +50,7 @@ from ultrascale_jax.data.samples import (
 )
 from ultrascale_jax.data.sources import Sources, Synthetic, open_sources
 from ultrascale_jax.data.stages import begins, parse_stages
+from ultrascale_jax.launch.failures import NotNow
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.sharding.sequence_order import sequence_order
 
@@ -59,10 +60,6 @@ if TYPE_CHECKING:
 StartHash = Callable[[], Callable[[], str]]
 """Begins to add up a batch's row digests, a collective which every process calls at once; what it returns waits for the
 hash, on any process."""
-
-
-class UnreadableError(OSError):
-    """A batch could not be read; the next try may succeed, so a supervisor should restart the run."""
 
 
 class Loader:
@@ -299,7 +296,7 @@ class Loader:
             UserError: the mesh splits a row over another number of ranks than `cp`, so attention would need another
                 order of its tokens; it has other axes than this library's, and there is no `spec`; or a shard was
                 altered or cut short under the run.
-            UnreadableError: the file system failed.
+            NotNow: the file system failed.
         """
         start_step = whole("start_step", start_step)
         if spec is None:
@@ -338,7 +335,7 @@ class Loader:
                 return read(step)
             except OSError as error:
                 text = f"data.source={self.data.source!r}: step {step + 1} cannot be read: {error}"
-                raise UnreadableError(text) from error
+                raise NotNow(text) from error
 
         def read(step: int) -> tuple[int, Batch, np.ndarray]:
             mine, shards = own_rows(self.batches.at(step))

@@ -96,7 +96,7 @@ def test_a_loader_that_raises_on_one_rank_ends_the_job_with_its_reason(job, tmp_
     codes = faulty.wait()
     assert CRASHED in codes and 0 not in codes
     words = "data.source='synthetic': step 6 cannot be read: [Errno 5] fault on purpose"
-    assert words in faulty.outputs[1]
+    assert words in faulty.outputs[0]
     again = job(tmp_path / "run", fault="loader@6@1")
     again.check_ends(0, 0)
     assert again.losses() == undisturbed

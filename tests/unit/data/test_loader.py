@@ -14,8 +14,9 @@ from tests.corpora import corpus_of, write_random_shards
 from ultrascale_jax.config import ContextConfig, DataConfig, MeshConfig, UserError
 from ultrascale_jax.data.balance import deal_rows
 from ultrascale_jax.data.held_out import ALL, held_out_hashes
-from ultrascale_jax.data.loader import Loader, UnreadableError, batch_hash
+from ultrascale_jax.data.loader import Loader, batch_hash
 from ultrascale_jax.data.samples import PackedSamples
+from ultrascale_jax.launch.failures import NotNow
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.sequence_order import sequence_order
 from ultrascale_jax.training import setup
@@ -337,7 +338,7 @@ def test_a_shard_cut_short_under_the_run_stops_it_by_its_name(tmp_path, damage):
         os.truncate(path, 10)
     else:
         path.unlink()
-    kind = UserError if damage == "truncated" else UnreadableError
+    kind = UserError if damage == "truncated" else NotNow
     with pytest.raises(kind, match=r"data\.source=.*shard_00002\.tokens"):
         list(islice(batches, 100))
 
@@ -355,7 +356,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_where_the_batch_is_due(monkeypatc
     monkeypatch.setattr(Loader, "_load", failing_load)
     batches = make_loader().device_batches(make_mesh(MeshConfig(fsdp=8)), 1)
     assert [step for step, _, _ in islice(batches, 2)] == [1, 2]
-    with pytest.raises(UnreadableError, match=r"'synthetic': step 4 cannot be read: the disk"):
+    with pytest.raises(NotNow, match=r"'synthetic': step 4 cannot be read: the disk"):
         next(batches)
     assert set(seen) >= {2, 3, 4}
 
