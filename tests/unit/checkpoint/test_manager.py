@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from tests.checkpoints import BASE, save, state_of
 from tests.runs import change, in_folder
+from ultrascale_jax.checkpoint import saving
 from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict, describe
 from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
@@ -26,6 +27,7 @@ from ultrascale_jax.config import (
     TrainConfig,
     UserError,
 )
+from ultrascale_jax.launch import multihost
 from ultrascale_jax.launch.failures import NotNow
 
 
@@ -195,3 +197,12 @@ def test_a_config_survives_json_with_its_nested_parts(remat):
         optim=OptimConfig(betas=(0.8, 0.9)),
     )
     assert config_from_dict(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+
+
+def test_no_process_probes_the_disk_before_process_0_has_swept_it(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(saving, "sweep", lambda folder: calls.append("sweep"))
+    monkeypatch.setattr(saving.Probe, "__call__", lambda self: calls.append("probe"))
+    monkeypatch.setattr(multihost, "gather", lambda value: calls.append("wait") or [value])
+    Checkpoints(in_folder(BASE, tmp_path))
+    assert "wait" in calls[calls.index("sweep") : calls.index("probe")]
