@@ -32,7 +32,7 @@ import pytest
 from hypothesis import settings
 
 # The same examples in each run; `make test-nightly` searches at random, and hypothesis prints how to repeat a failure.
-settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
