@@ -97,6 +97,7 @@ MODELS: dict[str, dict[str, Any]] = {
         ),
         "full_attention_offset": 1,
         "nope_every": 1,
+        "activation": "relu2",
     },
     "falcon_h1": {
         "linear": LinearAttention(
@@ -124,7 +125,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"attention_sinks": True}
     | {"experts": dataclasses.replace(EXPERTS, shared=1, shared_gate=True, bias=True)},
     "gemma4": GEMMA4 | {"tied_embeddings": True, "vocab_size": 65},
-    "latent": LATENT | {"sliding_window": 5, "experts": EXPERTS, "vocab_size": 65},
+    "latent": LATENT
+    | {"sliding_window": 5, "experts": EXPERTS, "vocab_size": 65, "activation": "relu2"},
     "deepseek": LATENT
     | {
         "experts": dataclasses.replace(

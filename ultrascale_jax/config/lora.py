@@ -91,4 +91,5 @@ def projections(model: ModelConfig) -> tuple[Target, ...]:
         names |= {"gate_proj", "up_proj", "down_proj"}
     if model.experts is not None:
         names |= {target for target in TARGETS if target.startswith(ROUTED)}
+    names -= set() if model.is_gated else {"gate_proj", f"{ROUTED}gate_proj"}
     return tuple(target for target in TARGETS if target in names)

@@ -18,7 +18,7 @@ from ultrascale_jax.config.section import (
 )
 
 FeedForward = Literal["mlp", "moe"]
-"""A gated layer, or experts."""
+"""One layer for all tokens, or experts."""
 
 Rule = Literal["delta", "mamba2"]
 """How linear attention changes its state: Gated DeltaNet (arXiv 2412.06464), or Mamba-2 (arXiv 2405.21060)."""
@@ -26,8 +26,11 @@ Rule = Literal["delta", "mamba2"]
 Mixer = Literal["attention", "latent", "delta", "mamba2"]
 """Grouped-query attention, latent attention, or linear attention by its rule."""
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""Functions that join gate and up in a gated layer (`parallel/gate.py`)."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+"""Functions that join gate and up in a gated layer (`parallel/gate.py`), or take up alone."""
+
+GATELESS = ("relu2",)
+"""Those of feed-forward layers without a gate."""
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 """Numbers of `clamped_swiglu`: the largest gate and up, and the slope of the sigmoid, which makes it close to GELU."""
@@ -254,10 +257,11 @@ class ModelConfig(Section, name="model"):
     d_model: Count = 256
     """Width of the residual stream (D)."""
     d_ff: Count = 1024
-    """Width of the gated feed-forward layer (F)."""
+    """Width of the feed-forward layer (F)."""
     activation: Activation = "silu"
     """Function of gate and up in feed-forward layers and experts: silu(gate) * up (Llama), the same with GELU in
-    its tanh form (Gemma), or gate * sigmoid(1.702 gate) * (up + 1), both clamped to 7 (gpt-oss)."""
+    its tanh form (Gemma), or gate * sigmoid(1.702 gate) * (up + 1), both clamped to 7 (gpt-oss); without a gate
+    relu(up)^2 (Nemotron-H, arXiv 2109.08668)."""
     num_layers: Annotated[int, between(1, MOST_PARTS)] = 4
     """Number of blocks (L)."""
     num_heads: Count = 4
@@ -441,6 +445,8 @@ class ModelConfig(Section, name="model"):
             is_one = getattr(multipliers, field.name) == 1
             fix = "no layer has this matrix, or some have experts; use 1"
             multipliers.require(present[field.name.split("_")[0]] or is_one, field.name, fix)
+        fix = f"model.activation={self.activation} has no gate; use 1"
+        multipliers.require(self.is_gated or multipliers.mlp_gate == 1, "mlp_gate", fix)
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Return which feed-forward layer a layer has."""
@@ -452,6 +458,11 @@ class ModelConfig(Section, name="model"):
         if self.linear is None or self.is_full(layer):
             return (full,)
         return (full, self.linear.rule) if self.linear.beside_attention else (self.linear.rule,)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether feed-forward layers and experts have a gate."""
+        return self.activation not in GATELESS
 
     def multiplier(self, name: str) -> float:
         """Return a constant of `multipliers`, or 1 without them."""

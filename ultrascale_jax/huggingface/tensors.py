@@ -328,18 +328,18 @@ def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str],
     if cfg.layer_scale:
         yield ("scale", "X", "X"), {"X": 1}
     if cfg.feed_forward(layer) == "mlp":
-        yield from ((row, {"F": cfg.d_ff}) for row in rows + _gated("mlp"))
+        yield from ((row, {"F": cfg.d_ff}) for row in rows + _feed_forward(cfg, "mlp"))
         return
     assert cfg.experts is not None
-    yield from ((row, {"F": cfg.expert_d_ff}) for row in rows + _experts(cfg.experts))
+    yield from ((row, {"F": cfg.expert_d_ff}) for row in rows + _experts(cfg, cfg.experts))
     if cfg.experts.shared:
         width = cfg.experts.shared * cfg.expert_d_ff
         gate = [("moe.shared.w_score", "DX", "XD")] if cfg.experts.shared_gate else []
-        yield from ((row, {"F": width, "X": 1}) for row in gate + _gated("moe.shared"))
+        yield from ((row, {"F": width, "X": 1}) for row in gate + _feed_forward(cfg, "moe.shared"))
 
 
-def _experts(experts: Experts) -> Rows:
-    rows = [("moe.w_router", "DX", "XD"), *_gated("moe", "E")]
+def _experts(cfg: ModelConfig, experts: Experts) -> Rows:
+    rows = [("moe.w_router", "DX", "XD"), *_feed_forward(cfg, "moe", "E")]
     rows += [("moe.bias", "X", "X")] if experts.bias else []
     biases = [("b_router", "X"), ("b_gate", "EF"), ("b_up", "EF"), ("b_down", "XD")]
     rows += [(f"moe.{name}", dims, dims) for name, dims in biases] if experts.biases else []
@@ -379,10 +379,11 @@ def _latent_attention(latent: LatentAttention) -> Rows:
     ]
 
 
-def _gated(ours: str, expert: str = "") -> Rows:
-    """Return the three matrices of a gated layer, or of each expert."""
+def _feed_forward(cfg: ModelConfig, ours: str, expert: str = "") -> Rows:
+    """Return the matrices of a feed-forward layer, or of each expert."""
+    gate = [(f"{ours}.w_gate", f"{expert}DF", "FD")] if cfg.is_gated else []
     return [
-        (f"{ours}.w_gate", f"{expert}DF", "FD"),
+        *gate,
         (f"{ours}.w_up", f"{expert}DF", "FD"),
         (f"{ours}.w_down", f"{expert}FD", "DF"),
     ]

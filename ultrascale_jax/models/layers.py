@@ -1,4 +1,4 @@
-"""Parameters that know their dims, and the two layers that every decoder shares: RMSNorm and the gated MLP."""
+"""Parameters that know their dims, and the two layers that every decoder shares: RMSNorm and the MLP."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -216,14 +216,16 @@ def rms_norm(
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward layer: (silu(x w_gate) * (x w_up)) w_down, or another activation (arXiv 2002.05202)."""
+    """Feed-forward layer: (silu(x w_gate) * (x w_up)) w_down (arXiv 2002.05202), or another activation; those of
+    `GATELESS` have no w_gate."""
 
     def __init__(self, cfg: ModelConfig, key: jax.Array, d_ff: int | None = None):
         self.activation = cfg.activation
         k_gate, k_up, k_down = jax.random.split(key, 3)
         D, F = cfg.d_model, d_ff or cfg.d_ff
         gate, down = (cfg.multiplier(f"mlp_{name}") for name in ("gate", "down"))
-        self.w_gate = param(k_gate, "DF", "BTD", (D, F), multiplier=gate)
+        if cfg.is_gated:
+            self.w_gate = param(k_gate, "DF", "BTD", (D, F), multiplier=gate)
         self.w_up = param(k_up, "DF", "BTD", (D, F))
         std = INIT_STD / (2 * cfg.num_layers) ** 0.5
         self.w_down = param(k_down, "FD", "BTF", (F, D), std=std, multiplier=down)
@@ -231,7 +233,9 @@ class MLP(nnx.Module):
     def __call__(self, x_BRD: jax.Array) -> jax.Array:
         """Map `[B, R, D]` to `[B, R, D]`: all-gather over sp, two matmuls, one, reduce-scatter."""
         x_BTD = gather_sequence(x_BRD)
-        gate_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_gate[...]), "gate")
+        gate_BTF = None
+        if hasattr(self, "w_gate"):
+            gate_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_gate[...]), "gate")
         up_BTF = checkpoint_name(linear("BTD,DF->BTF", x_BTD, self.w_up[...]), "up")
         h_BTF = gated(self.activation, gate_BTF, up_BTF)
         return linear("BTF,FD->BTD", h_BTF, self.w_down[...], to="BRD")

@@ -116,7 +116,8 @@ class MoE(nnx.Module):
         self.w_router = param(k_router, "DX", "BRD", (D, E))
         if experts.bias:
             self.bias = param(None, "X", "BRX", (E,), std=0)
-        self.w_gate = param(k_gate, "EDF", "BTD", (E, D, F))
+        if cfg.is_gated:
+            self.w_gate = param(k_gate, "EDF", "BTD", (E, D, F))
         self.w_up = param(k_up, "EDF", "BTD", (E, D, F))
         if experts.biases:
             self.b_router = param(None, "X", "BRX", (E,), std=0)
@@ -145,7 +146,7 @@ class MoE(nnx.Module):
             self.bias if experts.bias else None,
             (self.b_router, self.b_down) if biased else None,
         )
-        matrices = (self.w_gate, self.w_up, self.w_down)
+        matrices = (self.w_gate if self.cfg.is_gated else None, self.w_up, self.w_down)
         matrices += (self.b_gate, self.b_up) if biased else ()
         params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
         fused = takes("grouped_matmul", self.kernels.grouped_matmul, "mosaic")
@@ -153,8 +154,8 @@ class MoE(nnx.Module):
         # The kernel adds no adapters.
         fused &= not any(isinstance(w, Adapted) for w in matrices)
         product: Product | None = None if fused else jnp.einsum
-        if isinstance(base_of(matrices[0]), Fp8Weight):
-            product = functools.partial(_fp8_product, base_of(matrices[0]).recipe)
+        if isinstance(base_of(matrices[1]), Fp8Weight):
+            product = functools.partial(_fp8_product, base_of(matrices[1]).recipe)
             values = (getattr(base_of(w), "value", base_of(w)) for w in matrices)
             params = router, [with_base(*pair) for pair in zip(matrices, values, strict=True)]
 

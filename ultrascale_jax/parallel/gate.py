@@ -12,8 +12,14 @@ type Gate = Callable[[jax.Array, jax.Array], jax.Array]
 """`(gate, up) -> hidden values`, elementwise."""
 
 
-def gated(activation: Activation | Gate, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the hidden values of a gated layer (arXiv 2002.05202), of any shape, in the type of both."""
+def gated(activation: Activation | Gate, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """Return the hidden values of a gated layer (arXiv 2002.05202), of any shape, in the type of both.
+
+    Without a gate they are a function of `up`.
+    """
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(up))
+    assert gate is not None
     if callable(activation):
         return activation(gate, up)
     match activation:

@@ -9,9 +9,6 @@ from ultrascale_jax.config import ModelConfig
 from ultrascale_jax.config.lora import LINEAR, ROUTED, Lora, Target, projections
 from ultrascale_jax.config.model import FeedForward
 
-MLP_MATRICES = 3
-"""Matrices of a feed-forward layer: gate, up and down."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(ModelConfig):
@@ -197,14 +194,24 @@ class ModelShape(ModelConfig):
         return 2 * self.experts.num * self.expert_d_ff
 
     @property
+    def wide_products(self) -> int:
+        """Products of a feed-forward layer that are as wide as it: gate and up, or up alone."""
+        return 1 + self.is_gated
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of a feed-forward layer, or of an expert: those of `wide_products`, and down."""
+        return self.wide_products + 1
+
+    @property
     def mlp_params(self) -> int:
         """Parameters of the feed-forward layer of one dense layer."""
-        return MLP_MATRICES * self.d_model * self.d_ff
+        return self.ffn_matrices * self.d_model * self.d_ff
 
     @property
     def expert_params(self) -> int:
         """Parameters of one expert."""
-        return MLP_MATRICES * self.d_model * self.expert_d_ff
+        return self.ffn_matrices * self.d_model * self.expert_d_ff
 
     @property
     def router_params(self) -> int:

@@ -69,6 +69,17 @@ def test_of_the_experts_those_count_that_a_token_visits():
     assert ModelShape.of(model).num_params == counted + 2 * (6 + 2) * expert + 5 * 11 + vectors
 
 
+def test_a_layer_without_a_gate_has_two_matrices():
+    experts = Experts(num=4, top_k=2, d_ff=8, shared=1)
+    sizes = {"d_ff": 8, "experts": experts, "num_layers": 1}
+    gated, plain = (
+        ModelShape.of(dataclasses.replace(MODEL, activation=name, **sizes))
+        for name in ("silu", "relu2")
+    )
+    assert gated.num_params - plain.num_params == (4 + 1) * MODEL.d_model * 8
+    assert gated.active_params - plain.active_params == (2 + 1) * MODEL.d_model * 8
+
+
 def test_a_module_of_multi_token_prediction_is_a_layer_a_projection_and_a_head():
     experts = Experts(num=6, top_k=2, d_ff=9, shared=2, dense_layers=1, bias=True)
     for model in (MODEL, dataclasses.replace(MODEL, experts=experts, sliding_window=4)):

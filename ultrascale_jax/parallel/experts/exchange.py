@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig, require_choice, require_type
-from ultrascale_jax.config.model import Activation
+from ultrascale_jax.config.model import GATELESS, Activation
 from ultrascale_jax.parallel.adapted import Adapted, base_of
 from ultrascale_jax.parallel.experts.capacity import (
     A2AStage,
@@ -75,7 +75,7 @@ def expert_layer(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    w_gate: jax.Array | Adapted,
+    w_gate: jax.Array | Adapted | None,
     w_up: jax.Array | Adapted,
     w_down: jax.Array | Adapted,
     *,
@@ -95,8 +95,8 @@ def expert_layer(
       ids: their experts `[n, k]`, integers, numbers of all ranks' experts. -1 is no choice, and a number that is no
         expert's counts as a dropped one.
       weights: `[n, k]` floats, used in float32.
-      w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on. The matrices may have adapters,
-        which the Mosaic kernel does not take.
+      w_gate: this rank's experts `[E, D, F]`: rank r of `axis` has those from r*E on; None where `activation` has no
+        gate. The matrices may have adapters, which the Mosaic kernel does not take.
       w_up: `[E, D, F]`.
       w_down: `[E, F, D]`.
       axis: mesh axis of the experts.
@@ -121,15 +121,18 @@ def expert_layer(
     _check_activation(activation)
     ranks = manual_axis_size(axis, "the experts")
     if experts is None:
-        experts = Experts(num=ranks * base_of(w_gate).shape[0], top_k=ids.shape[-1])
+        experts = Experts(num=ranks * base_of(w_up).shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
-    _check_matrices(x, [base_of(w) for w in (w_gate, w_up, w_down)], experts, ranks)
+    _check_matrices(x, (w_gate, w_up, w_down), experts, ranks)
+    has_gate = w_gate is not None
+    if has_gate != (activation not in GATELESS):
+        raise ValueError(f"activation={activation}: takes {'no' * has_gate or 'a'} w_gate")
     choices = (ids, weights) if distinct else _merge_repeated(ids, weights)
     one_round = functools.partial(ragged_experts, activation)
     if product is not None:
         one_round = functools.partial(padded_experts, product, activation)
     matrices = model_dim_first([w_gate, w_up, *(biases or ()), w_down])
-    kind = product is None, "sp" in varying(base_of(w_gate)), idles
+    kind = product is None, "sp" in varying(base_of(w_up)), idles
     return _send(one_round, matrices, (x, *choices), axis, moe, experts, *kind)
 
 
@@ -230,11 +233,11 @@ def _leading_size(params: Any) -> int:
     return sizes.pop()
 
 
-def _check_matrices(x, matrices: Sequence[jax.Array], experts: Experts, ranks: int) -> None:
-    """Raise an error for w_gate, w_up and w_down that do not fit each other or x."""
-    shapes = [matrix.shape for matrix in matrices]
+def _check_matrices(x, matrices: Sequence[Any], experts: Experts, ranks: int) -> None:
+    """Raise an error for w_gate, if there is one, w_up and w_down that do not fit each other or x."""
+    shapes = [base_of(matrix).shape for matrix in matrices if matrix is not None]
     D, E, F = x.shape[1], experts.num // ranks, shapes[0][-1]
-    expected = [(E, D, F), (E, D, F), (E, F, D)]
+    expected = [*[(E, D, F)] * (len(shapes) - 1), (E, F, D)]
     if shapes != expected:
         raise ValueError(
             f"w_gate, w_up, w_down of shapes {shapes}: want {expected} for x {x.shape} and "

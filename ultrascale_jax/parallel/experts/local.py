@@ -26,7 +26,7 @@ type ExpertFunction = Callable[[Any, jax.Array], jax.Array]
 
 
 def model_dim_first(matrices: Sequence[Any]) -> list[Any]:
-    """Return w_gate, w_up and w_down as `[D, E, F]`, and biases as they are.
+    """Return w_gate, w_up and w_down as `[D, E, F]`, and biases, or None, as they are.
 
     So they lie in memory where ZeRO-3 has gathered them over D. Products take them so, but a loop or a kernel that gets
     `[E, D, F]` has them turned first: 13.75 s instead of 13.44 for Mixtral on 64 GPUs with fsdp=64 (simulated).
@@ -34,8 +34,9 @@ def model_dim_first(matrices: Sequence[Any]) -> list[Any]:
     *hidden, w_down = matrices
 
     def turned(w: Any, dim: int) -> Any:
-        base = base_of(w)
-        return with_base(w, jnp.moveaxis(base, dim, 0)) if base.ndim == 3 else w
+        if w is None or base_of(w).ndim < 3:
+            return w
+        return with_base(w, jnp.moveaxis(base_of(w), dim, 0))
 
     return [*(turned(w, 1) for w in hidden), turned(w_down, 2)]
 
@@ -62,9 +63,11 @@ def padded_experts(
     """Compute at most `size` rows of each expert, from its row number `start` on, by batched products."""
     (x, weights), (w_gate, w_up, *biases, w_down) = floats
     slots = assignment.padded(start, size)
-    D = base_of(w_gate).shape[0]
+    D = base_of(w_up).shape[0]
     x_ECD = dispatch(x[:, :D], slots.token, slots.slot).reshape(-1, size, D)
-    gate_ECF, up_ECF = (_multiply(product, "ECD,DEF->ECF", x_ECD, w) for w in (w_gate, w_up))
+    gate_ECF, up_ECF = (
+        None if w is None else _multiply(product, "ECD,DEF->ECF", x_ECD, w) for w in (w_gate, w_up)
+    )
     if biases:
         b_gate, b_up = (bias.astype(x.dtype)[:, None] for bias in biases)
         gate_ECF, up_ECF = gate_ECF + b_gate, up_ECF + b_up
@@ -105,8 +108,8 @@ def ragged_experts(
     (x, weights), (w_gate, w_up, w_down) = floats
     slots, sizes = assignment.ragged(start, size)
     product = functools.partial(grouped_matmul, sizes=sizes, implementation="mosaic")
-    x_SD = dispatch(x[:, : w_gate.shape[0]], slots.token, slots.slot)
-    gate_SF = checkpoint_name(product(x_SD, w_gate), "gate")
+    x_SD = dispatch(x[:, : w_up.shape[0]], slots.token, slots.slot)
+    gate_SF = None if w_gate is None else checkpoint_name(product(x_SD, w_gate), "gate")
     up_SF = checkpoint_name(product(x_SD, w_up), "up")
     h_SF = _weighed_gate(activation, gate_SF, up_SF, take_weights(weights, slots))
     return combine(product(h_SF, w_down, transposed=True), slots.token, slots.slot)
@@ -114,14 +117,14 @@ def ragged_experts(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighed_gate(
-    activation: Activation | Gate, gate: jax.Array, up: jax.Array, weight: jax.Array
+    activation: Activation | Gate, gate: jax.Array | None, up: jax.Array, weight: jax.Array
 ) -> jax.Array:
-    """Return the hidden values `[..., F]` of gate and up, times the weights `[...]` of their rows, in gate's type.
+    """Return the hidden values `[..., F]` of gate and up, times the weights `[...]` of their rows, in up's type.
 
     Its backward pass keeps gate and up alone, and reads them and the gradient once.
     """
     hidden = gated(activation, gate, up).astype(jnp.float32)
-    return (hidden * weight[..., None]).astype(gate.dtype)
+    return (hidden * weight[..., None]).astype(up.dtype)
 
 
 def _weighed_gate_backward(activation, saved, g):

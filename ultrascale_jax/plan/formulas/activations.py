@@ -4,7 +4,7 @@ The lists were read off XLA's buffer assignment of our step, tensor by tensor (`
 runs). In the comments, letters are those of `sharding.py`; `a` is the width of one activation in bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ultrascale_jax.config import Keep, padded_vocab_size, remat_names
@@ -137,7 +137,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     a, i, policy = layer.width, layer.input_width, run.policy
     residual = layer.residual
     held = _attention_bytes(run)
-    mlp = 2 * a * layer.ffn
+    mlp = run.shape.wide_products * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
     on_host = "layer_input" in remat_names(policy)[1]
     parts = {"layer inputs": 0 if on_host else a * residual}
@@ -167,9 +167,14 @@ def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, floa
     normed = ("attn_norm", "mlp_norm", *(["mlp_out"] * (run.shape.norm_placement != "pre")))
     return {
         "attention": sum(attention.get(name, 0) for name in names),
-        "mlp": a * layer.ffn * sum(name in ("gate", "up") for name in names),
+        "mlp": a * layer.ffn * _wide(run, names),
         "norms": a * layer.residual * sum(name in normed for name in names),
     }
+
+
+def _wide(run: Run, names: Collection[str]) -> int:
+    """Count the names that are of a feed-forward layer's `wide_products`."""
+    return ("up" in names) + ("gate" in names and run.shape.is_gated)
 
 
 @of_tokens
@@ -232,21 +237,23 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     selective: the rows that a GPU got, and of them gate and up. none: also the rows by expert, and gate and up through
     silu, product and weights, once in float32; the router's float32 input, but its input gathered over sp not.
     """
-    shape, a = run.shape, layer.width
+    shape, a, wide = run.shape, layer.width, run.shape.wide_products
     rows, ffn = experts.expert_values(run)
     shared = shape.shared_width * run.tokens / run.mesh.tensor * (not _has_branches(run))
     got = a * experts.a2a_rows(run) * shape.d_model
     if run.policy == "selective":
-        return {"mlp": 2 * a * (ffn + shared), "dispatch": got}
+        return {"mlp": wide * a * (ffn + shared), "dispatch": got}
     if run.policy == "dots":
-        return {"mlp": 2 * a * shared}
+        return {"mlp": wide * a * shared}
     if run.policy == "none":
-        mlp = (6 * a + 4) * ffn + 6 * a * shared
+        mlp = (3 * wide * a + 4) * ffn + 3 * wide * a * shared
         norms = 4 * layer.residual - layer.input_width * layer.whole
         return {"mlp": mlp, "dispatch": got + a * rows, "norms": norms}
     saved = remat_names(run.policy)[0]
-    wide = sum(name in ("gate", "up") for name in saved)
-    return {"mlp": a * wide * (ffn + shared), "dispatch": got * ("dispatched" in saved)}
+    return {
+        "mlp": a * _wide(run, saved) * (ffn + shared),
+        "dispatch": got * ("dispatched" in saved),
+    }
 
 
 def mtp_saved_bytes(run: Run, layer: Layer) -> float:
@@ -274,7 +281,7 @@ def working_set(run: Run) -> float:
     wide = {"none": 2, "selective": 3, "dots": 3}.get(str(run.policy), 4)
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
-    mlp = a * ffn * wide
+    mlp = a * ffn * (wide - (not shape.is_gated))
     places, together = run.ring
     exchanged = 0.0
     if places == 1:  # the terms of a ring have these
@@ -308,11 +315,12 @@ def experts_working_set(run: Run, layer: Layer) -> float:
     if run.shape.experts is None:
         return 0.0
     rows, ffn = experts.expert_values(run)
+    wide = run.shape.wide_products
     got = experts.num_chunks(run) * experts.received_rows(run) * run.shape.d_model
     came = max(got, experts.a2a_rows(run) * run.shape.d_model)
     saved, offloaded = remat_names(run.policy)
-    kept = run.policy in ("none", "selective") or {"gate", "up"} <= {*saved, *offloaded}
-    first = 4 if kept else 6
+    kept = run.policy in ("none", "selective") or _wide(run, {*saved, *offloaded}) == wide
+    first = 2 + wide * (1 if kept else 2)
     return layer.width * (first * ffn + 2 * rows + 2 * came)
 
 
@@ -322,7 +330,9 @@ def experts_forward_bytes(run: Run) -> float:
     if run.shape.experts is None:
         return 0.0
     rows, ffn = experts.expert_values(run)
-    return layer_of(run).width * (3 * ffn + 2 * rows + experts.a2a_rows(run) * run.shape.d_model)
+    return layer_of(run).width * (
+        (run.shape.wide_products + 1) * ffn + 2 * rows + experts.a2a_rows(run) * run.shape.d_model
+    )
 
 
 @of_tokens

@@ -112,7 +112,8 @@ class LayerTime:
         for part, layers in (("", self.dense()), ("routed ", self.routed())):
             layers = [(rows, width / n, count) for rows, width, count in layers if count]
             found[part + "up"] = [
-                (rows, 2 * width, shape.d_model, count) for rows, width, count in layers
+                (rows, shape.wide_products * width, shape.d_model, count)
+                for rows, width, count in layers
             ]
             found[part + "down"] = [
                 (rows, shape.d_model, width, count) for rows, width, count in layers
@@ -261,6 +262,7 @@ class LayerTime:
         """
         shape, moe = self.shape, self.shape.expert_share
         d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
+        d_ff *= shape.ffn_matrices / 3
         width = self.overheads.passes * (shape.d_model + d_ff / 2)
         if shape.norm_placement == "both":
             width += 2 * self.overheads.norm_passes * shape.d_model

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax.config import padded_vocab_size
 from ultrascale_jax.plan.formulas import experts, pipeline
-from ultrascale_jax.plan.model_shape import MLP_MATRICES, adapter_sides
+from ultrascale_jax.plan.model_shape import adapter_sides
 from ultrascale_jax.plan.workload import Run, of_sizes
 
 
@@ -72,7 +72,7 @@ def weights_of(run: Run) -> Weights:
         - moe * shape.hidden_biases * (1 - 1 / (mesh.ep * t)),
         attention=attention,
         matrix=D * width / t,
-        routed=routed / MLP_MATRICES,
+        routed=routed / shape.ffn_matrices,
         layers=layers,
         padding=padding * attention,
     )
@@ -90,7 +90,7 @@ def stack_rows(run: Run) -> tuple[float, float]:
 
 def layer_params(run: Run, weights: Weights) -> float:
     """Count the parameters of a row of a stack on one GPU, whole over the axes of ZeRO: of a layer, or of a group."""
-    one = weights.attention + MLP_MATRICES * (weights.matrix + weights.routed)
+    one = weights.attention + run.shape.ffn_matrices * (weights.matrix + weights.routed)
     return run.shape.layer_group * one
 
 
@@ -101,7 +101,7 @@ def expert_matrices(run: Run) -> int:
     """
     if run.shape.experts is None:
         return 0
-    return MLP_MATRICES * (2 if experts.round_loops(run) else 1)
+    return run.shape.ffn_matrices * (2 if experts.round_loops(run) else 1)
 
 
 def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
