@@ -67,6 +67,11 @@ LINEAR = {
     "output_gate": True,
     "qk_norm": "head",
 }
+NEMOTRON = {
+    "activation": "relu2",
+    "nope_every": 1,
+    "linear": LinearAttention(rule="mamba2", key_heads=4, value_heads=8, key_dim=4, value_dim=6),
+}
 GEMMA4 = {
     "num_layers": 6,
     "sliding_window": 5,
@@ -99,6 +104,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "nope_every": 1,
         "activation": "relu2",
     },
+    "nemotron": NEMOTRON
+    | {
+        "num_layers": 8,
+        "pattern": "MEM*EMEM*EEME",
+        "experts": dataclasses.replace(EXPERTS, shared=1, scores="sigmoid", bias=True),
+    },
+    "nemotron_rows": NEMOTRON
+    | {"num_layers": 9, "pattern": 3 * "MEM*E"}
+    | {"experts": dataclasses.replace(EXPERTS, bias=True)},
     "falcon_h1": {
         "linear": LinearAttention(
             rule="mamba2",
@@ -240,6 +254,10 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "dp fsdp cp", strategy="ulysses", zero=0, remat="dots", microbatches=2, lora=True),
     Row("gemma4", "fsdp sp tp", remat=BY_LAYER[1], microbatches=2),
     Row("sinks", "fsdp cp", zero=1, plain=True, microbatches=2, lora=True),
+    Row("nemotron", "fsdp ep cp", microbatches=2),
+    Row("nemotron", "dp sp tp", zero=1, remat="selective", microbatches=2),
+    Row("nemotron", "fsdp sp", remat="full", plain=True, microbatches=2, lora=True),
+    Row("nemotron_rows", "pp fsdp ep", remat="dots"),
 )  # fmt: skip
 """Rows of `make test`, on eight devices, all in float32: the cheapest that have each pair."""
 

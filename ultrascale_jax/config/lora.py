@@ -87,7 +87,8 @@ def projections(model: ModelConfig) -> tuple[Target, ...]:
     if model.latent is not None:
         names |= {"q_a_proj", "q_b_proj"} if model.latent.q_rank else {"q_proj"}
         names |= {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-    if model.dense_layers or model.experts is None or model.experts.shared:
+    feed_forwards = {model.feed_forward(layer) for layer in range(model.num_layers)}
+    if "mlp" in feed_forwards or (model.experts is not None and model.experts.shared):
         names |= {"gate_proj", "up_proj", "down_proj"}
     if model.experts is not None:
         names |= {target for target in TARGETS if target.startswith(ROUTED)}

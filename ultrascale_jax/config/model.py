@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from ultrascale_jax.config import pattern as patterns
 from ultrascale_jax.config.section import (
     EVEN,
     POSITIVE,
@@ -264,6 +265,9 @@ class ModelConfig(Section, name="model"):
     relu(up)^2 (Nemotron-H, arXiv 2109.08668)."""
     num_layers: Annotated[int, between(1, MOST_PARTS)] = 4
     """Number of blocks (L)."""
+    pattern: str = ""
+    """Halves of the layers in order, for layers that have one alone or alternate in no fixed period (Nemotron-H): `M`
+    is `linear`, `*` attention, `-` an MLP, `E` experts (`config/pattern.py`)."""
     num_heads: Count = 4
     """Number of query heads (N)."""
     num_kv_heads: Count = 4
@@ -346,7 +350,9 @@ class ModelConfig(Section, name="model"):
         yarn = self.rope_scaling is not None and self.rope_scaling.kind == "yarn"
         sound = self.rope_theta > 1 or (self.rope_theta == 1 and not yarn)
         self.require(sound, "rope_theta", f"must be {'more than' if yarn else 'at least'} 1")
-        self._check_pattern()
+        self._check_windows()
+        if self.pattern:
+            self._check_pattern()
         if self.rope_scaling is not None and self.rope_scaling.query_beta:
             plain = self.latent is None and not (self.nope_every or self.rope_dim)
             fix = "wants rotary positions in whole heads of all layers, without latents; use 0"
@@ -367,6 +373,36 @@ class ModelConfig(Section, name="model"):
             self._check_full_attention(self.full_attention)
 
     def _check_pattern(self) -> None:
+        """Check that the pattern is of this model's parts, and that they are all that tells its layers apart."""
+        text, most = self.pattern, patterns.MOST_HALVES
+        known = set(text) <= {*patterns.MIXERS, *patterns.FEED_FORWARDS} and len(text) <= most
+        self.require(known, "pattern", f"has M, *, - and E, at most {most} in all")
+        for letter, part, given in (
+            ("M", "linear", self.linear is not None),
+            ("E", "experts", self.experts is not None),
+        ):
+            fix = f"has {letter} where there is model.{part}, and nowhere else"
+            self.require((letter in text) == given, "pattern", fix)
+        fix = "has experts in all feed-forward layers or in none; use - or E"
+        self.require(not {"-", "E"} <= set(text), "pattern", fix)
+        layers = len(patterns.layers_of(text))
+        fix = f"model.pattern has {layers} layers: a mixer and the feed-forward layer behind it, or either alone"
+        self.require(self.num_layers == layers, "num_layers", fix)
+        for name in (
+            *("full_attention_every", "sliding_window", "latent", "mtp_layers", "layer_scale"),
+            "first_window_layer",
+        ):
+            fix = "has no place in a model with model.pattern; leave it out"
+            self.require(not getattr(self, name), name, fix)
+        self.require(self.nope_every < 2, "nope_every", "must be 0 or 1 with model.pattern")
+        if self.experts is not None:
+            fix = "model.pattern says which layers have experts; use 0"
+            self.experts.require(not self.experts.dense_layers, "dense_layers", fix)
+        if self.linear is not None:
+            fix = "model.pattern has either in a layer; use False"
+            self.linear.require(not self.linear.beside_attention, "beside_attention", fix)
+
+    def _check_windows(self) -> None:
         """Check which layers have a window."""
         every, local = self.full_attention_every, self.rope_theta_local
         if every and self.sliding_window is None and self.linear is None:
@@ -423,7 +459,8 @@ class ModelConfig(Section, name="model"):
 
     def _check_linear(self, linear: LinearAttention) -> None:
         """Refuse what has no place beside linear attention."""
-        self._check_group("linear")
+        if not self.pattern:
+            self._check_group("linear")
         for name, value in (("latent", self.latent), ("sliding_window", self.sliding_window)):
             self.require(value is None, name, "a model with model.linear has none; use none")
         fix = "must be 0 or 1 in models with model.linear"
@@ -437,7 +474,7 @@ class ModelConfig(Section, name="model"):
     def _check_multipliers(self, multipliers: Multipliers) -> None:
         """Refuse multipliers of matrices that no layer has."""
         present = {
-            "attn": any("attention" in self.mixers(i) for i in range(self.layer_group)),
+            "attn": any("attention" in self.mixers(i) for i in range(self.num_layers)),
             "mlp": self.experts is None,
             "linear": self.linear is not None,
         }
@@ -448,13 +485,20 @@ class ModelConfig(Section, name="model"):
         fix = f"model.activation={self.activation} has no gate; use 1"
         multipliers.require(self.is_gated or multipliers.mlp_gate == 1, "mlp_gate", fix)
 
-    def feed_forward(self, layer: int) -> FeedForward:
-        """Return which feed-forward layer a layer has."""
+    def feed_forward(self, layer: int) -> FeedForward | None:
+        """Return which feed-forward layer a layer has; a `pattern` has layers without."""
+        if self.pattern and self.kinds_of_layers[layer][-1] not in patterns.FEED_FORWARDS:
+            return None
         return "mlp" if layer < self.dense_layers else "moe"
 
     def mixers(self, layer: int) -> tuple[Mixer, ...]:
-        """Return which attention a layer has: one, or two side by side."""
+        """Return which attention a layer has: one, or two side by side; a `pattern` has layers without."""
         full: Mixer = "attention" if self.latent is None else "latent"
+        if self.pattern:
+            letter = self.kinds_of_layers[layer][0]
+            if letter == "M" and self.linear is not None:
+                return (self.linear.rule,)
+            return (full,) if letter == "*" else ()
         if self.linear is None or self.is_full(layer):
             return (full,)
         return (full, self.linear.rule) if self.linear.beside_attention else (self.linear.rule,)
@@ -469,8 +513,18 @@ class ModelConfig(Section, name="model"):
         return 1.0 if self.multipliers is None else getattr(self.multipliers, name)
 
     @property
+    def kinds_of_layers(self) -> tuple[str, ...]:
+        """The letters of each layer of the `pattern`."""
+        return patterns.layers_of(self.pattern)
+
+    @property
     def layer_group(self) -> int:
-        """Consecutive layers that are one row of a stack: more than one where layers of two kinds alternate."""
+        """Consecutive layers that are one row of a stack: more than one where layers of two kinds alternate.
+
+        A `pattern` may have stacks with rows of other lengths; this is the longest one.
+        """
+        if self.pattern:
+            return max(layers.step for layers in self.stacks)
         alternate = self.linear is not None or self.full_attention is not None
         return self.full_attention_every or 1 if alternate else 1
 
@@ -511,11 +565,19 @@ class ModelConfig(Section, name="model"):
     def stacks(self) -> tuple[range, ...]:
         """Runs of layers with equal parameters, in order. Layers without experts are one, those with are the next.
 
-        Where layers of two kinds alternate, a row is a group of them; a run has the first layer of each.
+        Where layers of two kinds alternate, a row is a group of them; a run has the first layer of each, and the
+        group's length as its step.
         """
+        if self.pattern:
+            return patterns.runs(self.pattern)
         dense, group = self.dense_layers, self.layer_group
         runs = range(0, dense, group), range(dense, self.num_layers, group)
         return tuple(layers for layers in runs if layers)
+
+    @property
+    def row_starts(self) -> list[int]:
+        """The first layer of each row of the stacks."""
+        return [layer for layers in self.stacks for layer in layers]
 
     def is_full(self, layer: int) -> bool:
         """Return whether a layer ignores window or linear attention because of `full_attention_every`."""

@@ -120,10 +120,10 @@ class Config(Section, name=""):
         fix = f"{whose} has {layers} layer{'s' * (layers > 1)}; take a smaller number, or {remat.first} for all"
         if remat.layers >= layers:
             refuse("train", "remat", str(remat), fix)
-        if remat.layers % self.model.layer_group:
-            fix = (
-                f"must be a multiple of model.full_attention_every={self.model.layer_group} layers"
-            )
+        starts = self.model.row_starts
+        if remat.layers not in starts:
+            near = sorted(starts[1:], key=lambda start: abs(start - remat.layers))[:3]
+            fix = f"layers of a row are recomputed alike; take {', '.join(map(str, sorted(near)))}"
             refuse("train", "remat", str(remat), fix)
 
     def _check_batch(self, mesh: MeshConfig) -> None:
@@ -239,6 +239,9 @@ class Config(Section, name=""):
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         model, train = self.model, self.train
         self.pp.check(mesh.pp, train.microbatches)
+        if model.pattern and len(model.stacks) > 1:
+            fix = f"stages must be alike, and model.pattern={model.pattern} repeats no row of layers; use mesh.fsdp"
+            self.refuse("mesh.pp", fix)
         if model.num_layers // model.layer_group < mesh.pp:
             each = "a layer" if model.layer_group == 1 else f"{model.layer_group} layers"
             fix = f"mesh.pp={mesh.pp} ranks want {each} each; use fewer"

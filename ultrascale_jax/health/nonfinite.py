@@ -113,8 +113,8 @@ def _forward(
         inputs = layer_inputs(cfg, micro_batch, fp8)
         x_BRD = model.embedding(reshard("BT->BT", micro_batch["tokens"]), inputs.dtype)
         embedding, layers = _is_finite(x_BRD), []
-        for stack, numbers in zip(model.stacks, model.cfg.stacks, strict=True):
-            for piece in pieces(stack, numbers, inputs):
+        for i, (stack, numbers) in enumerate(zip(model.stacks, model.cfg.stacks, strict=True)):
+            for piece in pieces(stack, numbers, inputs.of_stack(i)):
                 x_BRD, finite_L2 = _run(piece, x_BRD)
                 layers.append(finite_L2)
         targets_BT = micro_batch["targets"]

@@ -151,8 +151,8 @@ def _together(inputs: LayerInputs, *trees: Any) -> tuple:
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP or experts, each with its norm and residual connection; `number` is any layer of
-    the model that is of its kind.
+    """One layer: attention and MLP or experts, each with its norm and residual connection, or one of the two alone
+    (`model.pattern`); `number` is any layer of the model that is of its kind.
 
     A stack of equal layers is a block, too, each of whose parameters has a leading L.
     """
@@ -167,24 +167,30 @@ class Block(nnx.Module):
     ):
         self.cfg, self.kernels = cfg, kernels
         k_attention, k_feed_forward = jax.random.split(key)
-        attention = layers.attention or mixer(cfg, number)
-        self.attn_norm = layers.make_norm(cfg)
-        of_layer = attention(cfg.of_layer(number), k_attention, kernels)
-        self.attn = _with_call("attention", of_layer, "x_BRD", "inputs")
-        self.mlp_norm = layers.make_norm(cfg)
-        if cfg.norm_placement == "both":
-            self.attn_out_norm, self.mlp_out_norm = layers.make_norm(cfg), layers.make_norm(cfg)
+        if cfg.mixers(number):
+            attention = layers.attention or mixer(cfg, number)
+            of_layer = attention(cfg.of_layer(number), k_attention, kernels)
+            self.attn = _with_call("attention", of_layer, "x_BRD", "inputs")
+            self._add_norms("attn", layers)
+        feed_forward = cfg.feed_forward(number)
+        if feed_forward == "moe":
+            self.moe = MoE(cfg, k_feed_forward, kernels=kernels)
+        elif feed_forward == "mlp":
+            self.mlp = _with_call("mlp", layers.mlp(cfg, k_feed_forward), "x_BRD")
+        if feed_forward is not None:
+            self._add_norms("mlp", layers)
         if cfg.layer_scale:
             self.scale = param(None, "X", "BRX", (1,), std=1)
-        if cfg.feed_forward(number) == "moe":
-            self.moe = MoE(cfg, k_feed_forward, kernels=kernels)
-        else:
-            self.mlp = _with_call("mlp", layers.mlp(cfg, k_feed_forward), "x_BRD")
+
+    def _add_norms(self, half: str, layers: Layers) -> None:
+        setattr(self, f"{half}_norm", layers.make_norm(self.cfg))
+        if self.cfg.norm_placement == "both":
+            setattr(self, f"{half}_out_norm", layers.make_norm(self.cfg))
 
     @property
     def feed_forward(self) -> Any:
-        """The layer's experts, or else its MLP."""
-        return self.moe if hasattr(self, "moe") else self.mlp
+        """The layer's experts, or else its MLP, or None."""
+        return getattr(self, "moe", None) or getattr(self, "mlp", None)
 
     def gather_params(self, inputs: LayerInputs) -> "Block":
         """Return this layer with full parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s, and
@@ -212,6 +218,8 @@ class Block(nnx.Module):
         """Run the first half: the residual stream, the cache, the feed-forward layer as the second half uses it, and
         the attention's terms."""
         x_BRD = checkpoint_name(x_BRD, "layer_input")
+        if not hasattr(self, "attn"):
+            return x_BRD, inputs.cache, self.feed_forward, {}
         with jax.named_scope("attention"):
             h_BRD = self._before(x_BRD, "attn_norm")
             h_BRD, attn = _together(inputs, h_BRD, self.attn)
@@ -236,6 +244,8 @@ class Block(nnx.Module):
         With `dense` the layer has experts or not, as an array says (`MoE.__call__`).
         """
         routed, dense_extra, terms = None, None, {}
+        if feed_forward is None:
+            return x_BRD, routed, dense_extra, terms
         with jax.named_scope("moe" if isinstance(feed_forward, MoE) else "mlp"):
             h = self._before(x_BRD, "mlp_norm")
             if isinstance(feed_forward, MoE):

@@ -164,15 +164,17 @@ def _generate(
 def empty_cache(
     cfg: ModelConfig, rows: int, length: int, dtype: jax.typing.DTypeLike
 ) -> tuple[Any, ...]:
-    """Return the empty cache of all layers, for `length` tokens: the parts of each row's, then the number of tokens."""
-    group, linear = cfg.layer_group, cfg.linear
+    """Return the empty cache of all layers, for `length` tokens: the parts of each stack's, then the number of
+    tokens."""
+    linear = cfg.linear
 
-    def zeros(dims: str, *sizes: int, dtype: jax.typing.DTypeLike = dtype) -> jax.Array:
-        shape = (cfg.num_layers // group, rows, *sizes)
-        return jnp.zeros(shape, dtype, out_sharding=act("LB" + dims))
+    def of_layer(layer: int, number: int) -> tuple[jax.Array, ...]:
+        def zeros(dims: str, *sizes: int, dtype: jax.typing.DTypeLike = dtype) -> jax.Array:
+            return jnp.zeros((number, rows, *sizes), dtype, out_sharding=act("LB" + dims))
 
-    def of_layer(layer: int) -> tuple[jax.Array, ...]:
         one, mixers = cfg.of_layer(layer), cfg.mixers(layer)
+        if not mixers:
+            return ()
         heads = max(one.num_kv_heads, mesh_size("sp", "tp"))
         keys = (zeros("SKH", length, heads, one.head_dim),) * 2
         if linear is None or linear.rule not in mixers:
@@ -184,8 +186,12 @@ def empty_cache(
         states = *last, zeros("NHW", N, H, W, dtype=jnp.float32)
         return states if len(mixers) == 1 else (*keys, *states)
 
-    parts = tuple(of_layer(layer) for layer in range(group))
-    return *(parts if group > 1 else parts[0]), jnp.int32(0)
+    def of_stack(layers: range) -> tuple[Any, ...]:
+        row = range(layers.start, layers.start + layers.step)
+        parts = tuple(of_layer(layer, len(layers)) for layer in row)
+        return parts if len(row) > 1 else parts[0]
+
+    return *map(of_stack, cfg.stacks), jnp.int32(0)
 
 
 def _sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int) -> jax.Array:

@@ -24,7 +24,8 @@ PLAIN = Lowering.plain()
 
 Cache = tuple[Any, ...]
 """Keys and values `[B, S, K, H]` of earlier positions, or what linear attention keeps of them; how many of these there
-are (int32 scalar) comes last. A group of layers has one such tuple for each before that."""
+are (int32 scalar) comes last. A group of layers has one such tuple for each before that, and a model one for each
+stack."""
 
 STATIC = {"static": True}
 
@@ -41,8 +42,8 @@ def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
 class LayerInputs:
     """The same for every layer, but for `window`, `full`, `rotary`, `fp8` and `cache`.
 
-    For a whole model `cache`, the amaxes of `fp8`, `full` and `rotary` have a leading dim of layers, which `of_layer`
-    takes away.
+    For a whole model the amaxes of `fp8`, `full` and `rotary` have a leading dim of layers, and `cache` one of rows,
+    which `of_layer` takes away.
     """
 
     rope: tuple[jax.Array, jax.Array]
@@ -124,6 +125,11 @@ class LayerInputs:
     def stacked(self) -> tuple:
         """Keys and values, amaxes and flags, which differ between layers and have a leading dim of these."""
         return self.cache and self.cache[:-1], self.fp8 and self.fp8.amaxes, self.full, self.rotary
+
+    def of_stack(self, i: int) -> "LayerInputs":
+        """Return the inputs of a stack of a model, with its cache."""
+        cache = None if self.cache is None else (*self.cache[i], self.cache[-1])
+        return dataclasses.replace(self, cache=cache)
 
     def of_group(self, cfg: ModelConfig, i: int) -> "LayerInputs":
         """Return the inputs of the i-th layer of a group (`models/layer_group.py`): its cache, window and positions."""

@@ -1,7 +1,8 @@
-"""A row of a stack where layers of two kinds alternate: a group of consecutive layers, each a `Block` of its kind.
+"""A row of a stack where layers of several kinds alternate: a group of consecutive layers, each a `Block` of its kind.
 
     Gemma 4:     stacks.0.layers.0 to .4 (a window), .5 (full attention of another shape), each [10, ...] for 60 layers
     Qwen3-Next:  stacks.0.layers.0, .1, .2 (linear attention), .3 (full attention), each [12, ...] for 48 layers
+    Nemotron-H:  stacks.0.layers.0 to .5, each [4, ...], and stacks.1, [4, ...], for 28 layers (`model.pattern`)
 
 All rows of the stack are alike, so one scan runs them, ZeRO-3 gathers a row ahead, and stages of a pipeline hold whole
 rows. A row is one layer to all of these, but recomputation is of one layer at a time: a row keeps the input of each.
@@ -32,12 +33,11 @@ class LayerGroup(nnx.Module):
     """Consecutive layers of the model, as one row of a stack; it is called as `Block` is."""
 
     def __init__(
-        self, layers: Layers, cfg: ModelConfig, first: int, kernels: KernelsConfig, key: jax.Array
+        self, layers: Layers, cfg: ModelConfig, row: range, kernels: KernelsConfig, key: jax.Array
     ):
         self.cfg = cfg
-        keys = jax.random.split(key, cfg.layer_group)
-        numbered = enumerate(keys, start=first)
-        self.layers = nnx.List([Block(layers, cfg, i, kernels, k) for i, k in numbered])
+        keys = zip(row, jax.random.split(key, len(row)), strict=True)
+        self.layers = nnx.List([Block(layers, cfg, i, kernels, k) for i, k in keys])
 
     def gather_params(self, inputs: LayerInputs) -> "LayerGroup":
         """Return these layers with full parameters."""
@@ -48,7 +48,8 @@ class LayerGroup(nnx.Module):
     def __call__(
         self, x_BRD: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Routed | None, Cache | None, Terms]:
-        """Map `[B, R, D]` to `[B, R, D]`; the other results of `Block` come stacked, the cache as one of each layer."""
+        """Map `[B, R, D]` to `[B, R, D]`; the other results of `Block` come stacked, of the layers that have them, the
+        cache as one of each layer."""
         results: list[Any] = []
         run = (
             jax.checkpoint(_run, policy=jax.checkpoint_policies.nothing_saveable)
@@ -61,8 +62,11 @@ class LayerGroup(nnx.Module):
             layer, x_BRD = grad_barrier((layer, x_BRD))
             x_BRD, *result = run(layer, x_BRD, inputs_of_layer)
             results.append(result)
-        routed, caches, terms = zip(*results, strict=True)
-        routed, terms = (jax.tree.map(_stacked, *part) for part in (routed, terms))
+        routers, caches, parts = zip(*results, strict=True)
+        routers = [routed for routed in routers if routed is not None]
+        routed = jax.tree.map(_stacked, *routers) if routers else None
+        names = dict.fromkeys(name for terms in parts for name in terms)
+        terms = {name: _stacked(*(one[name] for one in parts if name in one)) for name in names}
         if inputs.cache is None:
             return x_BRD, routed, None, terms
         return x_BRD, routed, (*(cache[:-1] for cache in caches), caches[0][-1]), terms
@@ -95,8 +99,9 @@ def by_layer(statistics_Z: jax.Array) -> jax.Array:
 
 
 def make_row(
-    layers: Layers, cfg: ModelConfig, first: int, kernels: KernelsConfig, key: jax.Array
+    layers: Layers, cfg: ModelConfig, row: range, kernels: KernelsConfig, key: jax.Array
 ) -> Row:
-    """Make the row of a stack that begins with the model's layer `first`."""
-    kind = Block if cfg.layer_group == 1 else LayerGroup
-    return kind(layers, cfg, first, kernels, key)
+    """Make the row of a stack that has these layers of the model."""
+    if len(row) == 1:
+        return Block(layers, cfg, row.start, kernels, key)
+    return LayerGroup(layers, cfg, row, kernels, key)

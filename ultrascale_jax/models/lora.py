@@ -125,9 +125,10 @@ def row_places(row: Row, path: str, targets: Iterable[str]) -> Iterator[Place]:
 
 
 def _block_places(block: Block, path: str, target: str) -> Iterator[Place]:
-    mixers: dict[str, Any] = {"attn": block.attn}
-    if isinstance(block.attn, SideBySide):
-        mixers = {"attn.attention": block.attn.attention, "attn.linear": block.attn.linear}
+    attn = getattr(block, "attn", None)
+    mixers: dict[str, Any] = {"attn": attn}
+    if isinstance(attn, SideBySide):
+        mixers = {"attn.attention": attn.attention, "attn.linear": attn.linear}
     paths = {LINEAR.get(type(mixer), "attn"): path for path, mixer in mixers.items()}
     for place in PLACES[target]:
         outer, _, name = place.rpartition(".")

@@ -50,6 +50,6 @@ class SideBySide(nnx.Module):
 
 
 def mixer(cfg: ModelConfig, layer: int) -> Callable[..., Any]:
-    """Return the class of a layer's attention."""
+    """Return the class of the attention of a layer that has one."""
     kinds = cfg.mixers(layer)
     return MIXERS[kinds[0]] if len(kinds) == 1 else SideBySide

@@ -66,9 +66,10 @@ class LayerOutputs(NamedTuple):
     """Terms that the parts of the layers returned."""
 
 
-def cut[Tree](stack: Tree, start: int, stop: int) -> Tree:
-    """Return rows `start` up to `stop` of a stack; the whole as it is."""
-    return jax.tree.map(lambda p: p if p.shape[0] == stop - start else p[start:stop], stack)
+def cut[Tree](stack: Tree, rows: range) -> Tree:
+    """Return these rows of a stack; the whole as it is."""
+    taken = slice(rows.start, rows.stop, rows.step)
+    return jax.tree.map(lambda p: p if p.shape[0] == len(rows) else p[taken], stack)
 
 
 def pieces(
@@ -79,7 +80,7 @@ def pieces(
     ends: Collection[int] = (),
 ) -> Iterator[Piece]:
     """Cut a stack of these layers of the model where window, precision or recomputation change, and after the layers in
-    `ends`."""
+    `ends`; a cache among the inputs is that of the stack."""
     cfg, fp8 = stack.cfg, inputs.fp8
 
     def traits(layer: int) -> tuple[int | None, bool, Recomputation, int]:
@@ -92,9 +93,9 @@ def pieces(
         inputs_of_piece = dataclasses.replace(
             recomputation.adapt(inputs), window=window, fp8=fp8 if in_fp8 else None
         )
-        start, end = ((layer - layers.start) // layers.step for layer in (first, stop))
-        block = cut(stack, start, end)
-        rows = cut(inputs_of_piece.stacked, first // layers.step, stop // layers.step)
+        places = range(*((layer - layers.start) // layers.step for layer in (first, stop)))
+        block, (kv, *by_layer) = cut(stack, places), inputs_of_piece.stacked
+        rows = cut(kv, places), *cut(by_layer, range(first, stop, layers.step))
         waits = remat(cfg.num_layers - 1) != recomputation
         yield Piece(block, rows, inputs_of_piece, recomputation, waits, stop - 1)
 

@@ -149,7 +149,8 @@ class Transformer(nnx.Module):
         self.embed = param(k_embed, "VD", "BT", (V, D))
         self.stacks = nnx.List()
         for layers, order in zip(cfg.stacks, self.orders, strict=True):
-            make = functools.partial(make_row, self.layers, cfg, layers.start, kernels)
+            row = range(layers.start, layers.start + layers.step)
+            make = functools.partial(make_row, self.layers, cfg, row, kernels)
             self.stacks.append(stacked(make, cfg, k_stacks, order))
         self.final_norm = self.layers.make_norm(cfg)
         if not cfg.tied_embeddings:
@@ -189,9 +190,15 @@ class Transformer(nnx.Module):
     @property
     def rows(self) -> list[tuple[int, int]]:
         """The number of each layer's stack, and its row there."""
-        orders, group = enumerate(self.orders), self.cfg.layer_group
-        places = {layer: (i, row) for i, order in orders for row, layer in enumerate(order)}
-        return [places[layer - layer % group] for layer in range(self.cfg.num_layers)]
+        stacks = enumerate(zip(self.orders, self.cfg.stacks, strict=True))
+        places = {
+            first + depth: (i, row)
+            for i, (order, layers) in stacks
+            for row, first in enumerate(order)
+            if first is not None
+            for depth in range(layers.step)
+        }
+        return [places[layer] for layer in range(self.cfg.num_layers)]
 
     def __call__(
         self,
@@ -211,22 +218,25 @@ class Transformer(nnx.Module):
         fix = "the layers lie in the order of a pipeline's stages; gather_stages(model) has all of them on each rank"
         require(not self.staged, "mesh.pp", mesh_size("pp"), fix)
         require_type("capture", capture, Collection, "as (2,) for the layer with number 2")
-        group = self.cfg.layer_group
-        unknown = sorted(set(capture) - set(range(group - 1, self.cfg.num_layers, group)))
-        last = f", the last ones of each {group}" if group > 1 else ""
+        ends = {start - 1 for start in self.cfg.row_starts[1:]} | {self.cfg.num_layers - 1}
+        unknown = sorted(set(capture) - ends)
+        last = ", the last ones of the stacks' rows" if self.cfg.layer_group > 1 else ""
         fix = f"must be layers from 0 to {self.cfg.num_layers - 1}{last}"
         require(not unknown, "capture", unknown, fix)
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
         outputs: list[LayerOutputs] = []
         captured: dict[int, jax.Array] = {}
-        for stack, layers in zip(self.stacks, self.cfg.stacks, strict=True):
-            for piece in pieces(stack, layers, inputs, remat, capture):
+        caches: list[Any] = []
+        for i, (stack, layers) in enumerate(zip(self.stacks, self.cfg.stacks, strict=True)):
+            first = len(outputs)
+            for piece in pieces(stack, layers, inputs.of_stack(i), remat, capture):
                 with jax.named_scope("layers"):
                     x_BRD, output = run(piece, x_BRD)
                 outputs.append(output)
                 if piece.last_layer in capture:
                     captured[piece.last_layer] = x_BRD
+            caches.append(_joined([output.kv for output in outputs[first:]]))
         routers = [output.routed for output in outputs if output.routed is not None]
         balance = sum((jnp.sum(router.balance_BR) for router in routers), jnp.float32(0.0))
         statistics_LZ = (
@@ -234,8 +244,7 @@ class Transformer(nnx.Module):
         )
         cache = None
         if inputs.cache is not None:
-            parts = _joined([output.kv for output in outputs if output.kv is not None])
-            cache = *parts, inputs.cache[-1] + tokens_BT.shape[1]
+            cache = *caches, inputs.cache[-1] + tokens_BT.shape[1]
         terms = _mean_over_layers(outputs)
         self.check_layer_terms(terms)
         return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache, captured, terms)

@@ -79,7 +79,7 @@ def attention_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     windowed = model.window_share
     keys = (1 - windowed) * mean_keys(seq_len, None)
     keys += windowed * mean_keys(seq_len, model.sliding_window)
-    keys *= model.num_layers - shape.only_linear
+    keys *= shape.full_layers - model.mtp_layers
     keys += model.mtp_layers * mean_keys(seq_len, model.window(model.num_layers - 1))
     states = 0
     if model.linear is not None:

@@ -46,7 +46,37 @@ class ModelShape(ModelConfig):
     @property
     def moe_layers(self) -> int:
         """Layers with experts; the modules of `mtp_layers` have them where the last layer has."""
+        if self.pattern:
+            return self._layers_with("E")
         return 0 if self.experts is None else self.layers - self.dense_layers
+
+    @property
+    def mlp_layers(self) -> int:
+        """Layers with an MLP."""
+        return self._layers_with("-") if self.pattern else self.layers - self.moe_layers
+
+    @property
+    def mlp_share(self) -> float:
+        """Share of the layers that have an MLP."""
+        return self.mlp_layers / self.layers
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the first layers have no experts and the others have: two stacks with the same attention."""
+        return 0 < self.dense_layers < self.num_layers
+
+    @property
+    def halves(self) -> int:
+        """Mixers and feed-forward layers, each with a norm."""
+        return len(self.pattern) or 2 * self.layers
+
+    @property
+    def halves_share(self) -> float:
+        """Share of the layers' halves that are there."""
+        return self.halves / (2 * self.layers)
+
+    def _layers_with(self, letter: str) -> int:
+        return self.pattern.count(letter)
 
     @property
     def expert_share(self) -> float:
@@ -68,6 +98,8 @@ class ModelShape(ModelConfig):
         """Layers of linear attention."""
         if self.linear is None:
             return 0
+        if self.pattern:
+            return self._layers_with("M")
         every = self.full_attention_every
         return self.num_layers - (self.num_layers // every if every else 0)
 
@@ -83,9 +115,19 @@ class ModelShape(ModelConfig):
         return 0 if beside else self.linear_layers
 
     @property
+    def full_layers(self) -> int:
+        """Layers that have an attention that is not linear."""
+        return self._layers_with("*") if self.pattern else self.layers - self.only_linear
+
+    @property
     def full_share(self) -> float:
         """Share of the layers that have an attention that is not linear."""
-        return 1 - self.only_linear / self.layers
+        return self.full_layers / self.layers
+
+    @property
+    def mixer_share(self) -> float:
+        """Share of the layers that have some attention."""
+        return (self.full_layers + self.only_linear) / self.layers
 
     @property
     def linear_widths(self) -> tuple[int, int]:
@@ -123,14 +165,18 @@ class ModelShape(ModelConfig):
                 sum(share * matrices[i] for matrices, share in parts) for i in range(3)
             )
             return by_heads, by_kv_heads, whole
-        full, share = self.full_attention_matrices, self.full_share
-        one_head = self.linear is not None and self.linear.key_heads == 1
-        whole = 2 * self.d_model * self.linear_widths[0] * one_head
-        linear = self.linear_params - whole, 0, whole
+        linear, full = self.linear_matrices, self.full_attention_matrices
         by_heads, by_kv_heads, by_none = (
-            self.linear_share * a + share * b for a, b in zip(linear, full, strict=True)
+            self.linear_share * a + self.full_share * b for a, b in zip(linear, full, strict=True)
         )
         return by_heads, by_kv_heads, by_none
+
+    @property
+    def linear_matrices(self) -> tuple[int, int, int]:
+        """The same of a layer of linear attention."""
+        one_head = self.linear is not None and self.linear.key_heads == 1
+        whole = 2 * self.d_model * self.linear_widths[0] * one_head
+        return self.linear_params - whole, 0, whole
 
     @property
     def full_attention_matrices(self) -> tuple[int, int, int]:
@@ -177,13 +223,13 @@ class ModelShape(ModelConfig):
                 linear += 2 * key + value + self.linear.value_heads + value * self.linear.norm
         attention = self.linear_layers * linear
         for shape, count in self.kinds:
-            attention += (count - self.only_linear) * shape.attention_vectors
+            attention += (count - self.layers + self.full_layers) * shape.attention_vectors
         of_experts = self.hidden_biases
         if self.experts is not None:
             of_experts += self.experts.num * self.experts.bias
             of_experts += self.experts.num * (1 + self.d_model) * self.experts.biases
         modules = 3 * self.mtp_layers * self.d_model
-        stream = self.layers * (norms * self.d_model + self.layer_scale)
+        stream = self.halves * norms // 2 * self.d_model + self.layers * self.layer_scale
         return stream + attention + self.moe_layers * of_experts + modules
 
     @property
@@ -230,11 +276,11 @@ class ModelShape(ModelConfig):
     @property
     def dense_params(self) -> int:
         """Parameters of all layers without the routed experts, which alone are split over `ep`."""
-        dense = self.layers - self.moe_layers
-        ffn = dense * self.mlp_params + self.moe_layers * self.shared_params
+        ffn = self.mlp_layers * self.mlp_params + self.moe_layers * self.shared_params
         attention = self.linear_layers * self.linear_params
         for shape, count in self.kinds:
-            attention += (count - self.only_linear) * sum(shape.full_attention_matrices)
+            full = count - self.layers + self.full_layers
+            attention += full * sum(shape.full_attention_matrices)
         return attention + ffn + self.join_params + self.vector_params
 
     @property
@@ -367,8 +413,8 @@ def adapter_params(model: ModelConfig, lora: Lora, *, active: bool = False) -> i
     if len(shape.kinds) > 1:
         parts = ((adapter_params(one, lora, active=active), count) for one, count in shape.kinds)
         return sum(params * count // shape.layers for params, count in parts)
-    rows = {"mlp": shape.layers - shape.moe_layers, "moe": shape.moe_layers}
-    rows |= {"full": shape.layers - shape.only_linear, "linear": shape.linear_layers}
+    rows = {"mlp": shape.mlp_layers, "moe": shape.moe_layers}
+    rows |= {"full": shape.full_layers, "linear": shape.linear_layers}
     total = 0
     for side in adapter_sides(model, lora):
         count = rows[side.of] * side.num_params

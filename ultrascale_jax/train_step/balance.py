@@ -17,7 +17,8 @@ def statistics_start(cfg: Config) -> jax.Array | None:
     model, experts = cfg.model, cfg.model.experts
     if experts is None:
         return None
-    layers = model.num_layers - model.dense_layers + model.mtp_layers
+    routed = [model.feed_forward(layer) == "moe" for layer in range(model.num_layers)]
+    layers = sum(routed) + model.mtp_layers
     shape = layers, num_statistics(experts)
     spec = act("LZ", unreduced=axes_of(STATISTICS_AXES))
     return jnp.zeros(shape, jnp.float32, out_sharding=spec)
@@ -42,18 +43,30 @@ def rebalanced(cfg: Config, params: Transformer, routed: jax.Array | None) -> Tr
     modules = cfg.model.mtp_layers
     of_modules = iter(missing[-modules:] if modules else ())
 
+    of_stacks = _rows_of_stacks(cfg, params)
+
     def leaf(path, value):
         match jax.tree_util.keystr(path, simple=True, separator=".").split("."):
-            case ["stacks", _, "moe", "bias", "value"]:
-                return value + rate * place(missing[: len(value)], specs(value))
-            case ["stacks", _, "layers", i, "moe", "bias", "value"]:
-                of_layer = missing[int(i) :: cfg.model.layer_group]
-                return value + rate * place(of_layer[: len(value)], specs(value))
+            case ["stacks", stack, *inner, "moe", "bias", "value"]:
+                depth = int(inner[1]) if inner else 0
+                return value + rate * place(missing[of_stacks[int(stack)][depth]], specs(value))
             case ["mtp", _, "block", "moe", "bias", "value"]:
                 return value + rate * next(of_modules)
         return value
 
     return jax.tree.map_with_path(leaf, params)
+
+
+def _rows_of_stacks(cfg: Config, params: Transformer) -> list[dict[int, slice]]:
+    """Return, for each stack, the rows of statistics of each layer of a row that has experts, by its number there."""
+    rows, start = [], 0
+    for order, layers in zip(params.orders, cfg.model.stacks, strict=True):
+        kinds = [cfg.model.feed_forward(layers.start + depth) for depth in range(layers.step)]
+        routed = [depth for depth, kind in enumerate(kinds) if kind == "moe"]
+        stop = start + len(order) * len(routed)
+        rows.append({d: slice(start + i, stop, len(routed)) for i, d in enumerate(routed)})
+        start = stop
+    return rows
 
 
 def metrics(cfg: Config, routed: jax.Array | None) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.config import FP8, Config, Split
+from ultrascale_jax.config import FP8, Config, Split, require
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.models.block import Block
 from ultrascale_jax.models.inputs import LayerInputs
@@ -182,7 +182,8 @@ def _layer(cfg: Config, params: Transformer, recomputation: Recomputation) -> Ca
 
     def layer(blocks: tuple[Block, ...], x_BRD, context, number, rows: Rows | None = None):
         inputs, router_weight = context
-        row = jax.tree.map(lambda amax: amax[number], inputs.stacked)
+        first = number * cfg.model.layer_group
+        row = jax.tree.map(lambda by_layer: by_layer[first], inputs.stacked)
         inputs = recomputation.adapt(inputs).of_layer(row)
         block, *mlps = blocks
         if rows is None:
@@ -194,6 +195,8 @@ def _layer(cfg: Config, params: Transformer, recomputation: Recomputation) -> Ca
                 block, mlp_sums, x_BRD, inputs, is_dense, rows
             )
         params.check_layer_terms(terms)
+        fix = "no pipeline takes terms of layers that differ; use a mesh without pp"
+        require(not (terms and cfg.model.pattern), "model.pattern", cfg.model.pattern, fix)
         aux, statistics_Z = jnp.float32(0.0), None
         if routed is not None:
             aux, statistics_Z = router_weight * jnp.sum(routed.balance_BR), routed.statistics_Z

@@ -71,7 +71,7 @@ def saved_bytes(run: Run) -> dict[str, float]:
     layer, moe = layer_of(run), run.shape.expert_share
     parts = dense_saved_bytes(run, layer)
     if moe:
-        parts["mlp"] = parts.get("mlp", 0) * (0 if _has_branches(run) else 1 - moe)
+        parts["mlp"] = 0 if _has_branches(run) else parts.get("mlp", 0)
         for name, value in experts_saved_bytes(run, layer).items():
             parts[name] = parts.get(name, 0) + value * (1 if _has_branches(run) else moe)
     return parts
@@ -85,7 +85,7 @@ def mean(parts: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]:
 
 def _has_branches(run: Run) -> bool:
     """Return whether each layer of a pipeline may have experts or not, and chooses by a branch."""
-    return run.mesh.pp > 1 and 0 < run.shape.expert_share < 1
+    return run.mesh.pp > 1 and run.shape.is_mixed
 
 
 @of_tokens
@@ -127,7 +127,7 @@ def kept_bytes(layers: Sequence[tuple[Run, int]]) -> dict[str, float]:
 
 
 def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
-    """Count the bytes that one dense layer keeps from its forward to its backward pass, by kind.
+    """Count the bytes that a mean layer keeps from its forward to its backward pass, but for experts, by kind.
 
     full: its input. dots: products with parameters, attention's result and its log-sum-exp. selective: the named
     tensors of `train_step/remat.py`. none: also gate and up through silu and product, and each norm's float32 insides
@@ -137,7 +137,8 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     a, i, policy = layer.width, layer.input_width, run.policy
     residual = layer.residual
     held = _attention_bytes(run)
-    mlp = run.shape.wide_products * a * layer.ffn
+    halves = run.shape.halves_share
+    mlp = run.shape.mlp_share * run.shape.wide_products * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
     on_host = "layer_input" in remat_names(policy)[1]
     parts = {"layer inputs": 0 if on_host else a * residual}
@@ -146,7 +147,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     if policy == "selective":
         parts["attention"] = sum(held.values())
         parts["mlp"] = mlp
-        parts["norms"] = 2 * i * residual + a * residual * (out_norms > 0)
+        parts["norms"] = halves * 2 * i * residual + a * residual * (out_norms > 0)
     elif policy == "dots":
         parts["attention"] = _products_of_attention(run, layer)
         parts["mlp"] = mlp
@@ -155,20 +156,20 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
         parts["layer inputs"] = 0
         parts["attention"] = _whole_attention(run, layer)
         parts["mlp"] = 3 * mlp
-        parts["norms"] = 12 * (2 + out_norms) * residual + 2 * i * layer.whole
+        parts["norms"] = halves * (12 * (2 + out_norms) * residual + 2 * i * layer.whole)
     else:
         parts |= _named_bytes(run, layer, remat_names(policy)[0])
     return parts
 
 
 def _named_bytes(run: Run, layer: Layer, names: Sequence[str]) -> dict[str, float]:
-    """Count the bytes of a dense layer's tensors of these names, by kind; `mlp_out` where a norm reads it."""
-    a, attention = layer.width, _attention_bytes(run)
-    normed = ("attn_norm", "mlp_norm", *(["mlp_out"] * (run.shape.norm_placement != "pre")))
+    """Count the bytes of a mean layer's tensors of these names, by kind; `mlp_out` where a norm reads it."""
+    a, attention, shape = layer.width, _attention_bytes(run), run.shape
+    normed = ("attn_norm", "mlp_norm", *(["mlp_out"] * (shape.norm_placement != "pre")))
     return {
         "attention": sum(attention.get(name, 0) for name in names),
-        "mlp": a * layer.ffn * _wide(run, names),
-        "norms": a * layer.residual * sum(name in normed for name in names),
+        "mlp": shape.mlp_share * a * layer.ffn * _wide(run, names),
+        "norms": shape.halves_share * a * layer.residual * sum(name in normed for name in names),
     }
 
 
@@ -192,7 +193,7 @@ def _attention_bytes(run: Run) -> dict[str, float]:
     linear = linear_attention.named_bytes(run, a)
     shares = shape.full_share, shape.linear_share
     means = {name: shares[0] * size + shares[1] * linear[name] for name, size in full.items()}
-    return means | {"attn_out": a * layer.residual}
+    return means | {"attn_out": shape.mixer_share * a * layer.residual}
 
 
 def _products_of_attention(run: Run, layer: Layer) -> float:
@@ -211,7 +212,8 @@ def _whole_attention(run: Run, layer: Layer) -> float:
     scores = (4 + a) * layer.scores if run.mesh.cp == 1 else 0
     quantized = query if run.precision == "fp8" else 0
     gates = 8 * query * shape.output_gate
-    named = sum(_attention_bytes(run).values()) - a * layer.residual
+    named = _attention_bytes(run)
+    named = sum(named.values()) - named["attn_out"]
     full = shape.full_share * (quantized + qk_norms + scores + gates)
     return named + full + shape.linear_share * linear_attention.unnamed_bytes(run, a)
 

@@ -122,8 +122,8 @@ class LayerTime:
 
     def adapters(self) -> dict[str, list[Product]]:
         """Return the products of a mean layer's adapters, by the part to whose results theirs are added."""
-        run, share, found = self.run, self.shape.expert_share, dict[str, list[Product]]()
-        shares = {"mlp": 1 - share, "moe": share}
+        run, found = self.run, dict[str, list[Product]]()
+        shares = {"mlp": self.shape.mlp_share, "moe": self.shape.expert_share}
         shares |= {"full": self.shape.full_share, "linear": self.shape.linear_share}
         for weight in adapted_weights(self.shape, run.lora):
             name = weight.target.removeprefix(ROUTED)
@@ -168,7 +168,7 @@ class LayerTime:
         """Return feed-forward layers that all tokens meet: rows, the whole width, and how many a mean layer has."""
         shape, tokens, moe = self.shape, self.run.tokens, self.shape.expert_share
         return [
-            (tokens, shape.d_ff, 1 - moe),
+            (tokens, shape.d_ff, shape.mlp_share),
             (tokens, shape.shared_width, moe if shape.shared_width else 0),
         ]
 
@@ -261,9 +261,9 @@ class LayerTime:
         to the base's, and so are the gradients of their inputs, in three passes each.
         """
         shape, moe = self.shape, self.shape.expert_share
-        d_ff = (1 - moe) * shape.d_ff + moe * shape.shared_width
+        d_ff = shape.mlp_share * shape.d_ff + moe * shape.shared_width
         d_ff *= shape.ffn_matrices / 3
-        width = self.overheads.passes * (shape.d_model + d_ff / 2)
+        width = self.overheads.passes * (shape.halves_share * shape.d_model + d_ff / 2)
         if shape.norm_placement == "both":
             width += 2 * self.overheads.norm_passes * shape.d_model
         if shape.qk_norm != "none":

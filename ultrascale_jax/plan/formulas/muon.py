@@ -65,9 +65,11 @@ def dealt(run: Run) -> list[Dealt]:
 def _stacks(run: Run) -> Iterator[Dealt]:
     """Yield the matrices of each weight."""
     mlp, moe = stack_rows(run)
+    each = max(mlp + moe, run.rank_layers + run.head_modules)
     for shape, count in run.shape.kinds:
-        linear, share = shape.linear_share * (mlp + moe), count / run.shape.layers
-        rows = {"mlp": mlp, "moe": moe, "full": mlp + moe - linear, "linear": linear}
+        share = count / run.shape.layers
+        rows = {"mlp": mlp, "moe": moe}
+        rows |= {"full": each * shape.full_share, "linear": each * shape.linear_share}
         for weight in adapted_weights(shape, Lora(rank=1, targets=projections(shape))):
             sizes, routed = (weight.rows[0], weight.columns[0]), weight.copies > 1
             if weight.columns[1] == "model":

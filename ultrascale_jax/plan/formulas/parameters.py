@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ultrascale_jax.config import padded_vocab_size
 from ultrascale_jax.plan.formulas import experts, pipeline
-from ultrascale_jax.plan.model_shape import adapter_sides
+from ultrascale_jax.plan.model_shape import ModelShape, adapter_sides
 from ultrascale_jax.plan.workload import Run, of_sizes
 
 
@@ -51,15 +51,13 @@ def weights_of(run: Run) -> Weights:
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers + run.head_modules
     attention = 0.0
     for one, count in shape.kinds:
-        heads, kv_heads, whole = one.attention_matrices
-        matrices = heads / t + kv_heads / min(t, one.num_kv_heads) + whole
-        attention += matrices * count / shape.layers
+        attention += _on_one(one.attention_matrices, one, t) * count / shape.layers
     routed, shared = 0.0, 0.0
     if found is not None:
         routed = found.num * shape.expert_params / (mesh.ep * t)
         shared = found.shared * shape.expert_params / t + shape.router_params
     mlp, moe = stack_rows(run)
-    padding = mlp + moe - layers
+    padding = mlp + moe - layers if shape.is_mixed else 0
     width = max(shape.d_ff if mlp else 0, shape.shared_width)
     table = padded_vocab_size(shape.vocab_size, t * mesh.pp) * D / (t * mesh.pp)
     return Weights(
@@ -81,17 +79,42 @@ def weights_of(run: Run) -> Weights:
 def stack_rows(run: Run) -> tuple[float, float]:
     """Count the rows that a rank has of the stacks of dense layers, and of layers of experts, padding included, and the
     modules of `model.mtp_layers`."""
-    moe, layers = run.shape.expert_share, run.rank_layers + run.head_modules
-    if run.mesh.pp > 1 and 0 < moe < 1:
+    shape, layers = run.shape, run.rank_layers + run.head_modules
+    if run.mesh.pp > 1 and shape.is_mixed:
         dense, routed = pipeline.stack_rows(run)
         return dense, routed + run.head_modules
-    return layers * (1 - moe), layers * moe
+    return layers * shape.mlp_share, layers * shape.expert_share
+
+
+def _on_one(matrices: tuple[float, float, float], shape: ModelShape, parts: int) -> float:
+    """Count the parameters of `attention_matrices` on one GPU of a tensor group of `parts`."""
+    by_heads, by_kv_heads, whole = matrices
+    return by_heads / parts + by_kv_heads / min(parts, shape.num_kv_heads) + whole
 
 
 def layer_params(run: Run, weights: Weights) -> float:
-    """Count the parameters of a row of a stack on one GPU, whole over the axes of ZeRO: of a layer, or of a group."""
+    """Count the parameters of a row of a stack on one GPU, whole over the axes of ZeRO: of a layer, or of a group; of
+    a pattern that of the largest row."""
+    if run.shape.pattern:
+        return max(sum(_half_params(run, weights, half) for half in row) for row in _rows(run))
     one = weights.attention + run.shape.ffn_matrices * (weights.matrix + weights.routed)
     return run.shape.layer_group * one
+
+
+def _rows(run: Run) -> list[str]:
+    """Return the letters of a row of each stack of a pattern."""
+    kinds = run.shape.kinds_of_layers
+    return ["".join(kinds[rows.start : rows.start + rows.step]) for rows in run.shape.stacks]
+
+
+def _half_params(run: Run, weights: Weights, half: str) -> float:
+    """Count the parameters on one GPU of a half of a layer, by its letter in the pattern."""
+    shape, t = run.shape, run.mesh.tensor
+    matrices = {"M": shape.linear_matrices, "*": shape.full_attention_matrices}
+    if half in matrices:
+        return _on_one(matrices[half], shape, t)
+    routed = weights.routed * (half == "E")
+    return shape.ffn_matrices * (weights.matrix + routed)
 
 
 def expert_matrices(run: Run) -> int:
@@ -129,7 +152,7 @@ def trained_params(run: Run, weights: Weights) -> float:
     if len(run.kinds) > 1:
         return sum(share * trained_params(one, weights) for one, share in run.kinds)
     mlp, moe = stack_rows(run)
-    shape, total, each = run.shape, 0.0, mlp + moe
+    shape, total, each = run.shape, 0.0, max(mlp + moe, weights.layers)
     rows = {"mlp": mlp, "moe": moe}
     rows |= {"full": each * shape.full_share, "linear": each * shape.linear_share}
     for side in adapter_sides(run.shape, run.lora):

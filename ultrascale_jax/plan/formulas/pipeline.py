@@ -61,7 +61,7 @@ def rank_layers(run: Run) -> tuple[int, ...]:
     """Count the layers of the model that each rank has, without padding."""
     key, shape = _key(run), run.shape
     table = _table(key if key.fewer is None else key._replace(microbatches=key.fewer[0]))
-    dense = shape.num_layers - shape.moe_layers
+    dense = 0 if shape.pattern else shape.num_layers - shape.moe_layers
     stages = table.ranks, table.virtual, table.placement
     group = shape.layer_group
     order = schedules.layer_order(*stages, shape.num_layers // group, dense // group)
@@ -85,14 +85,13 @@ def shares(run: Run, module: "Module") -> Callable[["Instruction", tuple[int, ..
     from ultrascale_jax.parallel.pipeline.program import assemble
 
     shape = run.shape
-    mixed = 0 < shape.dense_layers < shape.num_layers
     program = None if run.mesh.pp == 1 else assemble(_table(_key(run)), run.stash)
 
     def share(conditional: "Instruction", trips: tuple[int, ...]) -> float:
         bodies = (module.computations[name] for name in conditional.called)
         inside = [i.op_name for body in bodies for i in body]
         if any(re.search(r"[/(]attention[/)]", name) for name in inside):
-            return shape.expert_share if mixed else 1 - shape.window_share
+            return shape.expert_share if shape.is_mixed else 1 - shape.window_share
         if program is None:
             return 1.0
         if block_of(module, conditional) == "moe":

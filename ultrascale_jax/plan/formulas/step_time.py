@@ -394,7 +394,7 @@ class Step:
     def tensor_group(self) -> float:
         """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
         size = 2 * self.run.tokens * self.shape.d_model
-        passes = self.overheads.tensor_passes
+        passes = self.overheads.tensor_passes * self.shape.halves_share
         if self.mesh.sp > 1:
             return passes * self.collective("all-gather", size, self.tensor)
         return passes / 2 * self.collective("all-reduce", size, self.tensor)

@@ -4,7 +4,6 @@ The policy that fits a mesh with gigabytes to spare is often the neighbour of on
 Memory is linear in the number of layers under either (`Run.by_policy`), so the number follows from two sums of bytes.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -61,8 +60,8 @@ def fewest_layers(lean: Judged, rich: Judged, gpu: Gpu) -> tuple[Run, int] | Non
     if least > limit:
         return None
     further = 0 if most <= limit else (every - 2) * (most - limit) / (most - least)
-    group = lean.run.shape.layer_group
-    layers = group * math.ceil((1 + further) / group)
+    starts = lean.run.shape.row_starts
+    layers = next((start for start in starts if start >= 1 + further), every)
     if layers >= every:
         return None
     run, peak = split(layers)
