@@ -279,6 +279,37 @@ FALCON_H1_500M = ModelConfig(
     ),
 )
 
+NEMOTRON_H_8B = ModelConfig(
+    vocab_size=131072,
+    d_model=4096,
+    d_ff=21504,
+    activation="relu2",
+    num_layers=28,
+    pattern=4 * "M-M-M-M*-M-" + 4 * "M-",
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    nope_every=1,
+    linear=LinearAttention(
+        rule="mamba2", key_heads=8, value_heads=128, value_dim=64, step_min=1e-3
+    ),
+)
+
+NEMOTRON_3_NANO_30B_A3B = ModelConfig(
+    vocab_size=131072,
+    d_model=2688,
+    d_ff=1856,
+    activation="relu2",
+    num_layers=29,
+    pattern=5 * "MEMEM*E" + "MEMEMEM*EMEMEMEME",
+    num_heads=32,
+    num_kv_heads=2,
+    head_dim=128,
+    nope_every=1,
+    linear=LinearAttention(rule="mamba2", key_heads=8, value_heads=64, value_dim=64, step_min=1e-3),
+    experts=Experts(num=128, top_k=6, d_ff=1856, shared=2, scores="sigmoid", bias=True, scale=2.5),
+)
+
 # Pre-trained at 4,096 tokens, before the stretch by YaRN with which its checkpoint is published.
 DEEPSEEK_V3 = ModelConfig(
     vocab_size=129280,

@@ -45,6 +45,8 @@ def stored(folder):
 
 def in_hugging_face_layout(model, cfg, model_type=""):
     """The same from our parameters: written out here once more, independently of the table."""
+    if model_type == "nemotron_h":
+        return halves(model, cfg)
     tensors = separate_tensors(model, cfg)
     if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         return apart(tensors, cfg)
@@ -80,6 +82,53 @@ def in_hugging_face_layout(model, cfg, model_type=""):
         else value
         for name, value in whole.items()
     }
+
+
+def halves(model, cfg):
+    """Nemotron-H: each half of a layer is a layer there."""
+    array = lambda parameter: np.asarray(parameter[...])  # noqa: E731
+    tensors = {
+        "backbone.embeddings.weight": array(model.embed)[: cfg.vocab_size],
+        "backbone.norm_f.weight": array(model.final_norm),
+        "lm_head.weight": array(model.head).T[: cfg.vocab_size],
+    }
+    number = 0
+    for layer, (stack, place) in enumerate(model.rows):
+        first = cfg.stacks[stack].start
+        block = model.stacks[stack]
+        if cfg.stacks[stack].step > 1:
+            block = block.layers[(layer - first) % cfg.stacks[stack].step]
+
+        def row(path, block=block, place=place):
+            return array(functools.reduce(getattr, path.split("."), block))[place]
+
+        for letter in cfg.kinds_of_layers[layer]:
+            if letter == "M":
+                mixer = {name.removeprefix("mamba."): v for name, v in mamba(row, cfg).items()}
+            elif letter == "*":
+                found = grouped_attention(row, cfg)
+                mixer = {name.removeprefix("self_attn."): v for name, v in found.items()}
+            else:
+                mixer = without_gate(row, cfg, letter)
+            mixer = {f"mixer.{name}": value for name, value in mixer.items()}
+            mixer["norm.weight"] = row("attn_norm" if letter in "M*" else "mlp_norm")
+            tensors |= {f"backbone.layers.{number}.{name}": v for name, v in mixer.items()}
+            number += 1
+    return tensors
+
+
+def without_gate(row, cfg, letter):
+    def pair(ours, theirs="", expert=()):
+        names = ("up", "down")
+        return {f"{theirs}{x}_proj.weight": row(f"{ours}.w_{x}")[expert].T for x in names}
+
+    if letter == "-":
+        return pair("mlp")
+    found = {"gate.weight": row("moe.w_router").T}
+    found["gate.e_score_correction_bias"] = row("moe.bias")
+    for expert in range(cfg.experts.num):
+        found |= pair("moe", f"experts.{expert}.", expert)
+    return found | pair("moe.shared", "shared_experts.")
 
 
 def zero_centred(cfg):

@@ -97,7 +97,9 @@ def norms_by_name(grads, model, family):
         for layer, value in zip(layers, values, strict=True):
             full = tensor.names(layer)[0].replace("block_sparse_moe", "mlp")
             full = full.replace("experts.0.", "experts.E.") if tensor.experts else full
+            full = full.replace("backbone.", "model.")
             for pattern, whole in FUSED.items():
+                whole = "up_proj" if ".mixer." in full and "up" in whole else whole  # has no gate
                 full = re.sub(rf"experts\.E\.{pattern}\.weight", f"experts.{whole}", full)
             for stored, whole in GRANITE.items():
                 full = full.replace(stored, whole)

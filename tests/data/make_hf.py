@@ -298,6 +298,37 @@ def falcon_h1() -> transformers.PretrainedConfig:
     )
 
 
+NEMOTRON = {
+    **{key: value for key, value in SMALL.items() if key != "sliding_window"},
+    "intermediate_size": 48,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "n_groups": 4,
+    "ssm_state_size": 6,
+    "conv_kernel": 3,
+    "max_position_embeddings": 64,
+    "time_step_min": 0.4,
+}
+
+
+def nemotron_h() -> transformers.PretrainedConfig:
+    """Nine layers: a group that is repeated, mixers and MLPs alone, and time steps that reach their bound."""
+    return transformers.NemotronHConfig(**NEMOTRON, hybrid_override_pattern="M-M*-M-M*---M")
+
+
+def nemotron3() -> transformers.PretrainedConfig:
+    """Experts without a gate, that are weighed by sigmoids, and a shared one twice as wide."""
+    return transformers.NemotronHConfig(
+        **NEMOTRON,
+        hybrid_override_pattern="MEM*EME",
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=32,
+        routed_scaling_factor=2.5,
+    )
+
+
 GEMMA4 = {
     "intermediate_size": 48,
     "num_hidden_layers": 6,
@@ -328,6 +359,8 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granitemoehybrid": granitemoehybrid,
     "granite4_h": granite4_h,
     "falcon_h1": falcon_h1,
+    "nemotron_h": nemotron_h,
+    "nemotron3": nemotron3,
     "glm4_moe": glm4_moe,
     "minimax_m2": minimax_m2,
     "olmoe": olmoe,
@@ -349,6 +382,8 @@ def fill(name: str, parameter: torch.Tensor, generator: torch.Generator, norm: f
         values = 0.5 * values
     else:
         std = {"gate_up_proj": 1.0, "conv1d": 0.5, "mamba.in_proj": 0.3, "mamba.D": 1.0}
+        std |= {"mixer.in_proj": 0.1, "mixer.D": 1.0}
+        std |= {"experts.up_proj": 0.2, "mixer.up_proj": 0.3}
         values = next((std[part] for part in std if part in name), 0.05) * values
     with torch.no_grad():
         parameter.copy_(values)

@@ -59,7 +59,7 @@ def by_name(grads: Transformer, sums: Sums) -> dict[str, np.ndarray]:
     if sums.routed is not None:
         modules = grads.cfg.mtp_layers
         rows = len(sums.routed) - modules
-        if grads.staged or not grads.cfg.pattern:
+        if len(grads.stacks) == 1 or not grads.cfg.pattern:
             by_row = sums.routed[:rows].reshape(len(grads.orders[-1]), -1, sums.routed.shape[1])
             named[f"stacks.{len(grads.stacks) - 1}.moe.statistics"] = by_row
         else:

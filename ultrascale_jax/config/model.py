@@ -189,6 +189,8 @@ class LinearAttention(Section, name="model.linear"):
     """Width of a head's values (W)."""
     conv_kernel: Annotated[int, at_least(2)] = 4
     """Taps (O) of the causal convolution of each channel of queries, keys and values."""
+    step_min: NonNegative = 0.0
+    """Least time step of Mamba-2 (Nemotron-H's `time_step_min`)."""
     norm: bool = True
     """RMSNorm of the result before the output projection; some models with Mamba-2 only gate it (Falcon-H1)."""
     beside_attention: bool = False
@@ -199,6 +201,8 @@ class LinearAttention(Section, name="model.linear"):
         fix = f"must be a multiple of key_heads={self.key_heads}"
         self.require(self.value_heads % self.key_heads == 0, "value_heads", fix)
         self.require(self.norm or self.rule == "mamba2", "norm", f"{self.rule} has one; use True")
+        fix = f"{self.rule} has no time steps; use 0"
+        self.require(not self.step_min or self.rule == "mamba2", "step_min", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

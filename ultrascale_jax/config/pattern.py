@@ -8,6 +8,7 @@ feed-forward layers follow each other.
 """
 
 import functools
+import itertools
 import re
 
 MIXERS, FEED_FORWARDS = "M*", "-E"
@@ -25,6 +26,13 @@ LONGEST_ROW = 16
 def layers_of(pattern: str) -> tuple[str, ...]:
     """Cut a pattern into its layers, of one or two letters."""
     return tuple(LAYER.findall(pattern))
+
+
+@functools.cache
+def half_numbers(pattern: str) -> tuple[tuple[int, int], ...]:
+    """Return the places in the pattern of the first and the last half of each layer."""
+    ends = list(itertools.accumulate(map(len, layers_of(pattern)), initial=0))
+    return tuple((first, stop - 1) for first, stop in itertools.pairwise(ends))
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def _check_tensors(
     for tensor in table.values():
         for layer in [None] if tensor.stack is None else cfg.stacks[tensor.stack]:
             expected |= dict.fromkeys(tensor.names(layer), tensor.shape)
-    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    head, embed = "lm_head.weight", table["embed"].name
     same = {name: one for name, one in copies(cfg).items() if name in files}
     if cfg.tied_embeddings and head in files:
         same[head] = embed

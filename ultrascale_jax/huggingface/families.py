@@ -20,6 +20,7 @@ from ultrascale_jax.config import (
     require,
 )
 from ultrascale_jax.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, Rule
+from ultrascale_jax.config.pattern import layers_of
 from ultrascale_jax.huggingface.keys import flag, integer, number
 
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -34,7 +35,7 @@ FIXED = (
 OPTIONAL = (
     *("query_scale", "residual_scale", "logit_divisor", "rope_theta_local"),
     *("full_attention_every", "full_attention_offset", "rope_dim", "nope_every", "mtp_layers"),
-    *("full_attention", "logit_cap", "multipliers", "rope_share", "values_are_keys"),
+    *("full_attention", "logit_cap", "multipliers", "pattern", "rope_share", "values_are_keys"),
 )
 """Fields that only some families have."""
 
@@ -60,6 +61,7 @@ ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
     "clamped_swiglu": ("silu", "swish"),
+    "relu2": ("relu2",),
 }
 """Names of each activation in `config.json`; the first one is written."""
 
@@ -118,7 +120,10 @@ HARMLESS = frozenset(
         *("attn_implementation", "experts_implementation", "distributed_config"),
         *("initializer_range", "initializer_factor", "init_std", "router_aux_loss_coef"),
         *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing"),
-        *("mamba_chunk_size", "num_logits_to_keep"),
+        *("mamba_chunk_size", "num_logits_to_keep", "chunk_size", "expand", "use_mamba_kernels"),
+        *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "rescale_prenorm_residual"),
+        *("time_step_max", "time_step_floor", "time_step_rank", "mamba_dt_max"),
+        *("mamba_dt_init_floor", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     )
 )
 """Keys that no output of a loaded model depends on."""
@@ -177,10 +182,11 @@ NAMES: Mapping[str, str] = {
     "hidden_norm": "hnorm",
     "w_join": "eh_proj",
     "norm": "shared_head.norm",
+    "embed": "embed_tokens",
     "final_norm": "norm",
 }
 """Tensor of each parameter of a layer, and of a module of `mtp_layers`, after `model.layers.{}.` and without
-`.weight`; `{}` is the expert. The final norm follows `model.`.
+`.weight`; `{}` is the expert. The embedding and the final norm follow `model.`, or `Family.prefix`.
 
 Without it the tensor holds all experts of a layer, as they are multiplied from the right; `[0]` and `[1]` after its
 name are its even and odd columns, which two parameters share.
@@ -247,6 +253,8 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]] = _nothing
     """Returns those keys."""
 
+    prefix: str = "model."
+    """Beginning of all names but the head's."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are called otherwise than in `NAMES`."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -772,6 +780,90 @@ def _write_falcon(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
+NEMOTRON = {
+    "key_heads": ("n_groups", 8),
+    "value_heads": ("mamba_num_heads", 128),
+    "key_dim": ("ssm_state_size", 128),
+    "value_dim": ("mamba_head_dim", 64),
+    "conv_kernel": ("conv_kernel", 4),
+}
+"""Field of `LinearAttention` to Nemotron-H's key and what its absence means."""
+
+NEMOTRON_TYPES = {
+    "M": ("linear_attention", "mamba"),
+    "*": ("full_attention", "attention"),
+    "-": ("mlp",),
+    "E": ("moe",),
+}
+"""Letter of a pattern to its names in `layers_block_type`, of transformers 5 first."""
+
+STEP_MIN = 1e-3
+"""Nemotron-H's `time_step_min` where there is none."""
+
+
+def _nemotron(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Nemotron-H's keys as those of a model with as many layers as our pattern has."""
+    raw = dict(raw)
+    listed = {key: raw.pop(key) for key in ("layers_block_type", "layer_types") if raw.get(key)}
+    letters = {name: letter for letter, names in NEMOTRON_TYPES.items() for name in names}
+    patterns = [raw["hybrid_override_pattern"]] if raw.get("hybrid_override_pattern") else []
+    for key, kinds in listed.items():
+        fix = f"must be a list of {', '.join(letters)}"
+        known = isinstance(kinds, list) and all(
+            isinstance(kind, str) and kind in letters for kind in kinds
+        )
+        require(known, key, kinds, fix)
+        patterns.append("".join(letters[kind] for kind in kinds))
+    pattern = patterns[0] if patterns else "ME*-"
+    fix = "must be a string of M, * and either - or E, as layers_block_type says it too if both are there"
+    known = isinstance(pattern, str) and set(pattern) <= set(NEMOTRON_TYPES) and "M" in pattern
+    sound = known and not {"-", "E"} <= set(pattern) and set(patterns) <= {pattern}
+    require(sound, "hybrid_override_pattern", pattern, fix)
+    halves, fix = raw.get("num_hidden_layers"), f"the pattern has {len(pattern)}"
+    require(halves in (None, len(pattern)), "num_hidden_layers", halves, fix)
+    raw |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(layers_of(pattern))}
+    epsilon = number(raw, "layer_norm_epsilon", 1e-5)
+    integer(raw, MTP, 0, minimum=0)  # its code has no modules that predict ahead
+    raw["head_dim"] = integer(raw, "head_dim", 128)
+    for key, name, expected in (
+        ("rms_norm_eps", "layer_norm_epsilon", epsilon),
+        ("norm_eps", "layer_norm_epsilon", epsilon),
+        ("attention_head_dim", "head_dim", raw["head_dim"]),
+        ("num_query_groups", "num_key_value_heads", raw.get("num_key_value_heads", 8)),
+    ):
+        value = raw.get(key)
+        require(value in (None, expected), key, value, f"contradicts {name}={expected}")
+    raw["rms_norm_eps"] = epsilon
+    return raw if "E" in pattern else raw | {"n_routed_experts": 0, "num_local_experts": None}
+
+
+def _read_nemotron(raw: Mapping[str, Any]) -> dict[str, Any]:
+    sizes: dict[str, Any] = {name: integer(raw, *key) for name, key in NEMOTRON.items()}
+    heads, groups = sizes["value_heads"], sizes["key_heads"]
+    require(heads % groups == 0, "n_groups", groups, f"must divide mamba_num_heads={heads}")
+    limit = raw.get("time_step_limit")
+    require(limit in NO_LIMIT, "time_step_limit", limit, "supported is [0, Infinity]")
+    least = number(raw, "time_step_min", STEP_MIN)
+    return {
+        "pattern": raw["hybrid_override_pattern"],
+        "linear": LinearAttention(rule="mamba2", **sizes, step_min=least),
+    }
+
+
+def _write_nemotron(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.linear is not None
+    name, least = "model.linear.step_min", cfg.linear.step_min
+    require(least > 0, name, least, f"nemotron_h has one; use {STEP_MIN} or more")
+    return {
+        "num_hidden_layers": len(cfg.pattern),
+        "hybrid_override_pattern": cfg.pattern,
+        "layers_block_type": [NEMOTRON_TYPES[letter][0] for letter in cfg.pattern],
+        "layer_norm_epsilon": cfg.norm_eps,
+        "time_step_min": least,
+        **{key: getattr(cfg.linear, field) for field, (key, _) in NEMOTRON.items()},
+    }
+
+
 def _qwen2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return Qwen2-MoE's keys without those of a window, which `use_sliding_window` must leave off."""
     raw = dict(raw)
@@ -1066,6 +1158,69 @@ FAMILIES = {
             **MAMBA_NAMES,
         },
         joined=MAMBA_JOINED,
+    ),
+    "nemotron_h": Family(
+        architecture="NemotronHForCausalLM",
+        model={"activation": "relu2", "nope_every": 1},
+        optional=("pattern",),
+        linear=("mamba2",),
+        experts=Experts(num=8, top_k=2, d_ff=7688, shared=1, scores="sigmoid", bias=True),
+        may_be_dense=True,
+        num_kv_heads=8,
+        activation_key="mlp_hidden_act",
+        expert_keys={
+            **{
+                name: key
+                for name, key in DEEPSEEK_KEYS.items()
+                if name not in ("dense_layers", "shared")
+            },
+            SHARED_WIDTH: "moe_shared_expert_intermediate_size",
+        },
+        allowed={
+            "mamba_hidden_act": ("silu", "swish"),
+            "use_conv_bias": (True,),
+            "hidden_dropout": (0,),
+            "moe_latent_size": (),
+            "n_shared_experts": (1,),
+            "residual_in_fp32": (False,),
+            "mamba_conv_bias": (True,),
+            **dict.fromkeys(("use_bias", "mamba_proj_bias"), (False,)),
+            **dict.fromkeys(
+                (
+                    "mamba_n_groups",
+                    "mamba_d_conv",
+                    "mamba_expand",
+                    "mamba_dt_min",
+                    "mamba_dt_limit",
+                ),
+                (),
+            ),
+        },
+        constants={"n_shared_experts": 1, "mlp_bias": False, **NO_BIAS},
+        own_keys=(
+            *("layers_block_type", "hybrid_override_pattern", "layer_norm_epsilon", "norm_eps"),
+            *(key for key, _ in NEMOTRON.values()),
+            *("attention_head_dim", "num_query_groups", "time_step_limit", "time_step_min", MTP),
+        ),
+        common=_nemotron,
+        read=_read_nemotron,
+        write=_write_nemotron,
+        left_out="mtp.",
+        prefix="backbone.",
+        names={
+            "embed": "embeddings",
+            "final_norm": "norm_f",
+            **dict.fromkeys(("attn_norm", "mlp_norm"), "norm"),
+            **{f"attn.w_{name}": f"mixer.{name}_proj" for name in "qkvo"},
+            **{name: theirs.replace("mamba.", "mixer.") for name, theirs in MAMBA_NAMES.items()},
+            "linear.skip": "mixer.D",
+            **{
+                name: theirs.replace("mlp.", "mixer.")
+                for name, theirs in NAMES.items()
+                if name.startswith(("mlp.", "moe."))
+            },
+        },
+        joined={name.replace("mamba.", "mixer."): parts for name, parts in MAMBA_JOINED.items()},
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -1384,6 +1539,10 @@ def _lacking(name: str, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
             yield "full_attention", None, f"{name} says the shape of such layers; set it"
     if cfg.linear is not None and not (cfg.linear.norm or family.beside):
         yield "linear.norm", False, f"{name} has one; use True"
+    if cfg.linear is not None and cfg.linear.step_min and "pattern" not in family.optional:
+        yield "linear.step_min", cfg.linear.step_min, f"{name} has none; use 0"
+    if "pattern" in family.optional and not cfg.pattern:
+        yield "pattern", "", f"{name} has a letter for each half of a layer; set it"
     stretch = cfg.rope_scaling
     if family.scales_queries and (stretch is None or stretch.kind != "yarn"):
         yield "rope_scaling", stretch, f"{name} has a YaRN; set it"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ultrascale_jax.config import Experts, LatentAttention, ModelConfig, require_type
 from ultrascale_jax.config.model import Rule
+from ultrascale_jax.config.pattern import half_numbers
 from ultrascale_jax.huggingface.families import Family, family_of
 
 FileType = Literal["bfloat16", "float32"]
@@ -46,6 +47,8 @@ class Tensor:
     """Dim of the tensor that the rows are along."""
     heads: int = 1
     """Heads that have their rows of all of them side by side."""
+    numbers: tuple[int, ...] = ()
+    """Number of each layer in the files; empty: that of the model."""
     offset: float = 0.0
     """Ours is the tensor plus this, added in float32 as the family's code does."""
 
@@ -93,7 +96,8 @@ class Tensor:
 
     def names(self, layer: int | None) -> list[str]:
         """Names of this layer's tensors: one, or one for each expert."""
-        place = () if layer is None else (layer + self.depth,)
+        number = 0 if layer is None else layer + self.depth
+        place = () if layer is None else ((self.numbers or range(number + 1))[number],)
         if not self.experts:
             return [self.name.format(*place)]
         return [self.name.format(*place, expert) for expert in self.experts]
@@ -118,23 +122,24 @@ def tensors(cfg: ModelConfig, family: Family | None = None) -> dict[str, Tensor]
     """
     family = family or family_of(cfg)
     sizes = _sizes(cfg)
-    table = {"embed": Tensor(name="model.embed_tokens.weight", dims="VD", stored="VD", sizes=sizes)}
+    name = f"{family.prefix}{family.name('embed')}.weight"
+    table = {"embed": Tensor(name=name, dims="VD", stored="VD", sizes=sizes)}
     modules = enumerate(range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers))
     alone = {f"mtp.{i}.": f"model.layers.{layer}." for i, layer in modules}
 
     for i, layers in enumerate(cfg.stacks):
-        for depth in range(cfg.layer_group):
-            inner = f"layers.{depth}." if cfg.layer_group > 1 else ""
+        for depth in range(layers.step):
+            inner = f"layers.{depth}." if layers.step > 1 else ""
             number = layers.start + depth
             path = f"stacks.{i}.{inner}"
-            table |= _of_layer(cfg, family, path, "model.layers.{}.", number, i)
+            table |= _of_layer(cfg, family, path, f"{family.prefix}layers.{{}}.", number, i)
     for path, prefix in alone.items():
         table |= _of_layer(cfg, family, f"{path}block.", prefix, cfg.num_layers - 1)
     for (path, prefix), (ours, dims, stored) in itertools.product(alone.items(), MODULE):
         name, wide = f"{prefix}{family.name(ours)}.weight", sizes | {"P": 2 * cfg.d_model}
         table[path + ours] = Tensor(name=name, dims=dims, stored=stored, sizes=wide)
     table["final_norm"] = Tensor(
-        name=f"model.{family.name('final_norm')}.weight",
+        name=f"{family.prefix}{family.name('final_norm')}.weight",
         dims="D",
         stored="D",
         sizes=sizes,
@@ -166,6 +171,7 @@ def _of_layer(
             offset=family.norm_offset if ours.endswith("norm") else 0.0,
             stack=stack,
             depth=0 if stack is None else layer - cfg.stacks[stack].start,
+            numbers=_numbers(cfg, ours),
         )
     here = {ours for (ours, *_), _ in rows}
     for name, members in {**family.joined, **family.joined_by_head}.items():
@@ -180,6 +186,12 @@ def _of_layer(
         for i, part in enumerate(parts):
             table[part] = replace(table[part], part=i, **shared)
     return table
+
+
+def _numbers(cfg: ModelConfig, ours: str) -> tuple[int, ...]:
+    """Return `Tensor.numbers` of a parameter: a pattern's files have a layer for each half of ours."""
+    half = -1 if ours.startswith(("mlp", "moe")) else 0
+    return tuple(numbers[half] for numbers in half_numbers(cfg.pattern))
 
 
 FUSED = {
@@ -311,11 +323,11 @@ def _path(cfg: ModelConfig, ours: str) -> str:
 
 def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str], dict[str, int]]]:
     """Return the parameters of a layer, each with the sizes of dims that are of its part of the layer alone."""
-    one, norms = cfg.of_layer(layer), ["attn_norm", "mlp_norm"]
-    norms += ["attn_out_norm", "mlp_out_norm"] if cfg.norm_placement == "both" else []
-    rows = [(name, "D", "D") for name in norms]
+    one, mixers, feed_forward = cfg.of_layer(layer), cfg.mixers(layer), cfg.feed_forward(layer)
+    halves = [*["attn"] * bool(mixers), *["mlp"] * (feed_forward is not None)]
+    norms = ["norm", "out_norm"] if cfg.norm_placement == "both" else ["norm"]
+    rows = [(f"{half}_{norm}", "D", "D") for norm in norms for half in halves]
     of_attention = {"K": one.num_kv_heads, "H": one.head_dim}
-    mixers = cfg.mixers(layer)
     if cfg.linear is not None and cfg.linear.rule in mixers:
         letters = zip("KNHWO", LINEAR_SIZES, strict=True)
         sizes = {letter: getattr(cfg.linear, name) for letter, name in letters}
@@ -327,8 +339,9 @@ def _layer(cfg: ModelConfig, layer: int) -> Iterator[tuple[tuple[str, str, str],
         yield from ((row, of_attention) for row in _grouped_attention(one))
     if cfg.layer_scale:
         yield ("scale", "X", "X"), {"X": 1}
-    if cfg.feed_forward(layer) == "mlp":
-        yield from ((row, {"F": cfg.d_ff}) for row in rows + _feed_forward(cfg, "mlp"))
+    if feed_forward != "moe":
+        rows += _feed_forward(cfg, "mlp") if feed_forward else []
+        yield from ((row, {"F": cfg.d_ff}) for row in rows)
         return
     assert cfg.experts is not None
     yield from ((row, {"F": cfg.expert_d_ff}) for row in rows + _experts(cfg, cfg.experts))

@@ -52,6 +52,8 @@ class Mamba2(LinearAttention):
             broadcast_param(p[...], "N", "BTN", a_BTN.shape) for p in (self.dt_bias, self.a_log)
         )
         dt_BTN = jax.nn.softplus(a_BTN + bias_BTN)
+        if self.linear.step_min:
+            dt_BTN = jnp.maximum(dt_BTN, self.linear.step_min)
         return -jnp.exp(log_BTN) * dt_BTN, dt_BTN
 
     def _activations(self, dtype: jax.typing.DTypeLike) -> list[Callable[[jax.Array], jax.Array]]:

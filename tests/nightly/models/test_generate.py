@@ -16,6 +16,7 @@ from tests.parity.models.generation import compare
         ("qwen3_next", {"pp": 2, "tp": 2}, "1f1b"),
         ("granite4_h", {"pp": 2, "tp": 2}, "1f1b"),
         ("falcon_h1", {"pp": 2, "tp": 2}, "1f1b"),
+        ("nemotron_h", {"pp": 2, "tp": 2}, "1f1b"),
         ("deepseek", {"pp": 2, "ep": 2, "tp": 2}, "1f1b"),
     ],
 )

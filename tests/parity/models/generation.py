@@ -110,6 +110,15 @@ MODELS = {
         ),
         multipliers=Multipliers(attn_o=2.0, linear_q=0.7),
     ),
+    "nemotron_h": dataclasses.replace(
+        LLAMA,
+        num_layers=8,
+        pattern=2 * "M-M*--",
+        nope_every=1,
+        linear=LinearAttention(
+            rule="mamba2", key_heads=2, value_heads=4, key_dim=4, value_dim=6, step_min=0.5
+        ),
+    ),
     "deepseek": dataclasses.replace(
         LLAMA,
         num_kv_heads=4,

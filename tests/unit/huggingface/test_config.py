@@ -42,6 +42,16 @@ OF_FAMILY = {
         "mamba_n_heads": 8,
         "mamba_d_state": 32,
     },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*-M",
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 10,
+        "ssm_state_size": 32,
+        "n_groups": 2,
+        "mlp_hidden_act": "relu2",
+    },
     "gemma3_text": {"head_dim": 16},
     "gemma4_text": {
         "head_dim": 16,
@@ -127,6 +137,28 @@ FALCON = replace(
         beside_attention=True,
     ),
 )  # fmt: skip
+NEMOTRON = replace(
+    LLAMA,
+    activation="relu2",
+    nope_every=1,
+    pattern="M-M*-M",
+    num_layers=4,
+    linear=LinearAttention(
+        rule="mamba2", key_heads=2, value_heads=8, key_dim=32, value_dim=10, step_min=1e-3
+    ),
+)
+NEMOTRON_3_KEYS = {
+    "hybrid_override_pattern": None,
+    "layers_block_type": ["mamba", "moe", "linear_attention", "attention", "moe", "moe"],
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 96,
+    "routed_scaling_factor": 2.5,
+    "time_step_min": 0.5,
+    "layer_norm_epsilon": 1e-3,
+    "rms_norm_eps": None,
+    "num_nextn_predict_layers": 1,
+}
 FALCON_KEYS = {
     "embedding_multiplier": 5.5,
     "lm_head_multiplier": 0.3,
@@ -293,6 +325,20 @@ READ = [
         {"mamba_d_ssm": None, "mamba_expand": 4, "mamba_d_head": 32}
         | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
         change(FALCON, linear={"value_dim": 32, "norm": True}),
+    ),
+    ("nemotron_h", {}, NEMOTRON),
+    (
+        "nemotron_h",
+        NEMOTRON_3_KEYS,
+        change(
+            NEMOTRON,
+            pattern="MEM*EE",
+            norm_eps=1e-3,
+            linear={"step_min": 0.5},
+            experts=Experts(
+                num=6, top_k=2, d_ff=48, shared=2, scores="sigmoid", bias=True, scale=2.5
+            ),
+        ),
     ),
     (
         "falcon_h1",
@@ -602,6 +648,19 @@ REFUSED = {
         ("mamba_use_mlp", False),
         ("mamba_d_head", 8),
         ("attention_bias", True),
+    ],
+    "nemotron_h": [
+        ("hybrid_override_pattern", "M-M*-X"),
+        ("hybrid_override_pattern", "M-M*E-"),
+        ("hybrid_override_pattern", "*-*-*-"),
+        ("num_hidden_layers", 5),
+        ("layers_block_type", ["mamba", "conv"]),
+        ("mlp_hidden_act", "silu"),
+        ("moe_latent_size", 16),
+        ("attention_head_dim", 32),
+        ("n_groups", 3),
+        ("use_bias", True),
+        ("time_step_limit", [0.0, 0.1]),
     ],
     "phi3": [
         ("resid_pdrop", 0.1),

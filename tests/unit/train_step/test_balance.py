@@ -14,6 +14,7 @@ from ultrascale_jax.config import (
     Config,
     DataConfig,
     Experts,
+    LinearAttention,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -85,6 +86,24 @@ def test_the_last_rows_are_of_modules_of_multi_token_prediction():
     after = jax.jit(functools.partial(balance.rebalanced, cfg))(params, ROUTED)
     np.testing.assert_array_equal(after.stacks[-1].moe.bias[...], [[-0.25, 0.25, 0.25, 0.25]])
     np.testing.assert_array_equal(after.mtp[0].block.moe.bias[...], [0, 0, 0.25, -0.25])
+
+
+def test_a_pattern_has_experts_in_several_stacks_and_in_some_layers_of_a_row():
+    experts = dataclasses.replace(BASE.model.experts, dense_layers=0)
+    linear = LinearAttention(rule="mamba2", key_heads=2, value_heads=2, key_dim=4, value_dim=4)
+    model = {"pattern": "MEEMEEM*E", "num_layers": 6, "linear": linear, "experts": experts}
+    cfg = change(BASE, model=model, moe={"bias_rate": 0.25})
+    params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params_of(cfg))
+    chosen = np.array([0, 1, 2, 3, 0])  # by all tokens, in the layer
+    routed = np.pad(16 * np.eye(NUM, dtype=np.float32)[chosen], ((0, 0), (0, 1)))
+    after = jax.jit(functools.partial(balance.rebalanced, cfg))(params, routed)
+    rows, _, last = after.stacks
+    for bias, layers in (
+        (rows.layers[0].moe.bias, [0, 2]),
+        (rows.layers[1].moe.bias, [1, 3]),
+        (last.moe.bias, [4]),
+    ):
+        np.testing.assert_array_equal(bias[...], np.where(routed[layers, :NUM], -0.25, 0.25))
 
 
 def test_only_the_bias_of_a_choice_moves_and_only_where_a_model_has_one():
