@@ -93,11 +93,14 @@ def fp8_alone_rounds() -> Iterator[None]:
         yield
 
 
+MOST_SEGMENTS = segments.MOST_SEGMENTS
+
+
 @contextlib.contextmanager
-def one_loop() -> Iterator[None]:
-    """Run all ticks of a pipeline in one loop, which compiles in half of the time of up to eight."""
+def loops(most: int = 0) -> Iterator[None]:
+    """Run a pipeline in at most `most` loops, or one; one compiles in half of the time of the trainer's up to eight."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "MOST_SEGMENTS", 0)
+        patch.setattr(segments, "MOST_SEGMENTS", most)
         yield
 
 
@@ -111,7 +114,7 @@ def run(
     """Train `cfg`, which is checked, from `start(cfg, mesh)` on the first devices, once for each of `seeds`.
 
     The seeds share one program. A run of one step has no update; `evaluates` adds an evaluation at the end. A pipeline
-    is `one_loop`, unless it runs `in_segments` as the trainer's.
+    is one loop, unless it runs `in_segments` as the trainer's.
     """
     mesh = make_mesh(cfg.mesh, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
 
@@ -125,8 +128,8 @@ def run(
         return apply_gradients(cfg, state, batch, grads, sums), (grads, sums)
 
     try:
-        loops = contextlib.nullcontext() if in_segments else one_loop()
-        with fp8_alone_rounds(), loops, jax.set_mesh(mesh):
+        most = MOST_SEGMENTS if in_segments else 0
+        with fp8_alone_rounds(), loops(most), jax.set_mesh(mesh):
             return [
                 run_seed(change(cfg, train={"seed": cfg.train.seed + seed}), step, evaluates, start)
                 for seed in seeds

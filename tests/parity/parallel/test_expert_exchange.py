@@ -113,7 +113,7 @@ def test_it_is_a_function_like_any_other():
     """In bfloat16, under `jax.checkpoint`, in a scan, and with JAX's 64 bits."""
     ids, mesh = routing("random"), mesh_of(2, 4)
     layer = split(mlp, mesh)
-    expected = dense(mlp, PARAMS[mlp], X, ids, WEIGHTS)
+    expected = jax.jit(functools.partial(dense, mlp))(PARAMS[mlp], X, ids, WEIGHTS)
 
     def repeated(x):
         body = jax.checkpoint(lambda x, _: (layer(PARAMS[mlp], x, ids, WEIGHTS)[0], ()))
@@ -124,7 +124,7 @@ def test_it_is_a_function_like_any_other():
             x = dense(mlp, PARAMS[mlp], x, ids, WEIGHTS)
         return jnp.sum(x**2)
 
-    close(jax.jit(jax.grad(repeated))(X), jax.grad(plainly)(X))
+    close(jax.jit(jax.grad(repeated))(X), jax.jit(jax.grad(plainly))(X))
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS[mlp], X))
     y, _ = jax.jit(layer)(*half, ids, WEIGHTS)
     assert y.dtype == jnp.bfloat16
@@ -138,7 +138,7 @@ def test_it_is_a_function_like_any_other():
 def test_an_expert_that_is_chosen_twice_gets_the_sum_of_the_weights_on_any_mesh():
     ids = routing("random").copy()
     ids[::3, 1] = ids[::3, 0]
-    expected = gradients(functools.partial(dense, mlp), ids)(PARAMS[mlp], X, WEIGHTS)
+    expected = jax.jit(gradients(functools.partial(dense, mlp), ids))(PARAMS[mlp], X, WEIGHTS)
     for ranks in (1, 4):
         mesh = mesh_of(2, ranks)
         close(jax.jit(gradients(split(mlp, mesh), ids))(PARAMS[mlp], X, WEIGHTS), expected)
@@ -151,7 +151,7 @@ def test_rows_without_a_token_leave_no_nan_in_gradients():
         return mlp(params, x_ECD / jnp.linalg.norm(x_ECD, axis=-1, keepdims=True))
 
     ids, mesh = routing("random"), mesh_of(2, 4)
-    expected = gradients(functools.partial(dense, normed), ids)(PARAMS[mlp], X, WEIGHTS)
+    expected = jax.jit(gradients(functools.partial(dense, normed), ids))(PARAMS[mlp], X, WEIGHTS)
     close(jax.jit(gradients(split(normed, mesh), ids))(PARAMS[mlp], X, WEIGHTS), expected)
 
 
