@@ -5,7 +5,7 @@ of a custom call that it finds under a plain `jit`.
 
     attention_xla.py       the definition
     attention_cudnn.py     cuDNN; documents by a mask `[B, T, S]`
-    attention_packed.py    cuDNN; documents by their lengths, where their rows are whole
+    attention_packed.py    cuDNN; documents by their lengths
     attention_mosaic.py    our kernel; documents by a range of the keys for each query (`attention_ranges.py`)
 """
 
@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ultrascale_jax.kernels import attention_cudnn, attention_xla
+from ultrascale_jax.kernels import attention_cudnn, attention_packed, attention_xla
 from ultrascale_jax.kernels.attention_mask import EVERY_KEY, PLAIN_SCORES, BlockMask, Scores
-from ultrascale_jax.kernels.attention_packed import packed_attention
 from ultrascale_jax.kernels.choices import AttentionCall
 from ultrascale_jax.kernels.device import device, match_vma, on_gpu
 from ultrascale_jax.kernels.residuals import name_attention
@@ -66,10 +65,7 @@ def attention(
       ValueError: the implementation is unknown, or is asked for and cannot compute this.
     """
     mask = BlockMask(segment_ids=segment_ids, causal=True, window=window)
-    chosen = choose(implementation, q, k, mask, joined=sinks is not None)
-    if chosen == "cudnn_packed":
-        assert segment_ids is not None
-        return packed_attention(*match_vma(q, k, v, segment_ids[0]))
+    chosen = choose(implementation, q, k, mask)
     q, k, v, sinks, mask = match_vma(q, k, v, sinks, mask)
     if chosen != "xla":
         return fused_attention(q, k, v, sinks, mask, full, chosen)
@@ -140,7 +136,12 @@ def _module(chosen: str) -> Any:
         from ultrascale_jax.kernels import attention_mosaic
 
         return attention_mosaic
-    return {"cudnn": attention_cudnn, "xla": attention_xla}[chosen]
+    modules = {
+        "cudnn": attention_cudnn,
+        "cudnn_packed": attention_packed,
+        "xla": attention_xla,
+    }
+    return modules[chosen]
 
 
 def choose(
@@ -149,11 +150,10 @@ def choose(
     k: jax.Array,
     mask: BlockMask,
     *,
-    joined: bool = True,
     scores: Scores = PLAIN_SCORES,
 ) -> str:
-    """Return `cudnn`, `cudnn_packed`, `mosaic` or `xla`; `joined` as of `AttentionCall`, which decides."""
-    packable = mask.is_array and not joined and on_gpu()
+    """Return `cudnn`, `cudnn_packed`, `mosaic` or `xla`, as `AttentionCall` decides."""
+    packable = mask.is_array and on_gpu()
     call = AttentionCall(
         kind=device().device_kind,
         on_gpu=on_gpu(),
@@ -165,7 +165,7 @@ def choose(
         plain_scale=scores.scale is None,
         softcap=scores.softcap is not None,
         masked=mask.is_array,
-        joined=joined,
+        by_positions=mask.positions is not None,
         window=mask.window is not None,
         ragged=packable and attention_cudnn.takes_segments(q, k),
     )

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as private
 
-from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, BlockMask, Scores
+from ultrascale_jax.kernels.attention_mask import (
+    PLAIN_SCORES,
+    UNSEEN,
+    BlockMask,
+    Scores,
+    first_places,
+)
+from ultrascale_jax.kernels.device import match_vma
 
 MASKED = -1e9
 """Added to masked scores: finite, so that a query without any key has a log-sum-exp."""
@@ -19,22 +26,32 @@ MASKED = -1e9
 
 def forward(q, k, v, mask: BlockMask, scores: Scores) -> tuple[jax.Array, jax.Array]:
     """Compute `attention_forward`."""
+    q, k, v, mask = match_vma(q, k, v, mask)
     optional, params = _masked(q, mask, scores)
-    return private._dot_product_attention_fwd_p_wrapper.bind(
+    out, lse = private._dot_product_attention_fwd_p_wrapper.bind(
         q, k, v, *optional, **params, is_training=True
     )
+    if mask.lengths is None:
+        return out, lse
+    lse = jnp.where(first_places(lse.shape[2], mask.lengths[0])[:, None], lse, UNSEEN)
+    return _keep_first(out, mask.lengths[0]), lse
 
 
 def backward(
     q, k, v, out, lse, dout, mask: BlockMask, scores: Scores
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `attention_backward`."""
+    q, k, v, out, lse, dout, mask = match_vma(q, k, v, out, lse, dout, mask)
     optional, params = _masked(q, mask, scores)
-    return tuple(
+    dq, dk, dv = tuple(
         private._dot_product_attention_bwd_p_wrapper.bind(
             q, k, v, *optional, lse, out, dout, **params
         )
     )[:3]
+    if mask.lengths is None:
+        return dq, dk, dv
+    queries, keys = mask.lengths
+    return _keep_first(dq, queries), _keep_first(dk, keys), _keep_first(dv, keys)
 
 
 def packed_forward(q, k, v, lengths, starts) -> tuple[jax.Array, jax.Array]:
@@ -77,6 +94,8 @@ def _masked(q, mask: BlockMask, scores: Scores) -> tuple[list[jax.Array], dict]:
     """Return the optional arrays and the parameters of a call with a mask."""
     optional = _optional(q, mask.by_arrays())
     kind = private.MaskType.CAUSAL if mask.causal else private.MaskType.NO_MASK
+    if mask.lengths is not None:
+        optional[1:3], kind = mask.lengths, private.MaskType.PADDING
     return optional, _params(q, optional, kind, mask.causal_window, scores)
 
 
@@ -91,6 +110,11 @@ def _packed(q, k, lengths, starts) -> tuple[list[jax.Array], dict]:
     if params.pop("score_mod", ...) is None:
         params |= {"score_mod_name": None, "score_mod_jaxpr": None}
     return optional, params
+
+
+def _keep_first(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Return `[B, T, ...]` with zeros from these lengths on: cuDNN does not say what it writes there."""
+    return jnp.where(first_places(x.shape[1], lengths)[:, :, None, None], x, 0)
 
 
 def _optional(q, visible) -> list[jax.Array]:

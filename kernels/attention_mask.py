@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 STATIC = {"static": True}
 
+UNSEEN = -1e30
+"""Score of a masked key: finite, so that a query without any key has a log-sum-exp."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
@@ -38,6 +41,8 @@ class BlockMask:
     """Positions of queries `[B or 1, T]` and keys `[B or 1, S]` int32: a query sees keys up to its own position."""
     segment_ids: tuple[jax.Array, jax.Array] | None = None
     """Documents of queries `[B, T]` and keys `[B, S]` int32: a query sees only its own."""
+    lengths: tuple[jax.Array, jax.Array] | None = None
+    """`[B]` int32 each: so many queries of a row, its first, see as many keys as this says, the first; others none."""
     causal: bool = field(default=False, metadata=STATIC)
     """Query t sees keys up to t; T == S."""
     window: int | None = field(default=None, metadata=STATIC)
@@ -45,7 +50,7 @@ class BlockMask:
 
     @property
     def is_array(self) -> bool:
-        """Whether arrays say which keys are seen."""
+        """Whether an array with a value for each score says which keys are seen."""
         return self.positions is not None or self.segment_ids is not None
 
     @property
@@ -62,6 +67,9 @@ class BlockMask:
     def dense(self, T: int, S: int) -> jax.Array | None:
         """Return the whole mask as `visible_keys` does; None for all keys."""
         allowed = self.by_arrays()
+        if self.lengths is not None:
+            queries, keys = (first_places(n, x) for n, x in zip((T, S), self.lengths, strict=True))
+            return queries[:, :, None] & keys[:, None, :]
         if not self.causal:
             return allowed
         ordered = visible_keys(jnp.arange(T), jnp.arange(S), window=self.causal_window)
@@ -88,6 +96,11 @@ def visible_keys(
     if window is not None:
         seen &= distance < window
     return seen if segment_ids is None else seen & same_document(*segment_ids)
+
+
+def first_places(size: int, lengths: jax.Array) -> jax.Array:
+    """Return `[B, size]` bool, which places come before these lengths `[B]`."""
+    return jnp.arange(size, dtype=jnp.int32)[None] < lengths[:, None]
 
 
 def same_document(q_ids: jax.Array, k_ids: jax.Array) -> jax.Array:

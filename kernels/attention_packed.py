@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from ultrascale_jax.kernels import attention_cudnn
+from ultrascale_jax.kernels.attention_mask import BlockMask, Scores
+from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.kernels.document_classes import class_lengths, class_segments
-from ultrascale_jax.kernels.residuals import name_attention
 
 
 class Segments(NamedTuple):
@@ -38,22 +39,6 @@ class Documents(NamedTuple):
     """`[B T]` int32, the number of the token's document in its class."""
     place: jax.Array
     """`[B T]` int32, the token's place in its document."""
-
-
-@jax.custom_vjp
-def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Compute causal attention within documents.
-
-    Args:
-      q: queries `[B, T, N, H]`; B T N H is below 2^31.
-      k: keys `[B, T, K, H]`; K divides N (grouped-query attention).
-      v: values `[B, T, K, H]`.
-      segment_ids: `[B, T]` int32; a document is a run of equal ids.
-
-    Returns:
-      `[B, T, N, H]` in q's type; NaN for a document beyond `max_documents`, which no call has room for.
-    """
-    return _forward(q, k, v, segment_ids)[0]
 
 
 def find_documents(segment_ids: jax.Array) -> Documents:
@@ -84,7 +69,13 @@ def find_documents(segment_ids: jax.Array) -> Documents:
     return Documents(tuple(classes), of_token, segment, index - start)
 
 
-def _forward(q, k, v, segment_ids):
+def forward(q, k, v, mask: BlockMask, scores: Scores) -> tuple[jax.Array, jax.Array]:
+    """Compute `attention_forward` of as many keys as queries, causal within documents.
+
+    A document is a run of equal ids. B T N H is below 2^31. The result is NaN for a document beyond `max_documents`,
+    which no call has room for.
+    """
+    q, k, v, segment_ids = match_vma(q, k, v, _ids(mask, scores))
     documents = find_documents(segment_ids)
     outs, lses = [], []
     for segments in documents.classes:
@@ -94,14 +85,17 @@ def _forward(q, k, v, segment_ids):
         S, N, L = lse_SNL.shape
         at = jnp.minimum(documents.segment, S - 1) * L + jnp.minimum(documents.place, L - 1)
         lses.append(jnp.moveaxis(lse_SNL, 1, 2).reshape(S * L, N)[at].reshape(q.shape[:3]))
-    out, lse = name_attention(*(_select_by_class(documents, x) for x in (outs, lses)))
-    return out, (q, k, v, out, lse, segment_ids)
+    out, lse = (_select_by_class(documents, x) for x in (outs, lses))
+    return out, jnp.moveaxis(lse, 1, 2)
 
 
-def _backward(residuals, dout):
-    q, k, v, out, lse, segment_ids = residuals
+def backward(
+    q, k, v, out, lse, dout, mask: BlockMask, scores: Scores
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute `attention_backward`."""
+    q, k, v, out, lse, dout, segment_ids = match_vma(q, k, v, out, lse, dout, _ids(mask, scores))
     documents = find_documents(segment_ids)
-    lse_flat = lse.reshape(-1, lse.shape[2])
+    lse_flat = jnp.moveaxis(lse, 1, 2).reshape(-1, lse.shape[1])
     gradients = []
     for segments in documents.classes:
         arrays = (_rows(x, segments) for x in (q, k, v, out))
@@ -116,10 +110,13 @@ def _backward(residuals, dout):
         _select_by_class(documents, [x.reshape(like.shape) for x in parts])
         for parts, like in zip(zip(*gradients, strict=True), (q, k, v), strict=True)
     )
-    return dq, dk, dv, None
+    return dq, dk, dv
 
 
-packed_attention.defvjp(_forward, _backward)
+def _ids(mask: BlockMask, scores: Scores) -> jax.Array:
+    """Return the document of each token `[B, T]`; `choices.py` gives these calls nothing else."""
+    assert mask.segment_ids is not None and mask.causal and scores.scale is None
+    return mask.segment_ids[0]
 
 
 def _rows(x: jax.Array, segments: Segments) -> jax.Array:

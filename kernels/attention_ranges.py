@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ultrascale_jax.kernels.attention_mask import BlockMask
+from ultrascale_jax.kernels.attention_mask import BlockMask, first_places
 
 FIRST = -(2**31)
 """An index before any."""
@@ -20,7 +20,10 @@ class Ranges(NamedTuple):
 
 def ranges_of(mask: BlockMask, B: int, T: int, S: int) -> Ranges:
     """Return a mask as ranges `[B, T]`."""
-    if mask.is_array or mask.causal:
+    if mask.lengths is not None:
+        queries, keys = mask.lengths
+        ranges = Ranges(jnp.int32(0), jnp.where(first_places(T, queries), keys[:, None], 0))
+    elif mask.is_array or mask.causal:
         positions = mask.positions or (jnp.arange(T), jnp.arange(S))
         ranges = visible_ranges(*positions, mask.segment_ids, mask.window)
     else:

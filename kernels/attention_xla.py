@@ -5,13 +5,11 @@ import jax.numpy as jnp
 
 from ultrascale_jax.kernels.attention_mask import (
     PLAIN_SCORES,
+    UNSEEN,
     BlockMask,
     Scores,
     visible_keys,
 )
-
-UNSEEN = -1e30
-"""Score of a masked key: finite, so that a query without any key has a log-sum-exp."""
 
 
 def attention_reference(q, k, v, q_index, segment_ids=None, window=None, sinks=None) -> jax.Array:

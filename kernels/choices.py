@@ -120,8 +120,8 @@ class AttentionCall:
     softcap: bool = False
     masked: bool = False
     """Documents or positions say which keys a query sees."""
-    joined: bool = False
-    """The result is joined with others by its log-sum-exp: on a ring, or with sinks."""
+    by_positions: bool = False
+    """Positions say which keys a query sees, and not the places in the row."""
     window: bool = False
     ragged: bool = True
     """cuDNN takes these documents by their lengths: cuDNN 9.6, and fewer than 2^31 elements of queries and of keys."""
@@ -142,7 +142,7 @@ class AttentionCall:
         }
         packed = {
             "an H100 or later": any(name in self.kind for name in HOPPER + BLACKWELL),
-            "whole rows: no ring, no sinks": not self.joined,
+            "documents without positions of their own": not self.by_positions,
             "a causal mask": self.causal,
             "a scale of 1 / sqrt(head_dim)": self.plain_scale,
             "no window": not self.window,

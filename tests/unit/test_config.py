@@ -306,9 +306,7 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
             ({**PACKED, **change}, 8, "kernels.attention='cudnn_packed'", reason)
             for change, reason in (
                 ({"data__document_mask": False}, "data.document_mask is False; use auto"),
-                (CP4, "cp.strategy='zigzag' splits them; use auto"),
                 ({"model__sliding_window": 8}, "model.sliding_window is 8; use auto"),
-                ({"model__attention_sinks": True}, "takes no model.attention_sinks; use auto"),
                 ({"train__precision": "fp32"}, "train.precision is fp32; use auto"),
             )
         ),

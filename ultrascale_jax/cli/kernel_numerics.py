@@ -91,23 +91,27 @@ def plain(
 
 
 def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Check:
-    """Check two blocks of a ring, T queries with the T keys before them and with their own, joined as the ring does."""
-    ids = documents_of(2 * T)
-    first, second = jnp.arange(T, dtype=jnp.int32), T + jnp.arange(T, dtype=jnp.int32)
+    """Check two blocks of a ring, T queries with the T keys before them and with their own, joined as the ring does.
+
+    Within documents those before come in reversed order, and as many count as are of the first query's document.
+    """
+    before, own = jnp.split(documents_of(2 * T), 2, axis=1)
+    shared = jnp.sum(own == before[:, -1:], axis=1), jnp.sum(before == own[:, :1], axis=1)
 
     def make(key, dtype) -> tuple:
         queries, keys = (1, T, N, H), (1, 2 * T, K, H)
         return normals(key, queries, queries, keys, keys, dtype=dtype)
 
-    def mask(keys: jax.Array, causal: bool) -> BlockMask:
-        if not documents:
-            return BlockMask(causal=causal)
-        segment_ids = ids[:, second], ids[:, keys]
-        return BlockMask(positions=(second, keys), segment_ids=segment_ids, causal=causal)
+    masks = BlockMask(), BlockMask(causal=True)
+    if documents:
+        masks = BlockMask(lengths=shared), BlockMask(causal=True, segment_ids=(own, own))
+
+    def turned(x: jax.Array) -> jax.Array:
+        return x[:, ::-1] if documents else x
 
     def run(name: str, dout, q, k, v) -> tuple:
-        masks = mask(first, causal=False), mask(second, causal=True)
-        ks, vs = jnp.split(k, 2, axis=1), jnp.split(v, 2, axis=1)
+        (k_before, k_own), (v_before, v_own) = (jnp.split(x, 2, axis=1) for x in (k, v))
+        ks, vs = (turned(k_before), k_own), (turned(v_before), v_own)
         forward = functools.partial(attention_forward, q, implementation=name)
         outs, lses = zip(*map(forward, ks, vs, masks), strict=True)
         lse = jnp.logaddexp(*lses)
@@ -119,7 +123,8 @@ def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Ch
 
         dqs, dks, dvs = zip(*map(backward, ks, vs, masks), strict=True)
         dq = dqs[0].astype(jnp.float32) + dqs[1].astype(jnp.float32)
-        return out, dq, jnp.concatenate(dks, 1), jnp.concatenate(dvs, 1)
+        dk, dv = (jnp.concatenate([turned(of[0]), of[1]], 1) for of in (dks, dvs))
+        return out, dq, dk, dv
 
     return Check(make, run)
 

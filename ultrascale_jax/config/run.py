@@ -66,7 +66,7 @@ class Config(Section, name=""):
         split = {"seq_len": self.data.seq_len, "zero": train.zero}
         check_split(model, mesh, **split, context=self.cp, moe=self.moe)
         if self.kernels.attention == "cudnn_packed":
-            self._check_packed(mesh)
+            self._check_packed()
         self._check_batch(mesh)
         if train.distill.enabled:
             self._check_teacher(num_devices)
@@ -149,15 +149,12 @@ class Config(Section, name=""):
         if experts.biases:
             self.refuse(kernel, "adds no model.experts.biases; use auto or xla")
 
-    def _check_packed(self, mesh: MeshConfig) -> None:
+    def _check_packed(self) -> None:
         """Refuse packed attention where there are no documents, or where they would be read as a mask."""
-        ring, _ = self.cp.ranks(mesh.cp)
-        window, strategy = self.model.sliding_window, self.cp.strategy
+        window = self.model.sliding_window
         for sound, reason in (
             (self.data.document_mask, "needs documents, and data.document_mask is False"),
-            (ring == 1, f"needs whole rows, and cp.strategy={strategy!r} splits them"),
             (window is None, f"takes no window, and model.sliding_window is {window}"),
-            (not self.model.attention_sinks, "takes no model.attention_sinks"),
             (self.train.precision != "fp32", "computes in 16 bits, and train.precision is fp32"),
         ):
             self.require(sound, "kernels.attention", f"{reason}; use auto")

@@ -45,6 +45,11 @@ class AttentionCall:
         return bool(re.search(r'"mask_type": *"[A-Z_]*CAUSAL', self.instruction.attributes))
 
     @property
+    def by_lengths(self) -> bool:
+        """Whether a row has a number of queries and one of keys, and else is empty: a ring's block within documents."""
+        return bool(re.search(r'"mask_type": *"PADDING"', self.instruction.attributes))
+
+    @property
     def window(self) -> int | None:
         """Most keys that a query sees; None without a sliding window."""
         return self._number("sliding_window_length") or None

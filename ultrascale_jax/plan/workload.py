@@ -257,7 +257,6 @@ class Run:
             keys=length,
             head_dim=self.shape.head_dim,
             masked=self.document_mask,
-            joined=self.ring[0] > 1,
             window=bool(self.shape.window_share),
             ragged=elements < 2**31,
         )

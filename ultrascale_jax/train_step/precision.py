@@ -104,6 +104,5 @@ def attention_call(cfg: Config, kind: str, *, on_gpu: bool = True, layer: int = 
         keys=length // ring,
         head_dim=cfg.model.of_layer(layer).head_dim,
         masked=cfg.data.document_mask,
-        joined=ring > 1 or cfg.model.attention_sinks,
         window=window is not None and (cfg.model.layer_group == 1 or not cfg.model.is_full(layer)),
     )

@@ -250,7 +250,7 @@ def fit_loaders(cfg: Config, loaders: Sequence[Loader]) -> tuple[Config, list[st
     cfg, notes = fit_documents(cfg, max(loader.max_documents for loader in loaders))
     if packs_documents(cfg):
         for loader in loaders:
-            loader.room = max_documents(cfg.data.seq_len)
+            loader.room = _room(cfg)
     return cfg, notes
 
 
@@ -263,14 +263,19 @@ def fit_documents(cfg: Config, most: int) -> tuple[Config, list[str]]:
     Raises:
       UserError: `kernels.attention` asks for packed attention all the same.
     """
-    chosen, seq_len = cfg.kernels.attention, cfg.data.seq_len
-    if not packs_documents(cfg) or most <= max_documents(seq_len):
+    chosen, seq_len, room = cfg.kernels.attention, cfg.data.seq_len, _room(cfg)
+    if not packs_documents(cfg) or most <= room:
         return cfg, []
-    fault = f"a row of {seq_len} tokens can have {most} documents, and has room for {max_documents(seq_len)}"
+    fault = f"a row of {seq_len} tokens can have {most} documents, and has room for {room}"
     fix = f"{fault}; use auto or cudnn, which read a mask, or leave out the shortest documents"
     require(chosen == "auto", "kernels.attention", chosen, fix)
     kernels = dataclasses.replace(cfg.kernels, attention="cudnn")
     return dataclasses.replace(cfg, kernels=kernels), [f"attention reads a document mask: {fault}"]
+
+
+def _room(cfg: Config) -> int:
+    """Return how many documents a row may have, all of which may be at one place of a ring."""
+    return max_documents(cfg.data.seq_len // cfg.cp.ranks(cfg.mesh.cp)[0])
 
 
 def packs_documents(cfg: Config) -> bool:

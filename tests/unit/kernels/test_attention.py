@@ -105,7 +105,7 @@ def test_forced_packed_attention_of_a_block_with_a_mask_fails_loudly(key_heads):
     q, k, v = arrays(key_heads)[:3]
     mask = BlockMask(positions=(INDEX, INDEX))
     with pytest.raises(
-        ValueError, match=r"kernels\.attention='cudnn_packed': .*whole rows: no ring, no sinks"
+        ValueError, match=r"kernels\.attention='cudnn_packed': .*documents without positions"
     ):
         attention_forward(q, k, v, mask, implementation="cudnn_packed")
 

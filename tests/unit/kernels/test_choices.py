@@ -40,8 +40,8 @@ DOCUMENTS = AttentionCall(
         ({}, "cudnn", "cudnn"),
         ({}, "mosaic", "mosaic"),
         ({"masked": False}, "auto", "cudnn"),
-        ({"masked": False, "joined": True}, "cudnn_packed", "cudnn"),
-        ({"joined": True}, "auto", "cudnn"),
+        ({"masked": False, "by_positions": True}, "cudnn_packed", "cudnn"),
+        ({"by_positions": True}, "auto", "cudnn"),
         ({"window": True}, "auto", "cudnn"),
         ({"ragged": False}, "auto", "cudnn"),
         ({"queries": 1024, "keys": 1024}, "auto", "cudnn"),
@@ -64,7 +64,7 @@ def test_attention_is_the_first_implementation_that_a_call_has_all_for(
 @pytest.mark.parametrize(
     ("change", "implementation", "need"),
     [
-        ({"joined": True}, "cudnn_packed", "whole rows: no ring, no sinks"),
+        ({"by_positions": True}, "cudnn_packed", "documents without positions of their own"),
         ({"window": True}, "cudnn_packed", "no window"),
         ({"kind": "NVIDIA A100-SXM4-80GB"}, "cudnn_packed", "an H100 or later"),
         ({"queries": 8191, "keys": 8191}, "cudnn", "an even length for a mask"),

@@ -1,9 +1,18 @@
 """The formulas count the cost of a split sequence: by hand, beside the program's own plan, and between strategies."""
 
+import dataclasses
+
 import pytest
 
 from ultrascale_jax.config import ContextConfig, KernelsConfig, MeshConfig
 from ultrascale_jax.configs import shapes
+from ultrascale_jax.parallel.context.document_loops import (
+    AHEAD,
+    BACK,
+    FAR_TILES,
+    FROM_AFAR,
+    TILES,
+)
 from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas.activations import (
@@ -99,10 +108,40 @@ def test_heads_are_exchanged_four_times_each_way():
 def test_a_document_mask_is_that_of_a_place():
     given = {"document_mask": True, "kernels": KernelsConfig(attention="cudnn")}
     masked = {cp: document_mask(run) for cp in (1, 2, 8) if (run := split(cp, **given))}
-    # The own block, and two blocks of half as many queries and keys.
-    assert masked == {cp: 2 * (131072 / cp) ** 2 * (1 if cp == 1 else 1.5) for cp in (1, 2, 8)}
+    # The own block alone: blocks of others' keys have lengths.
+    assert masked == {cp: 2 * (131072 / cp) ** 2 for cp in (1, 2, 8)}
     exchanged = split(8, ulysses=2, **given)
     assert document_mask(exchanged) == masked[8] * 4
-    # Whole rows are packed, on one rank or after an exchange of heads; the blocks of a ring are not.
     packed = [split(8, strategy=name, document_mask=True) for name in ("ulysses", "zigzag")]
-    assert [document_mask(run) for run in packed] == [0, masked[8]]
+    assert [document_mask(run) for run in packed] == [0, 0]
+    # With a window also two blocks of half as many queries and keys.
+    shape = dataclasses.replace(LLAMA3_8B, sliding_window=4096)
+    assert document_mask(split(8, shape=shape, **given)) == 1.5 * masked[8]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tokens", "ahead", "back", "tiles", "far"),
+    [
+        # A document of at most a chunk is shared by neighbours alone: no loop over hops runs.
+        ("zigzag", 4096, 0, 0, 1, 0),
+        ("ring", 4096, 0, None, 1, None),
+        ("ring", 16384, 0, None, 4, None),
+        # 20,000 tokens reach over two borders of 16,384 and three of 8,192.
+        ("ring", 20_000, 1, None, 5, None),
+        ("zigzag", 20_000, 2, 2, 4, 4),
+        # The whole row, without a length: every distance once.
+        ("ring", None, 6, None, 8, None),
+        ("zigzag", None, 5, 0, 4, 4),
+    ],
+)
+def test_loops_over_documents_are_as_long_as_documents_make_them(
+    strategy, tokens, ahead, back, tiles, far
+):
+    run = split(8, strategy=strategy, document_mask=True)
+    scopes = {AHEAD: ahead, TILES: tiles, "layers/while": None}
+    if strategy == "zigzag":
+        scopes |= {BACK: back, FAR_TILES: far}
+    for scope, trips in scopes.items():
+        assert context.loop_trips(run, tokens, f"attention/{scope}/while") == trips
+    once = context.loop_trips(run, tokens, f"{AHEAD}/{FROM_AFAR}/while")
+    assert once == (ahead > 0)

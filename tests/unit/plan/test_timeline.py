@@ -1,5 +1,6 @@
 """The timeline of small programs, computed by hand from `costs.py`, and of a compiled step."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from tests.small_programs import (
     text_of,
 )
 from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import UserError
+from ultrascale_jax.config import Config, DataConfig, MeshConfig, UserError
 from ultrascale_jax.hlo import parse
 from ultrascale_jax.hlo.attention import attention_calls, unplanned_workspace
 from ultrascale_jax.plan.compiled import compile
@@ -215,6 +216,18 @@ def test_a_loop_whose_length_depends_on_data_is_left_out_with_a_warning_unless_i
     assert [where in str(warning.message) for warning in recwarn] == [True] * warned
 
 
+def test_a_loop_over_documents_is_as_long_as_the_run_and_their_length_make_it():
+    """In zigzag a place of 8,192 tokens has chunks of 4,096: two tiles of a full row, one of a document of 4,000."""
+    run = Run.of(Config(mesh=MeshConfig(cp=8), data=DataConfig(seq_len=8 * 8192)), 8)
+    where = "attention/document_tiles/while"
+    loop = f'%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body, metadata={{op_name="{where}"}}'
+    body = LOOP + indented([NORM]) + "\n}\n"
+    step = step_of(text_of(loop, computations=body), run=run, cp=8)
+    for tokens, trips in ((None, 2), (4000, 1)):
+        timeline = compile.simulate_step(step, NODE, document_tokens=tokens)
+        assert timeline.step_s == pytest.approx(trips * NORM_S) and timeline.left_out == ()
+
+
 def test_iterations_that_are_multiplied_take_as_long_as_those_that_are_replayed(monkeypatch):
     # The scatter of one iteration delays the gather of the next: the first iteration is shorter than the others.
     module = looped(gather(2, 8192), NORM, gather(2, 8192, DONE), SCATTER)
@@ -368,6 +381,31 @@ def test_packed_attention_has_the_work_of_documents_of_one_length(backward, toke
         for n, L in enumerate((8192, 2048))
     }
     assert found == {8192: 0, 2048: 0} | {own: flops}
+
+
+@pytest.mark.parametrize("tokens", [None, 1000, 12_000])
+def test_on_a_ring_documents_are_cut_and_a_block_has_what_two_chunks_share(tokens):
+    """Own documents and a block of a tile of 2,048 queries by a chunk of 8,192 keys, in a row that is one chunk."""
+    packed = ATTENTION.replace("{}}}}}", '{}, "max_seg_per_batch": 4}}}}')
+    packed = packed.format("", "PADDING_CAUSAL", 0)
+    block = ATTENTION.replace('"8192", "8192"', '"2048", "8192"').replace("%o", "%b")
+    block = block.replace("%q", "%t").format("", "PADDING", 0)
+    tile = "%t = bf16[2,2048,32,128] parameter(4)"
+    arguments = "%q = bf16[2,8192,32,128] parameter(2)", "%k = bf16[2,8192,8,128] parameter(3)"
+    module = program(*arguments, tile, packed, block)
+    own, shared = (
+        Operations(module, GPU, tokens).find("main", module.by_name["main"][name]).flops
+        / (2 * 2 * 2 * 32 * 128)
+        for name in "ob"
+    )
+    half = {None: 8192, 1000: 500, 12_000: 6000}[tokens]
+    tiles = math.ceil(half / 2048)
+    assert shared * tiles == pytest.approx(half**2)
+    # Both together are the documents' own work, where a chunk has one border.
+    if tokens == 1000:
+        assert own + shared == pytest.approx(8192 * mean_keys(1000, None))
+    else:
+        assert own == pytest.approx(8192 * mean_keys(8192, None))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ def test_more_documents_than_packed_attention_has_room_for_get_a_mask_and_a_line
     masked, (line,) = fit_documents(cfg, room + 1)
     assert masked == change(cfg, kernels={"attention": "cudnn"})
     assert f"can have {room + 1} documents, and has room for {room}" in line
+    # A place of a ring may have them all.
+    assert fit_documents(change(cfg, mesh={"cp": 2}), max_documents(4096) + 1)[1] != []
     forced = change(cfg, kernels={"attention": "cudnn_packed"})
     with pytest.raises(UserError, match=r"kernels\.attention='cudnn_packed'.*use auto or cudnn"):
         fit_documents(forced, room + 1)

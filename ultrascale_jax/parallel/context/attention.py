@@ -28,10 +28,8 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config import ContextConfig, Strategy, require, require_choice, require_type
 from ultrascale_jax.config.kernels import AttentionImplementation
-from ultrascale_jax.kernels.attention import choose
-from ultrascale_jax.kernels.attention_mask import BlockMask, Scores
-from ultrascale_jax.kernels.attention_packed import packed_attention
-from ultrascale_jax.kernels.device import match_vma
+from ultrascale_jax.kernels.attention_mask import Scores
+from ultrascale_jax.parallel.context.document_ring import document_ring
 from ultrascale_jax.parallel.context.ring import RingSpec, ring
 from ultrascale_jax.sharding.manual import manual_axis_size
 from ultrascale_jax.sharding.rules import vary, varying
@@ -69,7 +67,8 @@ def context_attention(
       window: a query sees the last `window` keys by position, itself included.
       positions: `[B, T]` int32, for a causal mask by other numbers than the places in the sequence, as of packed
         documents: they increase along each document. The tokens still are in the strategy's order.
-      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own.
+      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Causal attention without
+        positions and window takes each for a run of equal ids.
       full: bool scalar, the same on all ranks: there is no window after all.
       sinks: `[N]` float32, the same on all ranks: a logit more in the softmax of each head, whose value is zero.
       implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.
@@ -173,17 +172,14 @@ def _exchange_heads(spec: RingSpec, q, k, v, sinks):
 def _attend(
     spec: RingSpec, q, k, v, documents, full, sinks, with_lse: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend on full packed rows without a mask, and else by blocks of the ring; the log-sum-exp has no gradient.
+    """Attend by blocks of the ring; the log-sum-exp has no gradient.
 
     Where a block needs a mask, its positions are those given or the places in the sequence.
     """
     positions, segment_ids = documents
-    pair = None if segment_ids is None else (segment_ids, segment_ids)
-    mask = BlockMask(segment_ids=pair, causal=spec.causal, window=spec.window)
-    joined = spec.ranks > 1 or positions is not None or sinks is not None or with_lse
-    chosen = choose(spec.implementation, q, k, mask, joined=joined, scores=spec.scores)
-    if chosen == "cudnn_packed":
-        return packed_attention(*match_vma(q, k, v, segment_ids)), None
+    if spec.causal and spec.placed and segment_ids is not None and spec.window is None:
+        out, lse = document_ring(spec, q, k, v, segment_ids, sinks)
+        return out, jax.lax.stop_gradient(lse) if with_lse else None
     T, has_documents = q.shape[1], segment_ids is not None or positions is not None
     masked = has_documents or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
     if masked and spec.causal and positions is None:

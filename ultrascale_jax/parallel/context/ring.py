@@ -24,8 +24,7 @@ from ultrascale_jax.kernels.attention import (
     branch_by_window,
     sinks_gradient,
 )
-from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, BlockMask, Scores
-from ultrascale_jax.kernels.attention_xla import UNSEEN
+from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, UNSEEN, BlockMask, Scores
 from ultrascale_jax.kernels.residuals import name_attention
 from ultrascale_jax.parallel.context.window import distances_in_reach
 
@@ -182,11 +181,11 @@ def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
             if spec.chunks == 1:
                 out, lse = _block(spec, last, _at(keys, 0))
                 lse = jnp.where(later, UNSEEN, lse) if spec.causal else lse
-                return (_merge(done[0], (out, lse)),)
+                return (merge(done[0], (out, lse)),)
             cross = _block(spec, last, _at(keys, 0))
             out, lse = _block(spec, _at(queries, later), _at(keys, later))
-            first = _merge(done[0], (out, jnp.where(later, UNSEEN, lse)))
-            return first, _merge(done[1], cross, (out, jnp.where(later, lse, UNSEEN)))
+            first = merge(done[0], (out, jnp.where(later, UNSEEN, lse)))
+            return first, merge(done[1], cross, (out, jnp.where(later, lse, UNSEEN)))
 
         outs, lses = zip(*_forward_blocks(spec, distances, keys, done, attend), strict=True)
         out = spec.join(outs, q.shape[1]).astype(q.dtype)
@@ -304,14 +303,13 @@ def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, ja
     return dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32)
 
 
-def _merge(done, *blocks):
+def merge(done, *blocks) -> tuple[jax.Array, jax.Array]:
     """Merge a result with those of blocks with other keys: `[B, T, N, H]` float32 and `[B, N, T]`."""
     parts = (done, *blocks)
     total = functools.reduce(jnp.logaddexp, (lse for _, lse in parts))
     shares = (jnp.moveaxis(jnp.exp(lse - total), 1, 2)[..., None] for _, lse in parts)
-    return sum(
-        out.astype(jnp.float32) * share for (out, _), share in zip(parts, shares, strict=True)
-    ), total
+    terms = (out.astype(jnp.float32) * share for (out, _), share in zip(parts, shares, strict=True))
+    return functools.reduce(jnp.add, terms), total
 
 
 def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):

@@ -8,6 +8,7 @@ other part of CUDA.
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.compiled.timeline import COMPUTE, LOOP, Event, Timeline, simulate
-from ultrascale_jax.plan.formulas import costs, pipeline
+from ultrascale_jax.plan.formulas import context, costs, pipeline
 from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_gpu
 from ultrascale_jax.plan.prediction import BOUNDS, StepPrediction
 from ultrascale_jax.plan.workload import Run
@@ -265,6 +266,7 @@ def simulate_step(
     cluster.check_size(math.prod(step.axes.values()), f"the program's mesh {axes}")
     is_step = isinstance(step, CompiledStep)
     share = pipeline.shares(step.run, step.module) if is_step else None
+    trips = functools.partial(context.loop_trips, step.run, document_tokens) if is_step else None
     names = [c.name for c in step.collectives if c.asynchronous]
     one = dict.fromkeys(names, 0)
     own = {name: step.comm_streams.get(name, 0) for name in names}
@@ -276,6 +278,7 @@ def simulate_step(
             cluster,
             comm_streams=streams,
             share=share,
+            trips=trips,
             document_tokens=document_tokens,
             contention=contention,
         )

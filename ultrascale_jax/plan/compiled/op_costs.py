@@ -21,6 +21,7 @@ from ultrascale_jax.hlo import Dot, Instruction, Module
 from ultrascale_jax.hlo.attention import AttentionCall, attention_call, attention_calls
 from ultrascale_jax.hlo.classes import ELSEWHERE, Kernel, Kind, block_of, kernel_of, kind_of
 from ultrascale_jax.hlo.memory_traffic import touched
+from ultrascale_jax.parallel.context.document_loops import shared_tokens
 from ultrascale_jax.plan.flops import mean_keys
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Gpu
@@ -55,6 +56,12 @@ class Operations:
         """The longest document of each class that attention takes in a call of its own."""
         calls = attention_calls(self.module)
         return sorted({call.scores[3] for call in calls if call.segments > 1})
+
+    @cached_property
+    def _chunk(self) -> int | None:
+        """Keys of a ring's block within documents; None without such blocks."""
+        calls = attention_calls(self.module)
+        return next((call.scores[3] for call in calls if call.by_lengths), None)
 
     @cached_property
     def _known(self) -> dict[tuple[str, str], Operation | None]:
@@ -92,12 +99,18 @@ class Operations:
         """
         if call.segments > 1:
             return self._packed_attention(call)
-        flops = attention_flops(call)
+        flops = attention_flops(call, self._shared_keys(call) if call.by_lengths else None)
         seconds = self._attention_seconds(call, flops)
         if call.mask_bytes:
             masked = seen_keys(call) / call.scores[3] * call.mask_bytes
             seconds += costs.memory_seconds(self.gpu, masked)
         return Operation(kind="attention", seconds=seconds, flops=flops)
+
+    def _shared_keys(self, call: AttentionCall) -> float:
+        """Return the keys that a query sees on average in a tile of a ring's block, whose last tile may not be full."""
+        _, _, queries, chunk = call.scores
+        shared = shared_tokens(chunk, self.document_tokens)
+        return shared * shared / (-(-shared // queries) * queries)
 
     def _packed_attention(self, call: AttentionCall) -> Operation:
         """Time the call of one class of documents; all documents have the same length, so one class has all the work.
@@ -105,10 +118,15 @@ class Operations:
         The backward pass of each clears the float32 gradients of all its segments.
         """
         seconds = costs.LAUNCH_S + costs.memory_seconds(self.gpu, call.workspace_bytes)
-        tokens = min(self.document_tokens or math.inf, self._packed_lengths[-1])
+        tokens, cut = min(self.document_tokens or math.inf, self._packed_lengths[-1]), 0.0
+        if self._chunk is not None and self.document_tokens is not None:
+            # The borders of a ring's chunks cut documents: blocks of two chunks have the other part.
+            tokens = min(tokens, self._chunk)
+            cut = shared_tokens(self._chunk, int(tokens)) ** 2 / self._chunk
+            cut *= self.document_tokens < self._chunk
         flops = 0.0
         if call.scores[3] == min(length for length in self._packed_lengths if length >= tokens):
-            flops = attention_flops(call, mean_keys(int(tokens), None))
+            flops = attention_flops(call, mean_keys(int(tokens), None) - cut)
             seconds += self._attention_seconds(call, flops)
         return Operation(kind="attention", seconds=seconds, flops=flops)
 

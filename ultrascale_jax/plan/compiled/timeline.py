@@ -12,9 +12,9 @@ that XLA starts and finishes apart is overlapped with them:
 * While a collective runs, NCCL keeps `costs.NCCL_CORES` multiprocessors; products and attention are that much slower.
   Two that run side by side keep twice as many. A collective that is in flight but waits its turn keeps none.
 * A loop is replayed until an iteration takes as long as the one before and leaves the links as it found them; the rest
-  is multiplication. One whose length depends on data is left out: the rounds of unbalanced experts after the first, and
-  the exponentials of a loss that are made again. The slowest branch of a conditional counts unless the caller says in
-  which share of the iterations it is taken.
+  is multiplication. One whose length depends on data is left out unless the caller counts it: the rounds of unbalanced
+  experts after the first, and the exponentials of a loss that are made again. The slowest branch of a conditional
+  counts unless the caller says in which share of the iterations it is taken.
 * All GPUs are alike and start each collective together: no stragglers, no host that falls behind.
 """
 
@@ -117,6 +117,7 @@ def simulate(
     *,
     comm_streams: Mapping[str, int] | None = None,
     share: Callable[[Instruction, tuple[int, ...]], float] | None = None,
+    trips: Callable[[str], int | None] | None = None,
     document_tokens: int | None = None,
     contention: float | None = None,
 ) -> Timeline:
@@ -129,12 +130,13 @@ def simulate(
       comm_streams: the stream of each asynchronous collective; one that is not named waits for its link only.
       share: how much of the time a conditional takes its slowest branch and not its fastest, from the conditional and
         the trip counts of the loops around it, outermost first. By default always.
+      trips: the iterations of a loop that XLA could not count, from its place in the traced Python program.
       document_tokens: length of all packed documents; none is a full row.
       contention: how many times as slow all work overlapped with a collective is, in place of what `costs.NCCL_CORES`
         take from products and attention.
     """
     operations = Operations(module, cluster.gpu, document_tokens)
-    replay = _Replay(operations, axes, cluster, comm_streams or {}, share, contention)
+    replay = _Replay(operations, axes, cluster, comm_streams or {}, share, trips, contention)
     replay.computation(module.entry)
     return Timeline(
         step_s=replay.now,
@@ -157,6 +159,7 @@ class _Replay:
         cluster: Cluster,
         comm_streams: Mapping[str, int],
         share: Callable[[Instruction, tuple[int, ...]], float] | None,
+        trips_at: Callable[[str], int | None] | None,
         contention: float | None,
     ):
         self.module, self.operations = operations.module, operations
@@ -165,7 +168,7 @@ class _Replay:
             for c in collectives.find_collectives(self.module, axes)
         }
         self.nccl_share, self.contention = costs.NCCL_CORES / cluster.gpu.cores, contention
-        self.comm_streams, self.share = comm_streams, share
+        self.comm_streams, self.share, self.trips_at = comm_streams, share, trips_at
         self.trips: tuple[int, ...] = ()
         self.now = 0.0
         links = IN_NODE, BETWEEN_NODES, COPIES, HOST
@@ -271,6 +274,8 @@ class _Replay:
     def loop(self, instruction: Instruction) -> None:
         """Replay a loop until it repeats itself, then multiply."""
         body, known = self.module.loop(instruction)
+        if known is None and self.trips_at is not None:
+            known = self.trips_at(instruction.op_name)
         trips = known or 0
         if known is None:
             self.left_out.add(instruction.op_name)

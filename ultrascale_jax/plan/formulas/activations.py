@@ -107,13 +107,15 @@ def attention_workspace(run: Run) -> float:
 def document_mask(run: Run) -> float:
     """Count the bytes of the masks that attention reads where documents end inside a sequence; packed it reads none.
 
-    On a ring that of the own block, and of the blocks of the first step, which the backward pass uses again.
+    On a ring that of the own block, and with a window of the blocks of the first step, which the backward pass uses
+    again; blocks of documents alone have lengths.
     """
     if len(run.kinds) > 1:
         return max(document_mask(one) for one, _ in run.kinds)
     if layer_of(run).scores or not run.document_mask or run.packs_documents:
         return 0
-    others = context.block_share(run) if run.ring[0] > 1 else 0
+    windowed = run.ring[0] > 1 and run.shape.sliding_window is not None
+    others = context.block_share(run) if windowed else 0
     return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
 
 

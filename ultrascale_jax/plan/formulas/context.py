@@ -9,6 +9,7 @@ their gradients. The bytes that its copies move, and those in memory at once, we
 import dataclasses
 
 from ultrascale_jax.config import kept_by_name
+from ultrascale_jax.parallel.context import document_loops
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Group, Run, group
@@ -19,6 +20,13 @@ whole: XLA's fusions that pick a block's chunks, turn its result to float32 and 
 
 EXCHANGED_BYTES = 8
 """The same of one exchange of heads: copies to and from the order that it wants."""
+
+
+def loop_trips(run: Run, document_tokens: int | None, scope: str) -> int | None:
+    """Return the iterations of a loop over documents on a ring, by its scope; None for any other loop."""
+    places = run.ring[0]
+    of_ring = places, run.context.chunks, run.seq_len // places
+    return document_loops.loop_trips(scope, *of_ring, document_tokens)
 
 
 def query_key_values(run: Run) -> tuple[float, float]:
