@@ -43,7 +43,11 @@ CFG = Config(
     mesh=MeshConfig.of(fsdp=2, tp=2),
     data=DataConfig(source="synthetic", seq_len=16),
     train=TrainConfig(
-        global_batch=8, precision="fp32", lora=Lora(rank=4, rslora=True), init_from="hf:x"
+        global_batch=8,
+        precision="fp32",
+        lora=Lora(rank=4, rslora=True),
+        init_from="hf:x",
+        lowering="plain",  # rows of parity have the other
     ),
 )
 
