@@ -18,6 +18,7 @@ OF_EXPERTS = LORA | {"lora": Lora(rank=16, targets=("q_proj", *EXPERTS))}
 LLAMA, QWEN = replace(shapes.LLAMA3_8B, num_layers=4), replace(shapes.QWEN3_8B, num_layers=4)
 ROUTED = replace(shapes.QWEN3_30B_A3B, num_layers=4)
 NEXT = shapes.QWEN3_NEXT_80B_A3B
+NANO = shapes.NEMOTRON_3_NANO_30B_A3B
 PAIRS = {"num_layers": 4, "full_attention_every": 2}
 STUDENT = replace(shapes.LLAMA32_1B, num_layers=4)
 ACCUMULATED = {"microbatches": 4}
@@ -34,6 +35,20 @@ PROGRAMS = {
         replace(shapes.GRANITE_4_H_MICRO, **PAIRS, full_attention_offset=0),
         {"remat": "selective"},
     ),
+    # Rows of three layers, one of them a mixer alone, and a stack of one layer.
+    "pattern": (
+        "fsdp=8",
+        replace(shapes.NEMOTRON_H_8B, pattern=2 * "M-M*-" + "M-", num_layers=7),
+        {"remat": "selective"},
+    ),
+    "pattern-of-experts": (
+        "fsdp=2,ep=4",
+        replace(
+            NANO, pattern=2 * "MEM*E" + "ME", num_layers=7, experts=replace(NANO.experts, num=64)
+        ),
+        {},
+    ),
+    "without-gate": ("fsdp=4,sp=2", replace(LLAMA, activation="relu2"), {}),
     "gemma4": ("fsdp=4,sp=2", replace(shapes.GEMMA4_31B, **PAIRS), {"remat": "selective"}),
     "partial-rotary": ("fsdp=8", replace(QWEN, rope_dim=32), {"remat": "none"}),
     "nope": ("fsdp=4,sp=2", replace(LLAMA, nope_every=2), {"remat": "none"}),

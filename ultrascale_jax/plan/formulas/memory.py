@@ -27,6 +27,7 @@ from ultrascale_jax.plan.formulas.activations import (
 from ultrascale_jax.plan.formulas.parameters import (
     Weights,
     expert_matrices,
+    largest_row,
     layer_params,
     resting_bytes,
     sharded_params,
@@ -234,10 +235,10 @@ def _backward(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     used = weights.attention + 2 * weights.matrix + expert_matrices(run) * weights.routed
     used *= layer.input_width
     if run.lowering.gathers_ahead:
-        used += (layer.input_width + layer.width) * layer_params(run, weights)
-        group = run.shape.layer_group
-        if run.shape.layers > 2 * group:
-            used += OTHERS * (1 - 1 / group) * layer.width * layer_params(run, weights)
+        row = largest_row(run, weights)
+        used += (layer.input_width + layer.width) * row.params
+        if row.rows > 2:
+            used += OTHERS * (1 - 1 / row.layers) * layer.width * row.params
     gradients = _block_gradients(run, weights, layer) + layer.width * weights.table
     if run.adapter_params:
         gradients = 4 * trained_params(run, weights)

@@ -1,6 +1,8 @@
 """Count the parameters that one GPU works on, and those of them that it keeps; no JAX."""
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ultrascale_jax.config import padded_vocab_size
 from ultrascale_jax.plan.formulas import experts, pipeline
@@ -92,19 +94,35 @@ def _on_one(matrices: tuple[float, float, float], shape: ModelShape, parts: int)
     return by_heads / parts + by_kv_heads / min(parts, shape.num_kv_heads) + whole
 
 
+class Row(NamedTuple):
+    """The largest row of a stack."""
+
+    params: float
+    """Parameters on one GPU, whole over the axes of ZeRO."""
+    layers: int
+    """Layers of it."""
+    rows: int
+    """Rows of its stack."""
+
+
+def largest_row(run: Run, weights: Weights) -> Row:
+    """Return the largest row of the stacks: a layer, or a group."""
+    shape = run.shape
+    if not shape.pattern:
+        group = shape.layer_group
+        one = weights.attention + shape.ffn_matrices * (weights.matrix + weights.routed)
+        return Row(group * one, group, math.ceil(shape.layers / group))
+    rows = []
+    for layers in shape.stacks:
+        kinds = shape.kinds_of_layers[layers.start : layers.start + layers.step]
+        params = sum(_half_params(run, weights, half) for half in "".join(kinds))
+        rows.append(Row(params, layers.step, len(layers)))
+    return max(rows)
+
+
 def layer_params(run: Run, weights: Weights) -> float:
-    """Count the parameters of a row of a stack on one GPU, whole over the axes of ZeRO: of a layer, or of a group; of
-    a pattern that of the largest row."""
-    if run.shape.pattern:
-        return max(sum(_half_params(run, weights, half) for half in row) for row in _rows(run))
-    one = weights.attention + run.shape.ffn_matrices * (weights.matrix + weights.routed)
-    return run.shape.layer_group * one
-
-
-def _rows(run: Run) -> list[str]:
-    """Return the letters of a row of each stack of a pattern."""
-    kinds = run.shape.kinds_of_layers
-    return ["".join(kinds[rows.start : rows.start + rows.step]) for rows in run.shape.stacks]
+    """Count the parameters of the largest row of a stack on one GPU, whole over the axes of ZeRO."""
+    return largest_row(run, weights).params
 
 
 def _half_params(run: Run, weights: Weights, half: str) -> float:
