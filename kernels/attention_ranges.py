@@ -24,7 +24,9 @@ def ranges_of(mask: BlockMask, B: int, T: int, S: int) -> Ranges:
         queries, keys = mask.lengths
         ranges = Ranges(jnp.int32(0), jnp.where(first_places(T, queries), keys[:, None], 0))
     elif mask.is_array or mask.causal:
-        positions = mask.positions or (jnp.arange(T), jnp.arange(S))
+        # Without an order a query comes after all keys.
+        last = jnp.arange(T) if mask.causal else jnp.full(T, S)
+        positions = mask.positions or (last, jnp.arange(S))
         ranges = visible_ranges(*positions, mask.segment_ids, mask.window)
     else:
         ranges = Ranges(jnp.int32(0), jnp.int32(S))

@@ -27,7 +27,7 @@ from tests.attention_blocks import (
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention import attention, attention_backward, attention_forward
 from ultrascale_jax.kernels.attention_mask import BlockMask, Scores, visible_keys
-from ultrascale_jax.kernels.attention_ranges import Ranges, visible_ranges
+from ultrascale_jax.kernels.attention_ranges import Ranges, ranges_of, visible_ranges
 
 
 def within(ranges: Ranges, S: int) -> np.ndarray:
@@ -159,3 +159,16 @@ def test_h100s_run_three_kernels_that_keep_all_in_registers(h100s, monkeypatch, 
     unspilled = words.count("0 bytes spill stores, 0 bytes spill loads")
     assert unspilled == words.count("spill stores") == 3
     assert "setmaxnreg" not in words and "serialized" not in words
+
+
+@pytest.mark.parametrize("lengths", [((5, 0), (8, 0)), ((1, 8), (3, 2))])
+def test_ranges_say_what_lengths_say(lengths):
+    mask = BlockMask(lengths=tuple(np.array(x, np.int32) for x in lengths))
+    np.testing.assert_array_equal(within(ranges_of(mask, 2, 8, 8), 8), mask.dense(8, 8))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_ranges_of_documents_end_with_the_query_or_with_its_document(causal):
+    ids = np.array([[1, 1, 1, 2, 4, 4, 7, 7]], np.int32)
+    mask = BlockMask(segment_ids=(ids, ids), causal=causal)
+    np.testing.assert_array_equal(within(ranges_of(mask, 1, 8, 8), 8), mask.dense(8, 8))
