@@ -16,6 +16,7 @@ from ultrascale_jax.parallel.context.document_loops import (
 from ultrascale_jax.parallel.context.ring import RingSpec
 from ultrascale_jax.plan.formulas import context, costs
 from ultrascale_jax.plan.formulas.activations import (
+    attention_workspace,
     document_mask,
 )
 from ultrascale_jax.plan.hardware import find_cluster
@@ -114,6 +115,9 @@ def test_a_document_mask_is_that_of_a_place():
     assert document_mask(exchanged) == masked[8] * 4
     packed = [split(8, strategy=name, document_mask=True) for name in ("ulysses", "zigzag")]
     assert [document_mask(run) for run in packed] == [0, 0]
+    # cuDNN's backward pass has room for 4 documents of 131,072 tokens, and for 8 of the least class of 16,384.
+    workspaces = [attention_workspace(run) for run in packed]
+    assert workspaces == [room * 4 * 16384 * 4096 * (1 + 1 / 128) for room in (4, 8)]
     # With a window also two blocks of half as many queries and keys.
     shape = dataclasses.replace(LLAMA3_8B, sliding_window=4096)
     assert document_mask(split(8, shape=shape, **given)) == 1.5 * masked[8]

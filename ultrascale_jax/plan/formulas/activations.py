@@ -99,7 +99,7 @@ def attention_workspace(run: Run) -> float:
         return max(attention_workspace(one) for one, _ in run.kinds)
     if not run.packs_documents:
         return 0.0
-    room = max(class_segments(run.seq_len))
+    room = max(class_segments(run.seq_len // run.ring[0]))
     return 4 * room * layer_of(run).query * (1 + 1 / run.shape.head_dim)
 
 

@@ -243,7 +243,7 @@ class LayerTime:
         if not run.packs_documents:
             mask = 2.0 * run.tokens * run.ring[1] * self.keys()
             return mask, mask
-        room = class_segments(run.seq_len)
+        room = class_segments(run.seq_len // run.ring[0])
         moved, cleared = layer.width * (len(room) + 1), 4 * sum(room) * layer.query
         return moved * layer.query, moved * (layer.query + 2 * layer.key) + cleared
 
