@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from ultrascale_jax.config import ModelConfig, require_choice
-from ultrascale_jax.config.lora import Lora
+from ultrascale_jax.config.lora import ROUTED, Lora
 from ultrascale_jax.huggingface.checkpoint import gather, join_rows, require_finite
 from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import require_empty
@@ -68,7 +68,7 @@ def save_adapters(
     family, written = family_of(cfg, model_type), Adapted()
     table = tensors(cfg, family)
     if family.fused_experts:
-        table = {ours: fused(tensor) or tensor for ours, tensor in table.items()}
+        table = {ours: fused(one, gated=cfg.is_gated) or one for ours, one in table.items()}
     used = {place.path: place for place in places(adapters, lora.targets_of(cfg))}
     for ours, place in used.items():
         weight = table[ours]
@@ -78,8 +78,13 @@ def save_adapters(
         pairs = [(table[p], used[p].adapter if p in used else None) for p in paths]
         layers = [None] if weight.stack is None else cfg.stacks[weight.stack]
         if "E" in weight.stored:
-            both = f"{ours.rpartition('.')[0]}.w_down" in used
-            _add_experts(written, pairs, lora.rank, layers, dtype, has_down=both)
+            parameter = place.target.removeprefix(ROUTED)
+            if cfg.is_gated and parameter != "down_proj":
+                parameter = "gate_up_proj"
+            is_inner = parameter != "down_proj" and f"{ours.rpartition('.')[0]}.w_down" in used
+            inner = ".base_layer" if is_inner else ""
+            name = _add_experts(written, pairs, lora.rank, layers, dtype, inner)
+            written.parameters[f"{name}.{parameter}"] = len(used.keys() & set(paths))
             continue
         written.modules[_module(cfg, place.target, weight)] = len(used.keys() & set(paths))
         for row, layer in enumerate(layers):
@@ -101,30 +106,24 @@ def _add_experts(
     rank: int,
     layers: Sequence[int | None],
     dtype: FileType,
-    *,
-    has_down: bool,
-) -> None:
+    inner: str,
+) -> str:
     """Add the adapters of a tensor of all experts, which is a parameter of PEFT: A `[E r, in]`, B `[out, r E]`.
 
-    PEFT wraps the module of the experts for each parameter, `gate_up_proj` first; so vLLM reads them too.
+    PEFT wraps the module of the experts for each parameter, `down_proj` last, so that the other is `inner`; vLLM reads
+    them so, too. Returns the end of the module's name.
     """
-    weight = pairs[0][0]
-    is_down = weight.part is None
-    inner = ".base_layer" if has_down and not is_down else ""
+    weight, module = pairs[0][0], ""
     # Of one expert, as it is multiplied from the left.
     pairs = [(replace(one, stored=one.dims[:0:-1], axis=0), adapter) for one, adapter in pairs]
-    module = ""
     for row, layer in enumerate(layers):
         module = MODULES.sub(".experts", weight.names(layer)[0])
         index = (row,) * (layer is not None)
-        sides = [
-            _sides(pairs, rank, (*index, expert), dtype) for expert in range(weight.sizes["E"])
-        ]
+        experts = range(weight.sizes["E"])
+        sides = [_sides(pairs, rank, (*index, expert), dtype) for expert in experts]
         b = np.stack([b for _, b in sides], axis=-1)
         written.add(module + inner, (np.concatenate([a for a, _ in sides]), b.reshape(len(b), -1)))
-    parameter = "down_proj" if is_down else "gate_up_proj"
-    name = ".".join([*module.split(".")[-2:], parameter])
-    written.parameters[name] = sum(adapter is not None for _, adapter in pairs)
+    return ".".join(module.split(".")[-2:])
 
 
 def _module(cfg: ModelConfig, target: str, weight: Tensor) -> str:

@@ -264,7 +264,7 @@ class Family:
     experts_from_left: bool = False
     """Whether tensors of all experts of a layer hold them as they are multiplied from the left."""
     fused_experts: bool = False
-    """Whether it is published with all experts of a layer in two tensors, by which PEFT and vLLM find adapters."""
+    """Whether PEFT finds adapters by two tensors of all experts of a layer, though files may have one for each."""
     left_out: str = ""
     """Beginning of the names of tensors that its code ignores."""
     scales_queries: bool = False
@@ -1161,6 +1161,7 @@ FAMILIES = {
     ),
     "nemotron_h": Family(
         architecture="NemotronHForCausalLM",
+        fused_experts=True,
         model={"activation": "relu2", "nope_every": 1},
         optional=("pattern",),
         linear=("mamba2",),

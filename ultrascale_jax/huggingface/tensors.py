@@ -202,13 +202,13 @@ FUSED = {
 """Tensor of all experts of a layer that holds each of an expert's matrices, and the matrix's number there."""
 
 
-def fused(tensor: Tensor) -> Tensor | None:
+def fused(tensor: Tensor, *, gated: bool) -> Tensor | None:
     """Return the tensor of all experts of a layer that replaces one for each; None: it is no matrix of theirs.
 
     So Qwen3.5-MoE is published.
     """
     stem, _, matrix = tensor.name.removesuffix(".weight").rpartition(".{}.")
-    whole, part = FUSED.get(matrix, ("", None))
+    whole, part = FUSED.get(matrix, ("", None)) if gated else (matrix, None)
     if not tensor.experts or not whole or tensor.stack is None:
         return None
     one = replace(tensor, name=f"{stem}.{whole}", stored=f"E{tensor.stored}", part=part)
@@ -224,7 +224,7 @@ def fuse_experts(
     """
     table = dict(table)
     for ours, tensor in table.items():
-        one = fused(tensor)
+        one = fused(tensor, gated=cfg.is_gated)
         if one is None or tensor.stack is None:
             continue
         name = one.names(cfg.stacks[tensor.stack][0])[0]

@@ -13,6 +13,7 @@ from tests.hf_layout import stored
 from tests.paths import HF
 from ultrascale_jax.config import Config, MeshConfig, TrainConfig
 from ultrascale_jax.config.lora import Lora, projections
+from ultrascale_jax.config.pattern import half_numbers
 from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.adapters import PREFIX, save_adapters
 from ultrascale_jax.huggingface.config import read_config
@@ -88,47 +89,48 @@ def test_both_exports_have_each_adapter(tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "module", "interleaved"),
+    ("family", "module"),
     [
-        ("gpt_oss", "model.layers.{}.mlp.experts", True),
-        ("granite4_h", "model.layers.{}.block_sparse_moe.experts", False),
-        ("qwen3_5_moe_text", "model.layers.{}.mlp.experts", False),
+        ("gpt_oss", "model.layers.{}.mlp.experts"),
+        ("granite4_h", "model.layers.{}.block_sparse_moe.experts"),
+        ("qwen3_5_moe_text", "model.layers.{}.mlp.experts"),
+        ("nemotron3", "backbone.layers.{}.mixer.experts"),
     ],
 )
-def test_adapters_of_a_tensor_of_all_experts_are_of_a_parameter(
-    tmp_path, family, module, interleaved
-):
-    """PEFT's `ParamWrapper` multiplies A `[E r, in]` and B `[out, r E]` so, and has `gate_up_proj` inside."""
+def test_adapters_of_a_tensor_of_all_experts_are_of_a_parameter(tmp_path, family, module):
+    """PEFT's `ParamWrapper` multiplies A `[E r, in]` and B `[out, r E]` so, and has `down_proj` outermost."""
     mesh, adapters, base, dropped = exported(tmp_path, family)
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
-    parent = module.split(".")[-2]
-    assert config["target_parameters"] == [
-        f"{parent}.experts.gate_up_proj",
-        f"{parent}.experts.down_proj",
-    ]
-    assert config["rank_pattern"]["gate_up_proj"] == 8
     files = load_file(tmp_path / "peft/adapter_model.safetensors")
-
-    def change(layer, inner):
-        a, b = (files.pop(f"{PREFIX}{module.format(layer)}{inner}.lora_{x}.weight") for x in "AB")
-        return (
-            6
-            / 4
-            * np.einsum("ore,eri->eio", b.reshape(len(b), -1, 4), a.reshape(4, -1, a.shape[1]))
-        )
-
     with jax.set_mesh(mesh):
         after, before = (jax.device_get(model) for model in (merged(adapters, base), base))
+    gated, pattern, num = after.cfg.is_gated, after.cfg.pattern, after.cfg.experts.num
+    names = [f"{module.split('.')[-2]}.experts.{'gate_' * gated}up_proj"]
+    assert config["target_parameters"] == [
+        *names,
+        names[0].replace("gate_up", "up").replace("up", "down"),
+    ]
+    assert config["rank_pattern"].get("gate_up_proj") == (8 if gated else None)
+
+    def change(layer, inner):
+        number = half_numbers(pattern)[layer][-1] if pattern else layer
+        stem = f"{PREFIX}{module.format(number)}{inner}"
+        a, b = (files.pop(f"{stem}.lora_{x}.weight") for x in "AB")
+        a, b = a.reshape(num, -1, a.shape[1]), b.reshape(len(b), -1, num)
+        return 6 / 4 * np.einsum("ore,eri->eio", b, a)
+
     for layers, *stacks in zip(after.cfg.stacks, after.stacks, before.stacks, strict=True):
         blocks = zip(*map(layers_of, stacks), strict=True)
-        for (depth, (new, old)), (row, first) in itertools.product(
-            enumerate(blocks), enumerate(layers)
-        ):
-            both, down = change(first + depth, ".base_layer"), change(first + depth, "")
-            gate, up = both[..., 0::2], both[..., 1::2]
-            if not interleaved:
-                gate, up = np.split(both, 2, axis=-1)
-            for name, found in (("w_gate", gate), ("w_up", up), ("w_down", down)):
-                weights = [getattr(block.moe, name).get_value()[row] for block in (new, old)]
-                np.testing.assert_allclose(found, weights[0] - weights[1], rtol=1e-4, atol=1e-5)
+        for (depth, pair), (row, first) in itertools.product(enumerate(blocks), enumerate(layers)):
+            if not hasattr(pair[0], "moe"):
+                continue
+            up, down = change(first + depth, ".base_layer"), change(first + depth, "")
+            found = {"w_up": up, "w_down": down}
+            if family == "gpt_oss":
+                found |= {"w_gate": up[..., 0::2], "w_up": up[..., 1::2]}
+            elif gated:
+                found |= dict(zip(("w_gate", "w_up"), np.split(up, 2, axis=-1), strict=True))
+            for name, values in found.items():
+                new, old = (getattr(block.moe, name).get_value()[row] for block in pair)
+                np.testing.assert_allclose(values, new - old, rtol=1e-4, atol=1e-5)
     assert not dropped and not [name for name in files if ".experts." in name]
