@@ -140,6 +140,14 @@ def nothing_is_told_of_slow_work():
         yield
 
 
+@pytest.fixture(autouse=True)
+def ignored_warnings_do_not_outlive_their_test(request: pytest.FixtureRequest):
+    """Collects reads that Orbax gave up: their warnings would be another test's, which does not ignore them."""
+    yield
+    if request.node.get_closest_marker("filterwarnings"):
+        gc.collect()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """Drops compiled programs before a worker runs out of memory maps, 65,530 of them, and XLA crashes."""

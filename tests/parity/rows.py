@@ -106,8 +106,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "nemotron": NEMOTRON
     | {
-        "num_layers": 8,
-        "pattern": "MEM*EMEM*EEME",
+        "num_layers": 5,
+        "pattern": "M*EM*EE",
         "experts": dataclasses.replace(EXPERTS, shared=1, scores="sigmoid", bias=True),
     },
     "nemotron_rows": NEMOTRON

@@ -104,13 +104,10 @@ LAYER = {  # a half-block gathers its input and scatters its output, and backwar
             {("psum", TP): 4, ("all_gather", ("fsdp",)): 14, ("reduce_scatter", ("fsdp",)): 7},
         ),
         (
-            {
-                "cp": 2,
-                "sp": 4,
-            },  # keys with values, positions and documents go round twice, gradients once
+            {"cp": 2, "sp": 4},  # keys with values go on twice, gradients once
             {"zero": 1},
             {"num_kv_heads": 2},
-            {("ppermute", CP): 7},
+            {("ppermute", CP): 3, ("all_gather", CP): 2},  # the ends of the documents
         ),
         (
             {"sp": 4, "tp": 2},  # the mean squares of queries and keys

@@ -133,7 +133,9 @@ def longest(
     while low < LONGEST and fits(2 * low):
         low *= 2
     part = low // SHARES
-    return low + part * _largest(lambda count: fits(low + count * part), SHARES - 1)
+    # A longer sequence may fit where a shorter one does not: its loss and its documents are cut otherwise.
+    longer = range(2 * low - part, low, -part)
+    return next((tokens for tokens in longer if fits(tokens)), low)
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
