@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import Config
@@ -49,7 +50,9 @@ def find_nonfinite(cfg: Config, state: TrainState, batch: Batch) -> str:
     if not loss:
         return "in the head or the loss; each layer's output is finite"
     backward = compiled(cfg, lambda state, batch: _backward(cfg, state, batch))
-    return _first_gradient(state.model, jax.device_get(backward(state, batch)))
+    # Rows of an embedding are split over devices, of other processes too.
+    finite = multihost_utils.process_allgather(backward(state, batch), tiled=True)
+    return _first_gradient(state.model, finite)
 
 
 def _is_finite(x: jax.Array) -> jax.Array:
