@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax as uj
 from tests.attention_oracle import dense_attention
+from tests.collective_order import unordered
 from ultrascale_jax.config import ContextConfig
+from ultrascale_jax.hlo import parse
 from ultrascale_jax.parallel.context import document_loops, document_ring
 from ultrascale_jax.parallel.context.ring import RingSpec
 
@@ -88,6 +90,14 @@ def test_groups_whose_documents_ask_for_other_distances_make_the_same_hops():
     """A document over all ranks of one group, and documents of one token in the other: neither waits for ever."""
     for context in (RING, ZIGZAG):
         check(context, ids_of([(32,), (1,) * 32]), 2, 4)
+
+
+def test_processes_start_its_collectives_in_one_order():
+    for context in (RING, ZIGZAG):
+        shapes = (jax.ShapeDtypeStruct((2, 32, n, H), jnp.float32) for n in (N, K, K, N))
+        ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+        text = program(context, 2, 4).lower(*shapes, ids).compile().as_text()
+        assert not unordered(parse(text))
 
 
 @functools.cache

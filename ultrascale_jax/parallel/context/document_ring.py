@@ -243,20 +243,20 @@ def _attend_others(spec: RingSpec, q, k, v, segment_ids) -> tuple[jax.Array, jax
         )
     hops = count_hops(spec, ends)
     arriving = [spec.send(keys, way.direction) for way in hops]
+    one = _one_after(arriving[-1]) if len(hops) > 1 else jnp.int32(1)
     for way, keys in zip(hops, arriving, strict=True):
-        state = _go(spec, way, keys, state, attend)
+        state = _go(spec, way, keys, state, attend, one)
     return state
 
 
-def _go(spec: RingSpec, way: Hops, keys, state, attend: Callable):
-    """Attend to keys that have made their first hop, and to those of the places beyond."""
+def _go(spec: RingSpec, way: Hops, keys, state, attend: Callable, step: jax.Array):
+    """Attend to keys that have made their first hop, `step` 1, and to those of the places beyond."""
 
     def one(carry):
         step, state, keys = carry
         sent = spec.send(keys, way.direction)
         return step + 1, attend(state, keys, _distance(spec, way, step)), sent
 
-    step = jnp.int32(1)
     if way.most > 1:
         with jax.named_scope(way.scope):
             carry = step, state, keys
@@ -294,10 +294,13 @@ def _gradients_of_others(spec: RingSpec, q, k, v, segment_ids, out, lse, dout):
     if spec.gathered:
         return _backward_gathered(spec, _gather(spec, keys), dq, add)
     hops, sums = count_hops(spec, ends), []
+    keys *= _one_after(lse).astype(keys.dtype)
     arriving = [spec.send(keys, way.direction) for way in hops]
+    one = _one_after(arriving[-1]) if len(hops) > 1 else jnp.int32(1)
     for way, keys in zip(hops, arriving, strict=True):
-        dq, dkeys = _go_and_return(spec, way, keys, dq, add)
+        dq, dkeys, one = _go_and_return(spec, way, keys, dq, add, one)
         sums.append(dkeys)
+    sums = [x * one.astype(x.dtype) for x in sums[:-1]] + sums[-1:]
 
     def bring_home(sums):
         home = [spec.send(x, -way.direction) for x, way in zip(sums, hops, strict=True)]
@@ -306,8 +309,17 @@ def _gradients_of_others(spec: RingSpec, q, k, v, segment_ids, out, lse, dout):
     return dq, sums, bring_home
 
 
-def _go_and_return(spec: RingSpec, way: Hops, keys, dq, add: Callable):
-    """Send keys to the farthest place, and walk back with the sums of their gradients, to one hop before home."""
+def _one_after(x: jax.Array) -> jax.Array:
+    """Return 1 (int32) by way of `x`, for loops to begin with: collectives of loops that do not depend on each other
+    have no order among CPU processes (tests/collective_order.py)."""
+    return 1 + (x.ravel()[0] > jnp.inf).astype(jnp.int32)
+
+
+def _go_and_return(spec: RingSpec, way: Hops, keys, dq, add: Callable, one: jax.Array):
+    """Send keys to the farthest place, and walk back with the sums of their gradients, to one hop before home.
+
+    `one` is 1, known after the loops before; the last result is so, too.
+    """
     dkeys = jnp.zeros_like(keys, jnp.float32)
     if way.most > 1:
 
@@ -324,15 +336,15 @@ def _go_and_return(spec: RingSpec, way: Hops, keys, dq, add: Callable):
         def last(carry):
             return carry[0] + 1, spec.send(carry[1], -way.direction)
 
-        one = jnp.int32(1)
         with jax.named_scope(way.scope):
             step, keys = jax.lax.while_loop(lambda c: c[0] < way.count, go, (one, keys))
             carry = step, dq, keys, dkeys
-            _, dq, keys, dkeys = jax.lax.while_loop(lambda c: c[0] > 1, back, carry)
+            step, dq, keys, dkeys = jax.lax.while_loop(lambda c: c[0] > 1, back, carry)
             with jax.named_scope(FROM_AFAR):
                 few = jnp.minimum(way.count, 2)
-                _, dkeys = jax.lax.while_loop(lambda c: c[0] < few, last, (one, dkeys))
-    return add((dq, dkeys), keys, _distance(spec, way, jnp.int32(1)))
+                step, dkeys = jax.lax.while_loop(lambda c: c[0] < few, last, (step, dkeys))
+        one = jnp.minimum(step, 1)
+    return *add((dq, dkeys), keys, _distance(spec, way, jnp.int32(1))), one
 
 
 def _backward_gathered(spec: RingSpec, everyone, dq, add: Callable):
