@@ -67,8 +67,7 @@ def context_attention(
       window: a query sees the last `window` keys by position, itself included.
       positions: `[B, T]` int32, for a causal mask by other numbers than the places in the sequence, as of packed
         documents: they increase along each document. The tokens still are in the strategy's order.
-      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own. Causal attention without
-        positions and window takes each for a run of equal ids.
+      segment_ids: `[B, T]` int32, the document of each token; a query sees only its own, a run of equal ids.
       full: bool scalar, the same on all ranks: there is no window after all.
       sinks: `[N]` float32, the same on all ranks: a logit more in the softmax of each head, whose value is zero.
       implementation: of a block, as `kernels.attention` takes it; a forced one fails loudly.

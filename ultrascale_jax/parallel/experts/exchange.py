@@ -118,15 +118,12 @@ def expert_layer(
     Raises:
       ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
     """
-    _check_activation(activation)
+    _check_activation(activation, has_gate=w_gate is not None)
     ranks = manual_axis_size(axis, "the experts")
     if experts is None:
         experts = Experts(num=ranks * base_of(w_up).shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
     _check_matrices(x, (w_gate, w_up, w_down), experts, ranks)
-    has_gate = w_gate is not None
-    if has_gate != (activation not in GATELESS):
-        raise ValueError(f"activation={activation}: takes {'no' * has_gate or 'a'} w_gate")
     choices = (ids, weights) if distinct else _merge_repeated(ids, weights)
     one_round = functools.partial(ragged_experts, activation)
     if product is not None:
@@ -206,8 +203,10 @@ def _merge_repeated(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.
     return jnp.where(counts, ids, -1), jnp.where(is_first, summed, 0)
 
 
-def _check_activation(activation: Activation | Gate) -> None:
-    """Raise an error for an unknown name, or a function of other arguments."""
+def _check_activation(activation: Activation | Gate, *, has_gate: bool) -> None:
+    """Raise an error for an unknown name, a function of other arguments, or a gate too many or too few."""
+    if has_gate != (activation not in GATELESS):
+        raise ValueError(f"activation={activation}: takes {'no' * has_gate or 'a'} w_gate")
     if not callable(activation):
         require_choice("activation", activation, Activation)
         return
