@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, BlockMask, Scores
+from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, UNSEEN, BlockMask, Scores
 from ultrascale_jax.kernels.attention_ranges import Ranges, ranges_of
 from ultrascale_jax.kernels.device import match_vma
 
@@ -40,9 +40,6 @@ STAGES = 4
 
 COMPUTE = 2
 """Warpgroups that compute; the one after them loads."""
-
-SEES_NOTHING = -1e30
-"""Log-sum-exp of a query without keys: finite, and nothing beside any other."""
 
 LOG2_E = math.log2(math.e)
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -214,7 +211,7 @@ def _attend(p: Program, wg, *, divisor: float, stages: int) -> None:
 
     start = (
         plgpu.layout_cast(jnp.zeros((HALF, H), jnp.float32), WGMMA),
-        plgpu.layout_cast(jnp.full((HALF,), SEES_NOTHING, jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.full((HALF,), UNSEEN, jnp.float32), ROWS),
         plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROWS),
     )
     acc, largest, total = lax.fori_loop(0, p.count, step, start)

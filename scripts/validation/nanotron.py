@@ -85,7 +85,7 @@ def stages(shape: ModelShape, num_stages: int) -> list[Stage]:
 
 
 class Allocator(NamedTuple):
-    """What PyTorch's caching allocator reserves for the bytes needed, by constants."""
+    """Constants of the memory that PyTorch's caching allocator reserves for the bytes needed."""
 
     fixed: float
     """GiB that every run has: workspaces, small tensors."""

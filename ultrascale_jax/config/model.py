@@ -31,7 +31,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """Functions that join gate and up in a gated layer (`parallel/gate.py`), or take up alone."""
 
 GATELESS = ("relu2",)
-"""Those of feed-forward layers without a gate."""
+"""Activations of feed-forward layers without a gate."""
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 """Numbers of `clamped_swiglu`: the largest gate and up, and the slope of the sigmoid, which makes it close to GELU."""

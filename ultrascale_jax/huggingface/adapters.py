@@ -32,7 +32,7 @@ MLP = re.compile(r"\.(gate|up|down)_proj$")
 
 
 @dataclass
-class Adapted:
+class PeftAdapters:
     """The tensors of an adapter and the names that PEFT finds their bases by, each with its number of adapters."""
 
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def save_adapters(
     require_choice("dtype", dtype, FileType)
     path = Path(path)
     require_empty(path)
-    family, written = family_of(cfg, model_type), Adapted()
+    family, written = family_of(cfg, model_type), PeftAdapters()
     table = tensors(cfg, family)
     if family.fused_experts:
         table = {ours: fused(one, gated=cfg.is_gated) or one for ours, one in table.items()}
@@ -101,7 +101,7 @@ def save_adapters(
 
 
 def _add_experts(
-    written: Adapted,
+    written: PeftAdapters,
     pairs: list[tuple[Tensor, Adapter | None]],
     rank: int,
     layers: Sequence[int | None],
@@ -172,7 +172,7 @@ def _sides(
     return np.concatenate(a), np.stack(b, axis=1).reshape(-1, b[0].shape[1])  # row by row in turn
 
 
-def _config(lora: Lora, base: str, written: Adapted) -> dict[str, Any]:
+def _config(lora: Lora, base: str, written: PeftAdapters) -> dict[str, Any]:
     """Return PEFT's configuration of an adapter."""
     names = {**written.modules, **{n.rpartition(".")[2]: k for n, k in written.parameters.items()}}
     joined = {name: count for name, count in names.items() if count > 1}

@@ -96,8 +96,10 @@ class Tensor:
 
     def names(self, layer: int | None) -> list[str]:
         """Names of this layer's tensors: one, or one for each expert."""
-        number = 0 if layer is None else layer + self.depth
-        place = () if layer is None else ((self.numbers or range(number + 1))[number],)
+        place = ()
+        if layer is not None:
+            number = layer + self.depth
+            place = (self.numbers[number] if self.numbers else number,)
         if not self.experts:
             return [self.name.format(*place)]
         return [self.name.format(*place, expert) for expert in self.experts]

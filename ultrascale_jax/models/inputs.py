@@ -127,17 +127,16 @@ class LayerInputs:
         return self.cache and self.cache[:-1], self.fp8 and self.fp8.amaxes, self.full, self.rotary
 
     def of_stack(self, i: int) -> "LayerInputs":
-        """Return the inputs of a stack of a model, with its cache."""
+        """Return the inputs with the i-th part of the cache: of a stack of a model, or of a layer of a group."""
         cache = None if self.cache is None else (*self.cache[i], self.cache[-1])
         return dataclasses.replace(self, cache=cache)
 
     def of_group(self, cfg: ModelConfig, i: int) -> "LayerInputs":
         """Return the inputs of the i-th layer of a group (`models/layer_group.py`): its cache, window and positions."""
-        cache = None if self.cache is None else (*self.cache[i], self.cache[-1])
+        cached = self.of_stack(i)
         if cfg.is_full(i):
-            return dataclasses.replace(self, cache=cache, window=None, local_rope=None)
-        rope = self.local_rope or self.rope
-        return dataclasses.replace(self, cache=cache, rope=rope, local_rope=None)
+            return dataclasses.replace(cached, window=None, local_rope=None)
+        return dataclasses.replace(cached, rope=self.local_rope or self.rope, local_rope=None)
 
     def of_layer(self, row: tuple) -> "LayerInputs":
         """Return the inputs of one layer; `row` is that layer's part of `stacked`."""

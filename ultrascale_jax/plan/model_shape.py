@@ -47,13 +47,13 @@ class ModelShape(ModelConfig):
     def moe_layers(self) -> int:
         """Layers with experts; the modules of `mtp_layers` have them where the last layer has."""
         if self.pattern:
-            return self._layers_with("E")
+            return self.pattern.count("E")
         return 0 if self.experts is None else self.layers - self.dense_layers
 
     @property
     def mlp_layers(self) -> int:
         """Layers with an MLP."""
-        return self._layers_with("-") if self.pattern else self.layers - self.moe_layers
+        return self.pattern.count("-") if self.pattern else self.layers - self.moe_layers
 
     @property
     def mlp_share(self) -> float:
@@ -74,9 +74,6 @@ class ModelShape(ModelConfig):
     def halves_share(self) -> float:
         """Share of the layers' halves that are there."""
         return self.halves / (2 * self.layers)
-
-    def _layers_with(self, letter: str) -> int:
-        return self.pattern.count(letter)
 
     @property
     def expert_share(self) -> float:
@@ -99,7 +96,7 @@ class ModelShape(ModelConfig):
         if self.linear is None:
             return 0
         if self.pattern:
-            return self._layers_with("M")
+            return self.pattern.count("M")
         every = self.full_attention_every
         return self.num_layers - (self.num_layers // every if every else 0)
 
@@ -117,7 +114,7 @@ class ModelShape(ModelConfig):
     @property
     def full_layers(self) -> int:
         """Layers that have an attention that is not linear."""
-        return self._layers_with("*") if self.pattern else self.layers - self.only_linear
+        return self.pattern.count("*") if self.pattern else self.layers - self.only_linear
 
     @property
     def full_share(self) -> float:

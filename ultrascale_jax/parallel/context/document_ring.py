@@ -12,7 +12,7 @@ walks home from the farthest place, so that the sums of the keys' gradients arri
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def find_ends(spec: RingSpec, segment_ids: jax.Array) -> Ends:
     first, last = (
         jnp.stack([_end(chunk, at) for chunk in chunks[: spec.chunks]]) for at in (0, -1)
     )
-    return Ends(first, jax.lax.all_gather(last, spec.axis, axis_index_groups=spec.members()))
+    return Ends(first, spec.gather_positions(last))
 
 
 def _end(ids: jax.Array, at: int) -> jax.Array:
@@ -100,7 +100,7 @@ def blocks_at(spec: RingSpec, distance) -> list[Block]:
 def shared(spec: RingSpec, ends: Ends, distance, block: Block) -> tuple[jax.Array, jax.Array]:
     """Return how many queries and keys `[B]` of a block are of a document that both chunks have."""
     document, queries = ends.first[block.q_chunk]
-    other, keys = ends.last[(spec.rank() - distance) % spec.ranks, block.k_chunk]
+    other, keys = ends.last[spec.owner(distance), block.k_chunk]
     both = (document == other) & (queries > 0) & (keys > 0) & block.is_earlier
     return jnp.where(both, queries, 0), jnp.where(both, keys, 0)
 
@@ -173,7 +173,7 @@ def document_ring(spec: RingSpec, q, k, v, segment_ids, sinks=None) -> tuple[jax
 
 
 def _ring_forward(spec: RingSpec, q, k, v, segment_ids, sinks):
-    out, lse = attention_forward(q, k, v, _own_mask(segment_ids), **_how(spec))
+    out, lse = attention_forward(q, k, v, _own_mask(segment_ids), **spec.how)
     if spec.ranks > 1:
         out, lse = merge((out, lse), _attend_others(spec, q, k, v, segment_ids))
         out = out.astype(q.dtype)
@@ -187,7 +187,7 @@ def _ring_backward(spec: RingSpec, residuals, cotangents):
 
     def attend_back(q):
         mask = _own_mask(segment_ids)
-        return attention_backward(q, k, v, out, lse, dout, mask, **_how(spec))
+        return attention_backward(q, k, v, out, lse, dout, mask, **spec.how)
 
     of_sinks = sinks_gradient(out, lse, dout, sinks)
     if spec.ranks == 1:
@@ -212,10 +212,6 @@ def _own_mask(segment_ids: jax.Array) -> BlockMask:
     return BlockMask(segment_ids=(segment_ids, segment_ids), causal=True)
 
 
-def _how(spec: RingSpec) -> dict[str, Any]:
-    return {"scores": spec.scores, "implementation": spec.implementation}
-
-
 def _attend_others(spec: RingSpec, q, k, v, segment_ids) -> tuple[jax.Array, jax.Array]:
     """Attend to others' keys: the result `[B, T, N, H]` and its log-sum-exp `[B, N, T]`, both in float32."""
     ends, T = find_ends(spec, segment_ids), q.shape[1]
@@ -226,7 +222,7 @@ def _attend_others(spec: RingSpec, q, k, v, segment_ids) -> tuple[jax.Array, jax
         def one(state, q_start, k_start, mask):
             (out, lse), queries = state, _part(q, q_start, size)
             k, v = _part(keys, k_start, length, 2)
-            block = attention_forward(queries, k, v, mask, **_how(spec))
+            block = attention_forward(queries, k, v, mask, **spec.how)
             own = _part(out, q_start, size), _part(lse, q_start, size, 2)
             own_out, own_lse = merge(own, block)
             return _replaced(out, own_out, q_start), _replaced(lse, own_lse, q_start, 2)
@@ -237,7 +233,7 @@ def _attend_others(spec: RingSpec, q, k, v, segment_ids) -> tuple[jax.Array, jax
     unseen = jnp.full_like(q, UNSEEN, jnp.float32, shape=(B, N, T))
     keys, state = _reversed_keys(k, v), (jnp.zeros_like(q, jnp.float32), unseen)
     if spec.gathered:
-        everyone = _gather(spec, keys)
+        everyone = spec.gather_positions(keys)
         return jax.lax.fori_loop(
             1, spec.ranks, lambda d, state: attend(state, _of(spec, everyone, d), d), state
         )
@@ -281,7 +277,7 @@ def _gradients_of_others(spec: RingSpec, q, k, v, segment_ids, out, lse, dout):
             k, v = _part(keys, k_start, length, 2)
             part_lse = _part(lse, q_start, size, 2)
             block_dq, *block_dkeys = attention_backward(
-                of_queries[0], k, v, of_queries[1], part_lse, of_queries[2], mask, **_how(spec)
+                of_queries[0], k, v, of_queries[1], part_lse, of_queries[2], mask, **spec.how
             )
             own_dq = _part(dq, q_start, size) + block_dq.astype(jnp.float32)
             own_dkeys = _part(dkeys, k_start, length, 2)
@@ -292,7 +288,7 @@ def _gradients_of_others(spec: RingSpec, q, k, v, segment_ids, out, lse, dout):
 
     keys, dq = _reversed_keys(k, v), jnp.zeros_like(q, jnp.float32)
     if spec.gathered:
-        return _backward_gathered(spec, _gather(spec, keys), dq, add)
+        return _backward_gathered(spec, spec.gather_positions(keys), dq, add)
     hops, sums = count_hops(spec, ends), []
     keys *= _one_after(lse).astype(keys.dtype)
     arriving = [spec.send(keys, way.direction) for way in hops]
@@ -354,7 +350,7 @@ def _backward_gathered(spec: RingSpec, everyone, dq, add: Callable):
         dq, dkeys = state
         start = dq, jnp.zeros_like(everyone[0], jnp.float32)
         dq, block_dkeys = add(start, _of(spec, everyone, distance), distance)
-        owner = (spec.rank() - distance) % spec.ranks
+        owner = spec.owner(distance)
         return dq, jax.lax.dynamic_update_index_in_dim(dkeys, block_dkeys, owner, axis=0)
 
     dq, sums = jax.lax.fori_loop(1, spec.ranks, one, (dq, jnp.zeros_like(everyone, jnp.float32)))
@@ -366,12 +362,6 @@ def _backward_gathered(spec: RingSpec, everyone, dq, add: Callable):
     return dq, sums, bring_home
 
 
-def _gather(spec: RingSpec, keys: jax.Array) -> jax.Array:
-    """Gather the keys of all places, `[r, ...]`."""
-    return jax.lax.all_gather(keys, spec.axis, axis_index_groups=spec.members())
-
-
 def _of(spec: RingSpec, everyone: jax.Array, distance) -> jax.Array:
     """Return the keys of the place so far before."""
-    owner = (spec.rank() - distance) % spec.ranks
-    return jax.lax.dynamic_index_in_dim(everyone, owner, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(everyone, spec.owner(distance), keepdims=False)

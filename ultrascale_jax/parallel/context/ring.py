@@ -93,6 +93,22 @@ class RingSpec:
         groups = self.positions()
         return jax.lax.all_gather(x, self.axis, axis=1, axis_index_groups=groups, tiled=True)
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """The arguments of a block's attention that are the same for all blocks."""
+        return {"scores": self.scores, "implementation": self.implementation}
+
+    def owner(self, distance) -> jax.Array:
+        """Return the position that is so far before this one."""
+        return (self.rank() - distance) % self.ranks
+
+    def gather_positions[Tree](self, tree: Tree) -> Tree:
+        """Gather the arrays of all positions, `[r, ...]` each."""
+        groups = self.members()
+        return jax.tree.map(
+            lambda x: jax.lax.all_gather(x, self.axis, axis_index_groups=groups), tree
+        )
+
     def positions(self) -> list[list[int]]:
         """Return the ranks that share each position."""
         return [[at * self.ulysses + i for i in range(self.ulysses)] for at in range(self.ranks)]
@@ -166,8 +182,7 @@ def _ring_fwd(spec: RingSpec, q, k, v, positions, segment_ids, full, sinks):
 def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
     """Return the result and its log-sum-exp."""
     mask = _local_mask(spec, positions, segment_ids)
-    how = {"scores": spec.scores, "implementation": spec.implementation}
-    out, lse = attention_forward(q, k, v, mask, **how)
+    out, lse = attention_forward(q, k, v, mask, **spec.how)
     if distances := spec.distances(q.shape[1]):
         # So the masks are this layer's: else JAX makes those of all distances at once, before the loop over layers.
         documents = jax.lax.optimization_barrier((q, positions, segment_ids))[1:]
@@ -209,8 +224,7 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
     distances = spec.distances(T)
 
     def attend_back(q):
-        how = {"scores": spec.scores, "implementation": spec.implementation}
-        return attention_backward(q, k, v, out, lse, dout, mask, **how)
+        return attention_backward(q, k, v, out, lse, dout, mask, **spec.how)
 
     if not distances:
         return attend_back(q)
@@ -288,18 +302,14 @@ def _mask(spec: RingSpec, queries: dict, keys: dict) -> BlockMask:
 def _block(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     k, v = keys["kv"]
     mask = _mask(spec, queries, keys)
-    return attention_forward(
-        queries["q"], k, v, mask, scores=spec.scores, implementation=spec.implementation
-    )
+    return attention_forward(queries["q"], k, v, mask, **spec.how)
 
 
 def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, jax.Array]:
     """Return gradients of a block's q, and of its k and v as one array, in float32."""
     q, out, lse, dout = (queries[name] for name in ("q", "out", "lse", "dout"))
     (k, v), mask = keys["kv"], _mask(spec, queries, keys)
-    dq, dk, dv = attention_backward(
-        q, k, v, out, lse, dout, mask, scores=spec.scores, implementation=spec.implementation
-    )
+    dq, dk, dv = attention_backward(q, k, v, out, lse, dout, mask, **spec.how)
     return dq.astype(jnp.float32), jnp.stack([dk, dv]).astype(jnp.float32)
 
 
@@ -315,10 +325,10 @@ def merge(done, *blocks) -> tuple[jax.Array, jax.Array]:
 def _forward_blocks(spec: RingSpec, distances: list[int], keys, carry, attend):
     """Run `attend(carry, keys, distance)` for the keys at each of these distances."""
     if spec.gathered:
-        everyone, rank = _gather(spec, keys), spec.rank()
+        everyone = spec.gather_positions(keys)
 
         def look(carry, distance):
-            return attend(carry, _at(everyone, (rank - distance) % spec.ranks), distance), None
+            return attend(carry, _at(everyone, spec.owner(distance)), distance), None
 
         return jax.lax.scan(look, carry, jnp.array(distances))[0]
     keys = spec.send(keys, distances[0])
@@ -351,11 +361,11 @@ def _backward_blocks(spec: RingSpec, distances: list[int], keys, dqs, add):
 
 def _backward_gathered(spec: RingSpec, distances: list[int], keys, dqs, add):
     """Do the same with gathered keys: gradients for all their owners side by side, and a reduce-scatter."""
-    everyone, rank = _gather(spec, keys), spec.rank()
+    everyone = spec.gather_positions(keys)
 
     def one(state, distance):
         dqs, dkeys = state
-        owner = (rank - distance) % spec.ranks
+        owner = spec.owner(distance)
         dqs, dkeys_of_owner = add(dqs, _at(everyone, owner), distance)
         dkeys = jax.lax.dynamic_update_index_in_dim(dkeys, dkeys_of_owner, owner, axis=0)
         return (dqs, dkeys), None
@@ -366,14 +376,6 @@ def _backward_gathered(spec: RingSpec, distances: list[int], keys, dqs, add):
         jax.lax.psum_scatter, axis_name=spec.axis, axis_index_groups=spec.members()
     )
     return dqs, dkeys, return_grads
-
-
-def _gather(spec: RingSpec, keys):
-    """Gather the keys of all positions, `[r, ...]` each."""
-    gather = functools.partial(
-        jax.lax.all_gather, axis_name=spec.axis, axis_index_groups=spec.members()
-    )
-    return jax.tree.map(gather, keys)
 
 
 def _runs_of_hops(distances: list[int], *, arrivals: bool) -> Iterator[tuple[tuple, list[int]]]:
