@@ -9,8 +9,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from scripts.validation import playbook, published, rates
+from scripts.validation import playbook, published
 from scripts.validation.xla_tables import Row, config, read
+from ultrascale_jax.plan.formulas import costs
+from ultrascale_jax.plan.hardware import find_gpu
 from ultrascale_jax.plan.workload import Run
 
 ROOT = Path(__file__).parents[2]
@@ -55,49 +57,55 @@ def playbook_table() -> str:
 
 
 def published_table() -> str:
-    """Predict the published runs by both rates; those that are held out come last."""
+    """Predict the published runs; those that are held out come last."""
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for name in ("published", "held_out"):
-        runs = published.read(ROOT / f"docs/planning/{name}_runs.csv")
-        runs = [one for one in runs if one.cluster.gpu.name.startswith("h100")]
-        with rates.refitted():
-            refitted = [one.ratio for one in runs]
-        for one, then in zip(runs, refitted, strict=True):
-            kind = (
-                "held out" if one.before else "pipeline" if one.run.mesh.pp > 1 else "no pipeline"
-            )
+        for one in published.read(ROOT / f"docs/planning/{name}_runs.csv"):
+            if not one.cluster.gpu.name.startswith("h100"):
+                continue
+            kind = "pipeline" if one.run.mesh.pp > 1 else "no pipeline"
+            kind = "held out" if name == "held_out" else kind
             kind += ", experts" if one.run.shape.experts else ""
-            now = one.before / one.tokens_per_s_gpu if one.before else one.ratio
             key = name, one.software, kind, one.run.precision
-            groups.setdefault(key, []).append((now, then))
+            groups.setdefault(key, []).append(one.ratios)
     lines = [
         (*kind, len(pairs), *map(spread, zip(*pairs, strict=True)))
         for (name, *kind), pairs in sorted(groups.items(), reverse=True)
         if len(pairs) >= LEAST or name == "held_out"
     ]
-    return markdown(("trainer", "", "precision", "runs", "predicted / measured", "refitted"), lines)
+    return markdown(
+        ("trainer", "", "precision", "runs", "before the refit", "predicted / measured"), lines
+    )
 
 
 def rates_table() -> str:
     """Compare the rates of single operations with measurements."""
-    rows, groups = _rows("rates"), dict[tuple[str, str], list[tuple[float, ...]]]()
-    with rates.refitted():
-        refitted = [rates.tflops(row) for row in rows]
-    for row, then in zip(rows, refitted, strict=True):
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in _rows("rates"):
         measured = float(row["tflops"])
-        figures = measured, rates.tflops(row) / measured, then / measured
+        figures = measured, tflops(row) / measured
         groups.setdefault((row["operation"], row["dtype"]), []).append(figures)
     lines = []
-    for key, figures in groups.items():
-        measured, *ratios = zip(*figures, strict=True)
+    for key, pairs in groups.items():
+        measured, ratios = zip(*pairs, strict=True)
         span = f"{min(measured):,.0f} to {max(measured):,.0f}"
-        lines.append((*key, len(measured), span, *map(spread, ratios)))
-    columns = ("operation", "", "measured", "TFLOP/s alone", "in a step / measured", "refitted")
+        lines.append((*key, len(measured), span, spread(ratios)))
+    columns = ("operation", "", "measured", "TFLOP/s alone", "in a step / measured")
     return markdown(columns, lines)
 
 
+def tflops(row: Row) -> float:
+    """Return the TFLOP/s that the formulas give a measured operation within a step."""
+    gpu = find_gpu(row["gpu"])
+    if row["operation"] == "product":
+        m, n, k = (float(row[name]) for name in "mnk")
+        return 2 * m * n * k / costs.gemm_seconds(gpu, m, n, k, row["dtype"]) / 1e12
+    backward, head_dim = "backward" in row["operation"], int(row["head_dim"])
+    return 1 / costs.attention_seconds(gpu, 1e12, backward=backward, head_dim=head_dim)
+
+
 def peers_table() -> str:
-    """Compare the configuration of each other trainer with ours, by one simulator and both rates."""
+    """Compare the configuration of each other trainer with ours, by one simulator."""
     lines, rows = [], _rows("peers")
     for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
         cells = [
@@ -107,10 +115,9 @@ def peers_table() -> str:
         ]
         for row in (theirs, ours):
             run = Run.of(*config(row))
-            steps = float(row["step_s"]), float(row["refitted_step_s"])
-            cells.append(", ".join(f"{run.step_tokens / run.num_gpus / s:,.0f}" for s in steps))
+            cells.append(f"{run.step_tokens / run.num_gpus / float(row['step_s']):,.0f}")
         lines.append(cells)
-    return markdown(("run", "trainer: mesh", "measured", "simulated, refitted", "ours"), lines)
+    return markdown(("run", "trainer: mesh", "measured", "simulated", "ours"), lines)
 
 
 def spread(ratios: Sequence[float]) -> str:

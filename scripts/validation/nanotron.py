@@ -1,8 +1,8 @@
 """Predict memory and step time of nanotron, as the playbook ran it: models, runs, stages, stalls.
 
 The tensors that nanotron keeps were read off its source (github.com/huggingface/nanotron: `models/llama.py`,
-`models/base.py`, `optim/`, `parallel/`; perhaps not the benchmark's own version), and five constants were fitted on
-half of `tests/data/plan/playbook_runs.csv`; which five was chosen by looking at all of it. The benchmark records
+`models/base.py`, `optim/`, `parallel/`; perhaps not the benchmark's own version). The constants were fitted on half of
+`tests/data/plan/playbook_runs.csv`; which constants there are was chosen by looking at all of it. The benchmark records
 `torch.cuda.max_memory_reserved()` of rank 0, which is on the first stage of a pipeline.
 """
 
@@ -16,7 +16,7 @@ from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.configs.shapes import PLAYBOOK
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.framework import Overheads
-from ultrascale_jax.plan.formulas.layer_time import LayerTime
+from ultrascale_jax.plan.formulas.layer_time import Gives, LayerTime, Product
 from ultrascale_jax.plan.formulas.step_time import Step
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.model_shape import ModelShape
@@ -168,7 +168,9 @@ again for the backward pass."""
 
 ATTENTION = 0.66
 """Speed of attention over that of `costs.attention_seconds`: Flash attention 2 has 0.53 of cuDNN's forward
-(FlashAttention-3's paper) and 0.7 of Mosaic's backward."""
+(FlashAttention-3's paper)."""
+PRODUCT = 0.80
+"""Speed of products over that of `costs.gemm_seconds`."""
 HOST_RANK_S = 2.26e-3
 """More of `host_s` for each rank of the tensor group, where a pipeline runs over several nodes."""
 TENSOR = 0.89
@@ -192,6 +194,10 @@ class NanotronLayer(LayerTime):
         """Return the seconds of the forward and of the backward pass."""
         forward, backward = super().attention()
         return forward / ATTENTION, backward / ATTENTION
+
+    def gemms(self, shapes: list[Product], gives: Gives, *, fp8: bool = True) -> float:
+        """Return the seconds of the products of a pass."""
+        return super().gemms(shapes, gives, fp8=fp8) / PRODUCT
 
 
 class NanotronStep(Step):

@@ -32,13 +32,14 @@ class Published:
     cluster: Cluster
     tokens_per_s_gpu: float
     model: str
-    before: float = 0.0
-    """Prediction of commit b57b119e, of a held-out run; made before any rate was fitted to such runs."""
+    before: float
+    """Tokens/s/GPU as predicted by the rates up to commit 43a1048a, to which no such run had been fitted."""
 
     @property
-    def ratio(self) -> float:
-        """Return the throughput that the formulas predict over the published one."""
-        return estimate(self.run, self.cluster).tokens_per_s_gpu / self.tokens_per_s_gpu
+    def ratios(self) -> tuple[float, float]:
+        """Return the throughput that the formulas predict over the published one, by those rates and by today's."""
+        now = estimate(self.run, self.cluster).tokens_per_s_gpu
+        return self.before / self.tokens_per_s_gpu, now / self.tokens_per_s_gpu
 
 
 def read(path: Path) -> list[Published]:
@@ -70,7 +71,7 @@ def _published(line: Mapping[str, Any]) -> Published:
         cluster=cluster,
         tokens_per_s_gpu=float(line["tok_s_gpu"]),
         model=line["model"],
-        before=float(line.get("before") or 0),
+        before=float(line["before"]),
     )
 
 

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.validation import rates
 from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.config import (
     Config,
@@ -92,12 +91,8 @@ def measure(row: Row) -> Row:
     row = row | dict(zip(BYTES, map(str, sizes), strict=False))
     if "step_s" not in row:
         return row
-    cluster = find_cluster(None, "h100", num_gpus)
-    timeline = simulate_step(step, cluster)
+    timeline = simulate_step(step, find_cluster(None, "h100", num_gpus))
     row |= {"compile_s": f"{step.compile_s:.0f}", "step_s": f"{timeline.step_s:.3f}"}
-    if "refitted_step_s" in row:
-        with rates.refitted():
-            row["refitted_step_s"] = f"{simulate_step(step, cluster).step_s:.3f}"
     if "exposed_s" not in row:
         return row
     # ZeRO's collectives are over fsdp too, unless cp is its only axis.

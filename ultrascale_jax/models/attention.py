@@ -10,13 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from ultrascale_jax.config import KernelsConfig, ModelConfig, require_choice
 from ultrascale_jax.config.kernels import AUTO, AttentionImplementation
 from ultrascale_jax.kernels.attention import attention
-from ultrascale_jax.models.fp8 import Fp8Weight
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
 from ultrascale_jax.models.linear import linear, map_columns
-from ultrascale_jax.models.projections import projections
 from ultrascale_jax.models.rotary import rotate
-from ultrascale_jax.parallel.adapted import base_of
 from ultrascale_jax.parallel.context.attention import context_attention
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import (
@@ -98,18 +95,17 @@ class Attention(nnx.Module):
 
     def _project(self, x_BTD: jax.Array) -> list[jax.Array]:
         """Project to queries, keys, values unless they are the keys, and the gate of the result if there is one."""
-        names, heads, weights = ["q", "k"], "NK", []
+        names, heads = ["q", "k"], "NK"
         if not self.cfg.values_are_keys:
             names, heads = [*names, "v"], f"{heads}K"
         if self.cfg.output_gate:
             names, heads = [*names, "gate"], f"{heads}N"
+        products = []
         for name, letter in zip(names, heads, strict=True):
             local_heads = functools.partial(self._heads, f"w_{name}", f"D{letter}H")
-            weights.append(map_columns(local_heads, getattr(self, f"w_{name}")[...]))
-        dims = [f"BTD,D{letter}H->BT{letter}H" for letter in heads]
-        if any(isinstance(base_of(weight), Fp8Weight) for weight in weights):
-            return [linear(d, x_BTD, weight) for d, weight in zip(dims, weights, strict=True)]
-        return projections(x_BTD, weights, heads)
+            weight = map_columns(local_heads, getattr(self, f"w_{name}")[...])
+            products.append(linear(f"BTD,D{letter}H->BT{letter}H", x_BTD, weight))
+        return products
 
     def _biased(self, y: jax.Array, name: str, heads: str) -> jax.Array:
         """Add the bias to queries, keys or values, where the model has one."""

@@ -21,7 +21,7 @@ from ultrascale_jax.models.fp8 import Fp8Weight, fp8_product
 from ultrascale_jax.parallel.adapted import Adapted, base_of, low_rank
 from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import einsum
-from ultrascale_jax.sharding.rules import act, out_sharding, specs
+from ultrascale_jax.sharding.rules import specs
 
 type Base = jax.Array | Fp8Weight
 type Weight = Base | Adapted
@@ -46,13 +46,6 @@ def _product(subscripts: str, x: jax.Array, w: Weight, **options) -> jax.Array:
     product: Callable = fp8_product if isinstance(base_of(w), Fp8Weight) else jnp.einsum
     y = product(subscripts, x, base_of(w), **options)
     return y + _low_rank(subscripts, x, w, options["out_sharding"]) if isinstance(w, Adapted) else y
-
-
-def add_adapter(subscripts: str, y: jax.Array, x: jax.Array, w: Weight) -> jax.Array:
-    """Return `y`, the product of x and the base of `w` over rows that are not split, with that of its adapter."""
-    if not isinstance(w, Adapted):
-        return y
-    return y + _low_rank(subscripts, x, w, out_sharding(act(subscripts.split("->")[1])))
 
 
 def _low_rank(subscripts: str, x: jax.Array, w: Adapted, spec: Any) -> jax.Array:

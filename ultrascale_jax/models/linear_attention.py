@@ -23,7 +23,6 @@ from ultrascale_jax.config.kernels import AUTO
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import INIT_STD, gather_sequence, param, rms_norm
 from ultrascale_jax.models.linear import linear, map_columns
-from ultrascale_jax.models.projections import projections
 from ultrascale_jax.parallel.context.short_convolution import short_convolution
 from ultrascale_jax.parallel.gated_delta_rule import gated_delta_rule, gated_delta_step
 from ultrascale_jax.sharding.manual import smap
@@ -72,8 +71,10 @@ class LinearAttention(nnx.Module):
 
     def mix(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """Return the same of all positions of the tensor group, `[B, T, D]`."""
-        weights = [self._heads(f"w_{name}") for name in ("q", "k", "v", "z")]
-        *qkv, z_BTNW = projections(x_BTD, weights, "KKNN")
+        *qkv, z_BTNW = (
+            linear(f"BTD,D{dims}->BT{dims}", x_BTD, self._heads(f"w_{name}"))
+            for name, dims in (("q", "KH"), ("k", "KH"), ("v", "NW"), ("z", "NW"))
+        )
         qkv = [checkpoint_name(y, name) for y, name in zip(qkv, "qkv", strict=True)]
         z_BTNW = checkpoint_name(z_BTNW, "attn_gate")
         decay_BTN, beta_BTN = self._gates(x_BTD)

@@ -11,14 +11,13 @@ import math
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.workload import Group
 
-MATMUL_SHARE = 0.8
-"""Share of the peak that a matrix product reaches, for the arithmetic alone. With reading and writing, [8192]^3 in
-bfloat16 comes to 718 TFLOP/s (cuBLAS on an H100 with random data: 798), and [4096, 4096] x [4096, 128256] to 6.2 ms
-(XLA, in tokamax 0.0.17's timings: 6.29)."""
+MATMUL_SHARE = {"bf16": 0.82, "fp8": 0.72, "fp32": 0.82}
+"""Share of the peak of a matrix product alone, which reads its inputs while it multiplies and writes its result
+afterwards: docs/planning/rates.csv has measurements of cuBLAS and cuBLASLt."""
 
-BUSY_SHARE = 0.80
-"""Speed of a matrix product within a training step over that of the product alone: clocks fall under the power limit.
-Fitted on the calibration half of the playbook's runs, whose products are cuBLAS's too."""
+BUSY_SHARE = 0.86
+"""Speed of products and attention within a training step over that of each alone: clocks fall under the power limit.
+Published bf16 runs without a pipeline are then predicted as far above their speed (MaxText) as below (NeMo)."""
 
 MEMORY_SHARE = 0.85
 """Share of the data sheet's memory bandwidth: an H100 copies 3.0 TB/s of 3.35 at best, fusions of more streams less."""
@@ -33,11 +32,8 @@ on average): its time over that alone. `NCCL_CORES` make it 1.14 on an H100."""
 LAUNCH_S = 3e-6
 """Time from one kernel to the next of the same stream (XLA's own estimate of a launch)."""
 
-ATTENTION_SHARE = {"forward": 0.60, "backward": 0.44}
-"""Share of the bfloat16 peak that attention reaches, causal, head_dim 128, 4,096 to 8,192 tokens: cuDNN 595 to 629
-TFLOP/s forward, Mosaic 408 to 438 backward (tokamax 0.0.17's timings on H100). Alone cuDNN 9.19 reaches 474 to 541
-backward and 591 to 644 forward (an H200, `benchmark/sdpa_benchmark_training` of NVIDIA/cudnn-frontend); `BUSY_SHARE` of
-that backward is 379 to 433."""
+ATTENTION_SHARE = {"forward": 0.65, "backward": 0.55}
+"""Share of the bfloat16 peak that cuDNN's attention reaches alone: causal, head_dim 128, 8,192 tokens (rates.csv)."""
 
 NARROW_HEAD_SHARE = 0.8
 """Share of that speed with heads of 64: 468 to 514 TFLOP/s forward and 286 to 307 backward in the same tables."""
@@ -84,16 +80,16 @@ def gemm_seconds(
     gpu: Gpu, m: float, n: float, k: float, dtype: str = "bf16", batch: int = 1
 ) -> float:
     """Time `batch` products [m, k] x [k, n], one kernel within a step."""
-    arithmetic = 2 * batch * m * n * k / (MATMUL_SHARE * peak_flops(gpu, dtype))
-    moved = memory_seconds(gpu, 2 * batch * (m * n + n * k + m * k))
-    return (arithmetic + moved) / BUSY_SHARE + LAUNCH_S
+    arithmetic = 2 * batch * m * n * k / (MATMUL_SHARE[dtype] * peak_flops(gpu, dtype))
+    read, written = (memory_seconds(gpu, 2 * batch * size) for size in (k * (m + n), m * n))
+    return (max(arithmetic, read) + written) / BUSY_SHARE + LAUNCH_S
 
 
 def attention_seconds(
     gpu: Gpu, flops: float, *, backward: bool = False, head_dim: int = 128
 ) -> float:
     """Time fused attention of so many FLOPs (the masked half not counted)."""
-    share = ATTENTION_SHARE["backward" if backward else "forward"]
+    share = BUSY_SHARE * ATTENTION_SHARE["backward" if backward else "forward"]
     if head_dim < 128:
         share *= NARROW_HEAD_SHARE
     return flops / (share * peak_flops(gpu, "bf16")) + LAUNCH_S
