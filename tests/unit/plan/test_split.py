@@ -106,8 +106,8 @@ def test_neighbours_are_as_fast_as_any_two_policies(cfg, cluster):
 
 
 def test_two_policies_have_to_beat_the_best_alone():
-    """The fastest of 64 GPUs is 1.2% faster than the fastest with one policy, which is chosen."""
-    cfg = of_mesh(left_open(llama3_70b), "fsdp=64")
+    """The fastest of 64 GPUs is 1.0% faster than the fastest with one policy, which is chosen."""
+    cfg = of_mesh(left_open(llama3_70b), "fsdp=32,sp=2")
     chosen, why = choose_auto(cfg, CLUSTER)
     assert not isinstance(chosen.train.remat, Split) and "the simplest within 2%" in why
     chosen, _ = choose_auto(SHARDED, CLUSTER)
