@@ -2,9 +2,10 @@
 
 Counted is the arithmetic that the model needs, not what a machine happens to do: a product of a vector with an [m, n]
 matrix is 2*m*n, its backward pass twice that, recomputation is free, and causal attention counts as the half of the
-score matrix that is used. Borders between packed documents are ignored. Model FLOPs utilisation (MFU) is this count
-per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal attention halved); the peak is that of
-`train.precision`, so a run in fp8 is held against twice the peak of one in bfloat16.
+score matrix that is used. Borders between packed documents are ignored unless `plan` is told their length. Model FLOPs
+utilisation (MFU) is this count per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal
+attention halved); the peak is that of `train.precision`, so a run in fp8 is held against twice the peak of one in
+bfloat16.
 """
 
 import re

@@ -35,6 +35,7 @@ from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.config.remat import Keep, Policy, Split
 from ultrascale_jax.config.section import Count, check_fields
 from ultrascale_jax.kernels.choices import HOPPER, AttentionCall
+from ultrascale_jax.parallel.context import document_loops
 from ultrascale_jax.parallel.context.window import distances_in_reach
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.flops import flops_per_token, mean_keys
@@ -105,6 +106,8 @@ class Run:
     """Type of compute; fp8 keeps bf16 attention, head and norms."""
     document_mask: bool = False
     """Attention ends at document borders."""
+    document_tokens: Count | None = None
+    """Length of all packed documents, which no configuration tells; none is a full row, the most work."""
     moment_bytes: int = 8
     """Bytes of AdamW's two moments for one parameter; 6 with a bfloat16 first moment, 4 with both."""
     muon: bool = False
@@ -363,11 +366,11 @@ class Run:
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
-        own = self.shape, self.seq_len, adapter_params(self.shape, self.lora, active=True)
+        own = self.shape, self.document_length, adapter_params(self.shape, self.lora, active=True)
         return self.step_tokens * flops_per_token(*own, reference=self.reference)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
-        """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it."""
+        """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it for full rows."""
         return self.step_flops / self.num_gpus / step_s / gpu.peak_flops(self.precision)
 
     @property
@@ -376,14 +379,30 @@ class Run:
         """Places in the ring over cp, and ranks of one place, which exchange heads for sequence."""
         return self.context.ranks(self.mesh.cp)
 
+    @property
+    def document_length(self) -> int:
+        """Tokens of the stretch within which a token attends."""
+        if self.document_tokens is None or not self.document_mask:
+            return self.seq_len
+        return min(self.document_tokens, self.seq_len)
+
+    @property
+    def attends_by_document(self) -> bool:
+        """Whether attention computes for documents shorter than a row, and not for the row."""
+        return self.document_length < self.seq_len and self.packs_documents
+
     def steps(self, window: int | None) -> int:
         """Count the blocks of others' keys that a place of the ring attends to."""
-        places = self.ring[0]
-        return len(distances_in_reach(places, self.context.chunks, self.seq_len // places, window))
+        places, chunks, piece = self.ring[0], self.context.chunks, self.seq_len // self.ring[0]
+        if places > 1 and self.attends_by_document:
+            return sum(document_loops.hops(places, chunks, piece, self.document_length))
+        return len(distances_in_reach(places, chunks, piece, window))
 
     def keys(self, window: int | None) -> float:
         """Count the keys that attention computes for a query on average: whole blocks, seen or not."""
         places, chunks = self.ring[0], self.context.chunks
+        if self.attends_by_document:
+            return mean_keys(self.document_length, None)
         if places == 1:
             return mean_keys(self.seq_len, window)
         piece = self.seq_len // places

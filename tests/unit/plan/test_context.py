@@ -141,11 +141,35 @@ def test_a_document_mask_is_that_of_a_place():
 def test_loops_over_documents_are_as_long_as_documents_make_them(
     strategy, tokens, ahead, back, tiles, far
 ):
-    run = split(8, strategy=strategy, document_mask=True)
+    run = split(8, strategy=strategy, document_mask=True, document_tokens=tokens)
     scopes = {AHEAD: ahead, TILES: tiles, "layers/while": None}
     if strategy == "zigzag":
         scopes |= {BACK: back, FAR_TILES: far}
     for scope, trips in scopes.items():
-        assert context.loop_trips(run, tokens, f"attention/{scope}/while") == trips
-    once = context.loop_trips(run, tokens, f"{AHEAD}/{FROM_AFAR}/while")
+        assert context.loop_trips(run, f"attention/{scope}/while") == trips
+    once = context.loop_trips(run, f"{AHEAD}/{FROM_AFAR}/while")
     assert once == (ahead > 0)
+
+
+@pytest.mark.parametrize(("strategy", "hops", "chunk"), [("ring", 1, 16384), ("zigzag", 2, 8192)])
+def test_attention_is_that_of_documents_where_their_length_is_told(strategy, hops, chunk):
+    """Half a document's tokens for a query, one hop each way, and copies of the tokens that two chunks share."""
+    told = split(8, strategy=strategy, document_mask=True, document_tokens=4096)
+    row = dataclasses.replace(told, document_tokens=None)
+    assert (told.keys(None), told.steps(None), row.steps(None)) == (2048, hops, 7)
+    gpu = find_cluster(None, "h100", 8).gpu
+    copies, whole = (
+        context.merge_seconds(run, gpu) - run.steps(None) * 2 * costs.LAUNCH_S
+        for run in (told, row)
+    )
+    assert copies == pytest.approx(whole * hops / 7 * 2048 / chunk)
+    # Attention that reads a mask computes the row.
+    masked = dataclasses.replace(told, kernels=KernelsConfig(attention="cudnn"))
+    assert (masked.keys(None), masked.steps(None)) == (row.keys(None), 7)
+
+
+def test_model_flops_are_those_of_documents_whose_length_is_told():
+    told = split(8, document_mask=True, document_tokens=4096)
+    rows = split(8, seq_len=4096, sequences=32)
+    assert told.step_flops == rows.step_flops
+    assert dataclasses.replace(told, document_mask=False).step_flops > 1.5 * told.step_flops

@@ -218,13 +218,14 @@ def test_a_loop_whose_length_depends_on_data_is_left_out_with_a_warning_unless_i
 
 def test_a_loop_over_documents_is_as_long_as_the_run_and_their_length_make_it():
     """In zigzag a place of 8,192 tokens has chunks of 4,096: two tiles of a full row, one of a document of 4,000."""
-    run = Run.of(Config(mesh=MeshConfig(cp=8), data=DataConfig(seq_len=8 * 8192)), 8)
+    cfg = Config(mesh=MeshConfig(cp=8), data=DataConfig(seq_len=8 * 8192))
     where = "attention/document_tiles/while"
     loop = f'%loop = bf16[8192,8192] while(%a), condition=%cond, body=%body, metadata={{op_name="{where}"}}'
     body = LOOP + indented([NORM]) + "\n}\n"
-    step = step_of(text_of(loop, computations=body), run=run, cp=8)
     for tokens, trips in ((None, 2), (4000, 1)):
-        timeline = compile.simulate_step(step, NODE, document_tokens=tokens)
+        run = Run.of(cfg, 8, document_tokens=tokens)
+        step = step_of(text_of(loop, computations=body), run=run, cp=8)
+        timeline = compile.simulate_step(step, NODE)
         assert timeline.step_s == pytest.approx(trips * NORM_S) and timeline.left_out == ()
 
 

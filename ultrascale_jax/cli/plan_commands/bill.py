@@ -7,14 +7,16 @@ from typing import Annotated
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.config import Config, require
-from ultrascale_jax.config.section import NonNegative, Positive
+from ultrascale_jax.config.section import Count, NonNegative, Positive
 from ultrascale_jax.plan.bill import FailureTerms, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(common.Options):
-    """Options of the verbs that price a training."""
+    """Options of the verbs that tell the time of a run, and price its training."""
 
+    document_tokens: Annotated[Count | None, command_line.option("N", "a whole row")] = None
+    """Length of all packed documents, which no configuration tells."""
     tokens: Annotated[str | None, command_line.option("15T", "the recipe's")] = None
     """Tokens of the whole training; K, M, B and T are powers of 1,000, Ki and Mi of 1,024."""
     price: Annotated[Positive | None, command_line.option("USD")] = None

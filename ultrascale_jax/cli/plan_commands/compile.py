@@ -16,7 +16,6 @@ from ultrascale_jax import units
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import bill, common
 from ultrascale_jax.config import Config, UserError, require
-from ultrascale_jax.config.section import Count
 from ultrascale_jax.launch.failures import INTERRUPTED
 from ultrascale_jax.plan.bill import bill as bill_of
 from ultrascale_jax.plan.hardware import Cluster
@@ -32,8 +31,6 @@ class Options(bill.Options):
 
     dump: Annotated[str | None, command_line.option("DIR")] = None
     """Write step.hlo, summary.json, and trace.json for https://ui.perfetto.dev into this directory."""
-    document_tokens: Annotated[Count | None, command_line.option("N", "a whole row")] = None
-    """Simulate packed documents of this length, which no program tells."""
     execute: command_line.Flag = False
     """Run the program on this machine's CPU, from a random state and batch, and compare each output with the CPU's own
     step: for tiny recipes."""
@@ -83,8 +80,14 @@ def compiled(cfg: Any, options: Options, cluster: Cluster) -> tuple[Any, Any]:
     from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
 
     hosts = cluster.gpus_per_host
-    step = compile_step(cfg, options.gpus, cluster.gpu.name, gpus_per_host=hosts)
-    return step, simulate_step(step, cluster, document_tokens=options.document_tokens)
+    step = compile_step(
+        cfg,
+        options.gpus,
+        cluster.gpu.name,
+        gpus_per_host=hosts,
+        document_tokens=options.document_tokens,
+    )
+    return step, simulate_step(step, cluster)
 
 
 def executed(cfg: Config, step: Any) -> Any:

@@ -54,8 +54,9 @@ def main(argv: list[str]) -> None:
         requested = cfg
         cfg = common.choose_open(requested, options, cluster)
         with output.working("looking for options that fit"):
-            hints = find_hints(cfg, options, cluster)
-        step = estimate(Run.of(cfg, options.gpus), cluster)
+            hints = find_hints(cfg, options, cluster, document_tokens=options.document_tokens)
+        run = Run.of(cfg, options.gpus, document_tokens=options.document_tokens)
+        step = estimate(run, cluster)
         question = Question(requested=requested, chosen=cfg, options=options, cluster=cluster)
         report = MemoryReport.of(
             step,
@@ -80,7 +81,12 @@ def _sections(
 
 
 def find_hints(
-    cfg: Config, options: common.Options, cluster: Cluster, *, meshes: bool = True
+    cfg: Config,
+    options: common.Options,
+    cluster: Cluster,
+    *,
+    meshes: bool = True,
+    document_tokens: int | None = None,
 ) -> list[Hint]:
     """Find the options of a faster run that fits; where `cfg` may not fit, of runs that do, for certain if any does.
 
@@ -89,9 +95,9 @@ def find_hints(
     Recomputation and micro-batches are chosen as `auto` chooses them; if nothing fits, with ZeRO-3, and then, with
     `meshes`, on any mesh as `plan search` does.
     """
-    step = estimate(Run.of(cfg, options.gpus), cluster)
+    step = estimate(Run.of(cfg, options.gpus, document_tokens=document_tokens), cluster)
     if step.verdict == FITS:
-        room = _hints(cfg, cfg, cluster, meshes=False)
+        room = _hints(cfg, cfg, cluster, document_tokens, meshes=False)
         return [hint for hint in room if EQUAL * hint.step_s < step.step_s][:1]
     hints: list[Hint] = []
     for way in (lambda cfg: cfg, with_moments_on_host, with_smaller_moments, with_smaller_weights):
@@ -99,7 +105,9 @@ def find_hints(
         fitting = any(hint.verdict == FITS for hint in hints)
         if fitting and way in (with_moments_on_host, with_smaller_weights):
             continue
-        candidates = _hints(cfg, tried, cluster, meshes=meshes and not fitting) if tried else ()
+        if tried is None:
+            continue
+        candidates = _hints(cfg, tried, cluster, document_tokens, meshes=meshes and not fitting)
         best = _first_fitting(candidates)
         if best is None or not best.options:
             continue
@@ -120,7 +128,9 @@ def _first_fitting(hints: Iterable[Hint]) -> Hint | None:
     return leanest
 
 
-def _hints(cfg: Config, tried: Config, cluster: Cluster, *, meshes: bool) -> Iterator[Hint]:
+def _hints(
+    cfg: Config, tried: Config, cluster: Cluster, document_tokens: int | None, *, meshes: bool
+) -> Iterator[Hint]:
     """Complete `tried` in ways that change ever more, and yield the options of each that may fit."""
     base = with_changes(tried, mesh=cfg.mesh, remat="auto", microbatches=AUTO)
     sharded = with_changes(base, mesh=cfg.mesh, zero=3)
@@ -134,7 +144,8 @@ def _hints(cfg: Config, tried: Config, cluster: Cluster, *, meshes: bool) -> Ite
             chosen, _ = choose_auto(
                 way, cluster, choose_mesh=choose_mesh, fixed=fixed, must_fit=False
             )
-            step = estimate(Run.of(chosen, cluster.num_gpus), cluster)
+            run = Run.of(chosen, cluster.num_gpus, document_tokens=document_tokens)
+            step = estimate(run, cluster)
             if step.verdict != DOES_NOT_FIT:
                 yield Hint.of(_options(cfg, chosen), step)
 

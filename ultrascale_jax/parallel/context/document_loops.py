@@ -36,6 +36,15 @@ def shared_tokens(chunk: int, document_tokens: int | None) -> int:
     return chunk if document_tokens is None else min(-(-document_tokens // 2), chunk)
 
 
+def hops(places: int, chunks: int, piece: int, document_tokens: int | None) -> tuple[int, int]:
+    """Return how many hops keys make to later places, and to earlier ones; arguments as of `loop_trips`."""
+    chunk, _ = chunk_lengths(chunks, piece)
+    reach = places if document_tokens is None else -(-document_tokens // chunk)
+    both_ways = chunks == 2 and places > 2
+    ahead = min(reach, places - 1 - both_ways)
+    return ahead, min(reach, places - 1 - ahead) * both_ways
+
+
 def loop_trips(
     scope: str, places: int, chunks: int, piece: int, document_tokens: int | None
 ) -> int | None:
@@ -53,8 +62,6 @@ def loop_trips(
         return 0
     if TILES in scope:
         return -(-shared_tokens(chunk, document_tokens) // tile_size(chunk, second))
-    reach = places if document_tokens is None else -(-document_tokens // chunk)
-    ahead = min(reach, places - chunks)
-    back = min(reach, places - 1 - ahead)
-    hops = back if BACK in scope else ahead if AHEAD in scope else None
-    return hops if hops is None else min(hops - 1, 1) if FROM_AFAR in scope else hops - 1
+    ahead, back = hops(places, chunks, piece, document_tokens)
+    count = back if BACK in scope else ahead if AHEAD in scope else None
+    return count if count is None else min(count - 1, 1) if FROM_AFAR in scope else count - 1

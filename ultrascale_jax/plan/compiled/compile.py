@@ -155,6 +155,7 @@ def compile_step(
     model: type[Transformer] = Transformer,
     estimates: bool = True,
     options: Mapping[str, str] | None = None,
+    document_tokens: int | None = None,
 ) -> CompiledStep:
     """Compile `make_train_step(cfg)` for `num_devices` GPUs with the XLA flags of a real run.
 
@@ -163,6 +164,7 @@ def compile_step(
       num_devices, gpu, gpus_per_host: as `target_devices` takes them.
       model: the class of the model, with layers of your own say (`docs/layers.md`).
       estimates, options: as `compile_program` takes them; `options` are added to the flags of a run.
+      document_tokens: as `Run` has it; the program is the same.
     """
     mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
     cfg = cfg.check(num_devices)
@@ -170,7 +172,8 @@ def compile_step(
     step = make_train_step(cfg)
     args = abstract_state(cfg, mesh, model), abstract_batch(cfg, mesh)
     program = compile_program(step, *args, mesh=mesh, gpu=gpu, estimates=estimates, options=flags)
-    return CompiledStep(run=Run.of(cfg, num_devices), **vars(program))
+    run = Run.of(cfg, num_devices, document_tokens=document_tokens)
+    return CompiledStep(run=run, **vars(program))
 
 
 def compile_program(
@@ -245,12 +248,10 @@ def _gpu_of(mesh: Mesh, name: str | None) -> Gpu:
     return known
 
 
-def simulate_step(
-    step: CompiledProgram, cluster: Cluster, *, document_tokens: int | None = None
-) -> Timeline:
-    """Predict how one GPU of `cluster` spends its time on `step`, if all packed documents have `document_tokens`.
+def simulate_step(step: CompiledProgram, cluster: Cluster) -> Timeline:
+    """Predict how one GPU of `cluster` spends its time on `step`.
 
-    Without a length a document is a full row, the most work. Collectives are on the streams that XLA put them on; the
+    Packed documents have the length that its run has. Collectives are on the streams that XLA put them on; the
     timeline also tells the step with all of them on one stream, with none that waits for another of another link, and
     with the most that a study found collectives to slow work overlapped with them. A conditional takes its slowest
     branch as often as the pipeline's schedule, or the layers with experts, make it. A loop of unknown length may count
@@ -264,9 +265,9 @@ def simulate_step(
     fix = f"the program is compiled for {step.gpu.name}; give its cluster, or compile it for {cluster.gpu.name}"
     require(cluster.gpu.kind == step.gpu.kind, "cluster.gpu", cluster.gpu.name, fix)
     cluster.check_size(math.prod(step.axes.values()), f"the program's mesh {axes}")
-    is_step = isinstance(step, CompiledStep)
-    share = pipeline.shares(step.run, step.module) if is_step else None
-    trips = functools.partial(context.loop_trips, step.run, document_tokens) if is_step else None
+    run = step.run if isinstance(step, CompiledStep) else None
+    share = pipeline.shares(run, step.module) if run else None
+    trips = functools.partial(context.loop_trips, run) if run else None
     names = [c.name for c in step.collectives if c.asynchronous]
     one = dict.fromkeys(names, 0)
     own = {name: step.comm_streams.get(name, 0) for name in names}
@@ -279,7 +280,7 @@ def simulate_step(
             comm_streams=streams,
             share=share,
             trips=trips,
-            document_tokens=document_tokens,
+            document_tokens=run.document_tokens if run else None,
             contention=contention,
         )
 
@@ -293,7 +294,7 @@ def simulate_step(
     known_rare = {where for where in timeline.left_out for scope in RARE_LOOPS if scope in where}
     if wrong := sorted(set(timeline.left_out) - known_rare):
         warnings.warn(
-            f"{f'{step.run.label}: ' if is_step else ''}the predicted time lacks {', '.join(wrong)}, whose length XLA "
+            f"{f'{run.label}: ' if run else ''}the predicted time lacks {', '.join(wrong)}, whose length XLA "
             "does not know",
             stacklevel=2,
         )

@@ -22,11 +22,11 @@ EXCHANGED_BYTES = 8
 """The same of one exchange of heads: copies to and from the order that it wants."""
 
 
-def loop_trips(run: Run, document_tokens: int | None, scope: str) -> int | None:
+def loop_trips(run: Run, scope: str) -> int | None:
     """Return the iterations of a loop over documents on a ring, by its scope; None for any other loop."""
     places = run.ring[0]
     of_ring = places, run.context.chunks, run.seq_len // places
-    return document_loops.loop_trips(scope, *of_ring, document_tokens)
+    return document_loops.loop_trips(scope, *of_ring, run.document_tokens)
 
 
 def query_key_values(run: Run) -> tuple[float, float]:
@@ -89,6 +89,10 @@ def merge_seconds(run: Run, gpu: Gpu) -> float:
         return 0.0
     steps, query = mean_steps(run), query_key_values(run)[0]
     moved = steps * (WHOLE_BYTES if run.context.strategy == "ring" else HALVES_BYTES)
+    if run.attends_by_document:
+        piece = run.seq_len // run.ring[0]
+        chunk = document_loops.chunk_lengths(run.context.chunks, piece)[0]
+        moved *= document_loops.shared_tokens(chunk, run.document_length) / chunk
     moved += EXCHANGED_BYTES * (run.ring[1] > 1)
     return 2 * steps * costs.LAUNCH_S + costs.memory_seconds(gpu, moved * query)
 

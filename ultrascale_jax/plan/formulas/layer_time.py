@@ -235,7 +235,6 @@ class LayerTime:
 
         A mask has two bytes a score, read once for all heads. For packed documents the results and gradients of each
         class are read, and one is written; the backward pass of a class clears float32 gradients for its segments.
-        Attention itself is counted as if a document were a full row.
         """
         run, layer = self.run, layer_of(self.run)
         if not run.document_mask or layer.scores:
