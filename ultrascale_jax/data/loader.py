@@ -32,7 +32,7 @@ from ultrascale_jax.config import (
     require_type,
     whole,
 )
-from ultrascale_jax.data.balance import attention_work, deal_rows
+from ultrascale_jax.data.balance import Chunks, attention_work, balanced_tokens, deal_rows
 from ultrascale_jax.data.held_out import HeldOut
 from ultrascale_jax.data.mixture import StagedSamples, parse_named
 from ultrascale_jax.data.samples import (
@@ -69,7 +69,8 @@ class Loader:
     does not count them; `positions`; and `segment_ids` if `data.document_mask`. With the mask,
     segments count documents from 1, positions start at 0 in each, and the last token of a document
     has no target; without it the row is one stream. Where `cp` splits a row every array is handed
-    out in the order of the strategy of `context` (`sequence_order`); hashes and fingerprint
+    out in the order of the strategy of `context` (`sequence_order`), and before that the documents
+    of a row in an order that balances the places of a ring (`balance.py`); hashes and fingerprint
     are of the natural order. `make_loader(cfg)` takes all of it from a `Config`.
 
     Args:
@@ -126,7 +127,11 @@ class Loader:
         if context is not None:
             require_type("context", context, ContextConfig)
         self._cp, self._context = cp, context
-        self._order = sequence_order(data.seq_len, cp, context) if context and cp > 1 else None
+        self._order, self._chunks = None, None
+        if context is not None and cp > 1:
+            self._order, places = sequence_order(data.seq_len, cp, context), context.ranks(cp)[0]
+            if data.document_mask and places > 1:
+                self._chunks = Chunks.of(self._order, places)
         self._microbatches, self._share_checks = microbatches, share_checks
         self.sources = sources or open_sources(data, vocab_size, share_checks=share_checks)
         self.tokenizer = self.sources.tokenizer
@@ -480,7 +485,11 @@ class Loader:
     def _ordered(self, batch: Batch) -> Batch:
         if self._order is None:
             return batch
-        return {name: value[:, self._order] for name, value in batch.items()}
+        if self._chunks is None:
+            return {name: value[:, self._order] for name, value in batch.items()}
+        rows = [balanced_tokens(ids, self._chunks)[self._order] for ids in batch["segment_ids"]]
+        at = np.arange(len(rows))[:, None], np.stack(rows)
+        return {name: value[at] for name, value in batch.items()}
 
 
 def batch_hash(batch: Batch) -> str:
