@@ -87,7 +87,8 @@ def test_what_fits_by_formula_fits_and_what_does_not_does_not():
     }
     assert len(ratios) > 140
     wrong = [mesh for (mesh, _), r in ratios.items() if r > 1 / SURE or r < 1 / POSSIBLE]
-    assert len(wrong) == 4 and all(mesh.partition("ep=")[2] in ("32", "64") for mesh in wrong)
+    # Qwen3 30B-A3B: its experts on many ranks, and a model of four layers.
+    assert sorted(wrong) == ["ep=8", "fsdp=2,ep=64", "fsdp=2,ep=64", "fsdp=4,ep=32"]
 
 
 def test_the_bands_of_the_verdict():
