@@ -127,11 +127,7 @@ class Loader:
         if context is not None:
             require_type("context", context, ContextConfig)
         self._cp, self._context = cp, context
-        self._order, self._chunks = None, None
-        if context is not None and cp > 1:
-            self._order, places = sequence_order(data.seq_len, cp, context), context.ranks(cp)[0]
-            if data.document_mask and places > 1:
-                self._chunks = Chunks.of(self._order, places)
+        self._order = sequence_order(data.seq_len, cp, context) if context and cp > 1 else None
         self._microbatches, self._share_checks = microbatches, share_checks
         self.sources = sources or open_sources(data, vocab_size, share_checks=share_checks)
         self.tokenizer = self.sources.tokenizer
@@ -481,6 +477,14 @@ class Loader:
             f"in {file} at {place}; it was altered under the run, so write it anew"
         )
         require(False, "data.source", self.data.source, fix)
+
+    @functools.cached_property
+    def _chunks(self) -> Chunks | None:
+        """The chunks of the ring's places, among which documents are balanced; None without a ring or documents."""
+        if self._order is None or self._context is None or not self.data.document_mask:
+            return None
+        places, _ = self._context.ranks(self._cp)
+        return Chunks.of(self._order, places) if places > 1 else None
 
     def _ordered(self, batch: Batch) -> Batch:
         if self._order is None:
