@@ -286,7 +286,7 @@ def test_the_public_search_gives_the_ranking_with_the_recommended_candidate_firs
         (6, ["not enough: {host} saves 3.6 GiB, {round} saves 2.3 GiB, {round} {weights} saves"]),
         (8, ["fits with {host}: fsdp2", "may fit with {round}: ", "fits with {round} {weights}: "]),
         (10, ["nothing fits", "fits with {host}: fsdp2", "fits with {round}: fsdp2"]),
-        (11, ["unsure, 0.0876 s a step", "fits with {host}: ", "fits with {round}: fsdp2"]),
+        (11, ["unsure, 0.0867 s a step", "fits with {host}: ", "fits with {round}: fsdp2"]),
         (14, ["best: fsdp2"]),
     ],
 )
