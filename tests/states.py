@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ultrascale_jax.checkpoint.mesh_independent import reset_optional_state
 from ultrascale_jax.config import Config
+from ultrascale_jax.models.frozen_fp8 import quantised
 from ultrascale_jax.models.transformer import Transformer
+from ultrascale_jax.train_step.precision import COMPUTE
 from ultrascale_jax.train_step.state import TrainState, abstract_state
 
 
@@ -27,7 +30,8 @@ def some_state(
     abstract = abstract_state(cfg, mesh, model)
 
     def numbers(name, shape):
-        if not name.startswith(("params.", "frozen.", "reference.")) or "bias" in name:
+        drawn = name.startswith(("params.", "frozen.", "reference.")) and ".amaxes." not in name
+        if not drawn or "bias" in name:
             return np.zeros(shape)
         if name.endswith(".scale.value") and ".attn." not in name:  # of a layer
             return 1 + scale * rng.normal(size=shape)
@@ -47,7 +51,9 @@ def some_state(
         else:
             draw = functools.partial(numbers, name)
             value = draw_words(draw, name, like.shape, cfg.model.vocab_size)
-        return jax.device_put(value.astype(like.dtype), like.sharding)
+        rests_in_fp8 = like.dtype == jnp.float8_e4m3fn
+        dtype = COMPUTE[cfg.train.precision] if rests_in_fp8 else like.dtype
+        return jax.device_put(value.astype(dtype), like.sharding)
 
     paths, tree = jax.tree.flatten_with_path(abstract)
     # The layers of a model draw first, whatever its other parameters are called.
@@ -58,6 +64,9 @@ def some_state(
     )
     arrays = {i: leaf(*paths[i]) for i in draws}
     state = jax.tree.unflatten(tree, [arrays[i] for i in range(len(paths))])
+    if cfg.frozen_in_fp8:
+        with jax.set_mesh(mesh):
+            state = dataclasses.replace(state, frozen=quantised(state.frozen))
     parts = {"loss_scale": None, "spikes": None}
     return reset_optional_state(dataclasses.replace(state, **parts), abstract, cfg)
 

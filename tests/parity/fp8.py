@@ -16,6 +16,7 @@ from ultrascale_jax.config import (
     DataConfig,
     Experts,
     Fp8Config,
+    Lora,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -33,11 +34,17 @@ BASE = Config(
 )
 EXPERTS = {"experts": Experts(num=4, top_k=2, d_ff=64, shared=1)}
 
+ADAPTERS = {"lora": Lora(rank=4), "init_from": "hf:x"}
+
 # name: (mesh, fields of train, of model and of fp8)
 ROWS = {
     "fsdp2_sp2_tp2": ({"fsdp": 2, "sp": 2, "tp": 2}, {"precision": "fp8"}, {}, {}),
     "rowwise_sp2_tp2": (
         {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
+    ),
+    # The base rests in fp8, and is gathered once a step.
+    "lora_fsdp2_sp2": (
+        {"fsdp": 2, "sp": 2}, {"precision": "fp8", "zero": 1, "microbatches": 2} | ADAPTERS, {}, {},
     ),
     "mx_fsdp2_sp2": ({"fsdp": 2, "sp": 2}, {"precision": "mxfp8", "remat": "selective"}, {}, {}),
     "block_cp2_fsdp2": (
@@ -55,6 +62,10 @@ NIGHTLY_ROWS = {
     # Stages with dense layers and layers of experts, whose exchanges hide behind the other pass of a tick.
     "pp2_ep2_fsdp2_mixed": (
         {"pp": 2, "ep": 2, "fsdp": 2}, {"precision": "fp8", "microbatches": 4, "zero": 1, "seed": 2},
+        {"num_layers": 3, "experts": Experts(num=4, top_k=2, d_ff=64, shared=1, dense_layers=1)}, {},
+    ),
+    "lora_pp2_ep2_mixed": (
+        {"pp": 2, "ep": 2}, {"precision": "fp8", "microbatches": 4, "seed": 1} | ADAPTERS,
         {"num_layers": 3, "experts": Experts(num=4, top_k=2, d_ff=64, shared=1, dense_layers=1)}, {},
     ),
     "mx_ep2_fsdp2": ({"ep": 2, "fsdp": 2}, {"precision": "mxfp8"}, EXPERTS, {}),

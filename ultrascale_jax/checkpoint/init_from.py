@@ -4,10 +4,10 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ultrascale_jax.checkpoint.copies import Copies
 from ultrascale_jax.checkpoint.run_metadata import saved_config
@@ -220,13 +220,21 @@ def bring_files(run_dir: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def initial_params(
-    cfg: Config, abstract: "Transformer", mesh: "Mesh", field: str = "train.init_from"
+    cfg: Config,
+    abstract: "Transformer",
+    mesh: "Mesh",
+    field: str = "train.init_from",
+    each: Callable[[Any], Any] = lambda param: param,
 ) -> "Transformer":
-    """Load the parameters that `field` names in the shapes, types and shardings of `abstract`."""
+    """Load the parameters that `field` names in shapes, types and shardings of `abstract`; return `each` of it."""
+    import jax
+
     from ultrascale_jax.checkpoint.load_params import load_params
     from ultrascale_jax.huggingface import checkpoint
+    from ultrascale_jax.models.fp8 import is_variable
 
     source = Source.parse(operator.attrgetter(field)(cfg), field)
     if source.huggingface:
-        return checkpoint.load(source.folder, abstract)
-    return load_params(source.folder, mesh, source.step, like=abstract)[1]
+        return checkpoint.load(source.folder, abstract, each)
+    loaded = load_params(source.folder, mesh, source.step, like=abstract)[1]
+    return jax.tree.map(each, loaded, is_leaf=is_variable)

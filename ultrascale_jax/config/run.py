@@ -200,6 +200,12 @@ class Config(Section, name=""):
             self.refuse("train.precision", "rounds the reference otherwise; use fp8_block")
 
     @property
+    def frozen_in_fp8(self) -> bool:
+        """Whether the layers' matrices below adapters rest in fp8: all are multiplied so, with one scale for each."""
+        ends = self.fp8.bf16_first or self.fp8.bf16_last
+        return self.train.lora.enabled and self.train.precision == "fp8" and not ends
+
+    @property
     def teacher(self) -> "Config":
         """Return the configuration in which the teacher of `train.distill` runs forward: never in fp8."""
         train, model = self.train, self.train.distill.model

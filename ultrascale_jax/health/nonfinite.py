@@ -60,13 +60,17 @@ def _is_finite(x: jax.Array) -> jax.Array:
 
 
 def _by_name(model: Transformer) -> dict[str, jax.Array]:
-    """Return whether each row of each parameter is finite, by its dotted path; a row of a stack is a layer."""
+    """Return whether each row of each parameter is finite, by its dotted path; a row of a stack is a layer.
+
+    Frozen parameters have no gradient.
+    """
     variables = jax.tree.leaves_with_path(model, is_leaf=is_variable)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): jnp.all(
             jnp.isfinite(variable.get_value()), axis=tuple(range(1, variable.get_value().ndim))
         )
         for path, variable in variables
+        if variable.get_value() is not None
     }
 
 

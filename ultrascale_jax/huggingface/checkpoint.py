@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -45,46 +46,59 @@ from ultrascale_jax.huggingface.mxfp4 import dequantized
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, copies, fuse_experts, tensors
 from ultrascale_jax.huggingface.wrappers import Wrapper, is_wrapper, text_tensors
 from ultrascale_jax.launch.multihost import on_all
+from ultrascale_jax.models.fp8 import is_variable
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.units import GIB
 
 
-def load(path: str | Path, abstract: Transformer) -> Transformer:
-    """Load the parameters of a Hugging Face folder in the shapes, types and shardings of `abstract`.
+def load(
+    path: str | Path,
+    abstract: Transformer,
+    each: Callable[[Any], Any] = lambda param: param,
+) -> Transformer:
+    """Load the parameters of a Hugging Face folder in the shapes, types and shardings of `abstract`, and return `each`
+    of them, which all processes run before the next one is read.
 
-    Its leaves are `jax.ShapeDtypeStruct`; its `orders` place the layers. Each process reads the shards of its own
-    devices, one parameter at a time. A model without `mtp_layers` ignores the folder's. Raises `UserError` on all
-    processes where one of them finds a tensor missing, left over, of another shape or type, or not finite in the type
-    of `abstract`.
+    The leaves of `abstract` are `jax.ShapeDtypeStruct`; its `orders` place the layers. Each process reads the shards of
+    its own devices, one parameter at a time. A model without `mtp_layers` ignores the folder's. Raises `UserError` on
+    all processes where one of them finds a tensor missing, left over, of another shape or type, or not finite in the
+    type of `abstract`.
     """
     fix = "give abstract_state(cfg, mesh).params"
     require_type("abstract", abstract, Transformer, fix)
-    return on_all(lambda: _load(Path(path), abstract))
+    with ExitStack() as opened:
+        files, table = on_all(lambda: _checked_tensors(Path(path), abstract, opened))
+
+        def place(key_path: Any, param: nnx.Param) -> nnx.Param:
+            leaf = param.get_value()
+            if leaf is None:
+                return param
+            name, dtype = _dotted(key_path), np.dtype(leaf.dtype)
+            stack = table[name].stack
+            order = () if stack is None else abstract.orders[stack]
+            # Cached for this one parameter: devices that hold the same part share one read.
+            part = cache(partial(_read, files, table[name], order, leaf.shape, dtype))
+            read = partial(jax.make_array_from_callback, leaf.shape, leaf.sharding, part)
+            return each(param.replace(on_all(read)))
+
+        return jax.tree.map_with_path(place, abstract, is_leaf=is_variable)
 
 
-def _load(folder: Path, abstract: Transformer) -> Transformer:
-    """Load the part of this process; see `load`."""
+def _checked_tensors(
+    folder: Path, abstract: Transformer, opened: ExitStack
+) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Open the tensors of a folder; return them, and where they belong in `abstract`."""
     cfg = dataclasses.replace(read_config(folder), mtp_layers=abstract.cfg.mtp_layers)
     wrapped = is_wrapper(read_json(inside(folder, "config.json")))
     family = FAMILIES[read_model_type(folder)]
     table = tensors(cfg, family)
     _check_parameters(abstract, table)
-    with ExitStack() as stack:
-        files = dequantized(open_tensors(folder, stack))
-        files = text_tensors(files) if wrapped else files
-        table = fuse_experts(table, cfg, files)
-        _check_tensors(files, table, cfg, family)
-
-        def place(key_path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            name, dtype = _dotted(key_path), np.dtype(leaf.dtype)
-            stack = table[name].stack
-            order = () if stack is None else abstract.orders[stack]
-            part = partial(_read, files, table[name], order, leaf.shape, dtype)
-            # Cached for this one parameter: devices that hold the same part share one read.
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, cache(part))
-
-        return jax.tree_util.tree_map_with_path(place, abstract)
+    files = dequantized(open_tensors(folder, opened))
+    files = text_tensors(files) if wrapped else files
+    table = fuse_experts(table, cfg, files)
+    _check_tensors(files, table, cfg, family)
+    return files, table
 
 
 def _dotted(key_path: Any) -> str:

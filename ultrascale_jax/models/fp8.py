@@ -12,7 +12,8 @@ the weight's gradient. The forward pass keeps fp8 for the backward pass: x in th
 
 Scales are powers of 2, made of the values at hand (current scaling), on this device's shards: another mesh changes only
 what is too small to be held. The weights' per-tensor scales alone are known before: `weight_amaxes` finds them once a
-step, in one reduction, and so ZeRO gathers fp8 and not bfloat16. Experts' matrices are gathered in bfloat16.
+step, in one reduction, and so ZeRO gathers fp8 and not bfloat16. Experts' matrices are gathered in bfloat16. Matrices
+below adapters do not change: `frozen_fp8.py` quantises them once.
 """
 
 import dataclasses
@@ -51,6 +52,9 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 E8M0 = jnp.float8_e8m0fnu
 """Powers of 2."""
 
+AMAXES = "amaxes"
+"""Name in a module of the largest magnitudes of its matrices that rest in fp8."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -88,8 +92,9 @@ class Fp8:
 class Fp8Weight:
     """A matrix as it is used in fp8."""
 
-    value: jax.Array
-    """In the type of compute. With `values` only its gradient is of use, and XLA drops what made it."""
+    value: jax.Array | None
+    """In the type of compute; None: it rests in fp8 and has no gradient. With `values` only its gradient is of use, and
+    XLA drops what made it."""
     values: jax.Array | None
     """The same in e4m3, for per-tensor scales, as bytes (`as_bits`)."""
     scale: jax.Array | None
@@ -101,10 +106,15 @@ class Fp8Weight:
         assert index is ...
         return self
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the matrix."""
+        return jax.tree.leaves(self)[0].shape
+
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "Fp8Weight":
         """Apply `fn` to the arrays that have the shape of the matrix."""
-        values = None if self.values is None else fn(self.values)
-        return dataclasses.replace(self, value=fn(self.value), values=values)
+        value, values = (None if a is None else fn(a) for a in (self.value, self.values))
+        return dataclasses.replace(self, value=value, values=values)
 
 
 def is_variable(leaf: object) -> bool:
@@ -121,14 +131,20 @@ def weight_amaxes(
 ) -> dict[str, jax.Array]:
     """Return `Fp8.amaxes` of the parameters at rest of a `Transformer`'s stacks, in one reduction over all devices.
 
-    Layers without a matrix have 0 in its place. With pp > 1 call it on pieces.
+    They are those of the matrices times their multipliers. Layers without a matrix have 0 in its place. The amaxes of
+    matrices that rest in fp8 rest too (`AMAXES`). With pp > 1 call it on pieces.
     """
-    matrices = [
-        (order, keystr(path, simple=True, separator="."), variable.get_value())
-        for stack, order in zip(stacks, orders, strict=True)
-        for path, variable in jax.tree.leaves_with_path(stack, is_leaf=is_variable)
-        if in_fp8(variable.dims) and "E" not in variable.dims
-    ]
+    matrices = []
+    for stack, order in zip(stacks, orders, strict=True):
+        by_path = {
+            keystr(path, simple=True, separator="."): variable
+            for path, variable in jax.tree.leaves_with_path(stack, is_leaf=is_variable)
+        }
+        for path, variable in by_path.items():
+            if in_fp8(variable.dims) and "E" not in variable.dims:
+                *outer, name = path.split(".")
+                amax = by_path.get(".".join([*outer, AMAXES, name]), variable)
+                matrices.append((order, path, amax.get_value(), variable.multiplier))
 
     def run(values):
         ends = np.cumsum([len(value) for value in values])
@@ -139,15 +155,15 @@ def weight_amaxes(
         amaxes = jax.lax.all_gather(amaxes, "pp") if mesh_size("pp") > 1 else amaxes[None]
         return [part.reshape(-1) for part in jnp.split(amaxes, ends[:-1], axis=1)]
 
-    values = [jax.lax.stop_gradient(value) for _, _, value in matrices]
+    values = [jax.lax.stop_gradient(value) for _, _, value, _ in matrices]
     everywhere = [P()] * len(values)
     of_stacks = smap(run, in_specs=(specs(values),), out_specs=everywhere)(values)
     amaxes: dict[str, jax.Array] = {}
-    for (order, path, _), by_row in zip(matrices, of_stacks, strict=True):
+    for (order, path, _, multiplier), by_row in zip(matrices, of_stacks, strict=True):
         layers = sorted(layer for layer in order if layer is not None)
         rows = np.array([order.index(layer) for layer in layers])
         by_layer = amaxes.get(path, jnp.zeros(num_layers))
-        amaxes[path] = by_layer.at[np.array(layers)].set(by_row[rows])
+        amaxes[path] = by_layer.at[np.array(layers)].set(multiplier * by_row[rows])
     return amaxes
 
 
@@ -157,10 +173,11 @@ def fp8_product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P,
     contracted = len(set(inputs.split(",")[1]) - set(out))
 
     def run(x, w: Fp8Weight):
-        tokens, features = x.shape[:-contracted], w.value.shape[contracted:]
-        K = math.prod(w.value.shape[:contracted])
+        tokens, features = x.shape[:-contracted], w.shape[contracted:]
+        K = math.prod(w.shape[:contracted])
         w = w.map(lambda a: a.reshape(K, -1))
-        x, value, *quantised = match_vma(x.reshape(-1, K), *jax.tree.leaves(w))
+        x, *arrays = match_vma(x.reshape(-1, K), *jax.tree.leaves(w))
+        value, *quantised = arrays if w.value is not None else (None, *arrays)
         # JAX would make cotangents of the wrong type for float8 values.
         y = multiply(w.recipe, x, value, *jax.lax.stop_gradient(quantised))
         return leave_partial(y.reshape(*tokens, *features), out_sharding.unreduced)
@@ -213,10 +230,10 @@ def fp8_dot(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(recipe: Recipe, x: jax.Array, w: jax.Array, *quantised: jax.Array) -> jax.Array:
+def multiply(recipe: Recipe, x: jax.Array, w: jax.Array | None, *quantised: jax.Array) -> jax.Array:
     """Multiply x `[..., M, K]` by w `[..., K, N]`, shards that vary over the same axes; the result has x's type.
 
-    `quantised` are w's values and scale if known.
+    `quantised` are w's values and scale if known. Without w these are what is multiplied, and have no gradient.
     """
     return _forward(recipe, x, w, *quantised)[0]
 
@@ -224,6 +241,7 @@ def multiply(recipe: Recipe, x: jax.Array, w: jax.Array, *quantised: jax.Array) 
 def _forward(recipe, x, w, *quantised):
     x_MK, x_KM = _both(recipe, x, E4M3)
     kept = x if recipe.wgrad == "bf16" else x_KM
+    kept = None if w is None else kept
     w_NK = _weight(recipe, w, quantised)[1]
     y = _product_of(recipe, x_MK, w_NK, x.dtype)
     return y, (jax.tree.map(as_bits, kept), None if quantised else w, quantised)
@@ -235,7 +253,9 @@ def _backward(recipe, saved, g):
     g_MN, g_NM = _both(recipe, g, E4M3 if recipe.gradients == "e4m3" else E5M2)
     w_KN, _ = _weight(recipe, w, quantised)
     dx = _product_of(recipe, g_MN, w_KN, g.dtype, exact=True)
-    if recipe.wgrad == "bf16":
+    if x is None:
+        dw = None
+    elif recipe.wgrad == "bf16":
         dw = jnp.swapaxes(x, -1, -2) @ g
     else:
         dw = _product_of(recipe, x, g_NM, g.dtype, exact=True)

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig, padded_vocab_size, require, require_choice
 from ultrascale_jax.config.kernels import Implementation
-from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
+from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8, scale_of
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
-from ultrascale_jax.models.fp8 import Fp8Weight, Recipe, as_bits, is_variable
+from ultrascale_jax.models.fp8 import E4M3, Fp8Weight, Recipe, as_bits, is_variable
 from ultrascale_jax.models.linear import linear
 from ultrascale_jax.parallel.gate import gated
 from ultrascale_jax.sharding.manual import smap
@@ -163,16 +163,18 @@ def gather_fp8(
     amax: jax.Array | None,
 ) -> Fp8Weight:
     """Gather a parameter for products in fp8: with one scale for a tensor, made of `amax`, the all-gather sends fp8."""
-    whole = gather_param(value, dims, act_dims, dtype, sizes)
+    whole = None if value.dtype == E4M3 else gather_param(value, dims, act_dims, dtype, sizes)
     if amax is None:
         return Fp8Weight(whole, None, None, recipe)
     value = jax.lax.stop_gradient(value)
     # Without a gradient it is no longer `reduced`.
     value = jax.reshard(value, P(*jax.typeof(value).sharding.spec.partitions))
-    values, scale = quantize_fp8(value, "tensor", amax=amax)
-    return Fp8Weight(
-        whole, gather_param(as_bits(values), dims, act_dims, jnp.uint8, sizes), scale, recipe
-    )
+    if whole is None:
+        values, scale = value, scale_of(amax, E4M3)
+    else:
+        values, scale = quantize_fp8(value, "tensor", amax=amax)
+    values = gather_param(as_bits(values), dims, act_dims, jnp.uint8, sizes)
+    return Fp8Weight(whole, values, scale, recipe)
 
 
 def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:

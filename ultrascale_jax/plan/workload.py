@@ -118,6 +118,8 @@ class Run:
     """Part of `moment_bytes` that rests on the host, for a parameter of the layers' matrices (`optim.offload`)."""
     lora: Lora = field(default_factory=Lora)
     """As `train.lora`: with adapters all other parameters are frozen."""
+    frozen_in_fp8: bool = False
+    """As `Config.frozen_in_fp8`."""
     reference: ModelShape | None = None
     """Frozen model that runs forward in each step: the reference of `train.dpo`, or the teacher of `train.distill`."""
     teaches: bool = False
@@ -176,6 +178,7 @@ class Run:
             "document_mask": cfg.data.document_mask,
             **optimizer_bytes(cfg),
             "lora": train.lora,
+            "frozen_in_fp8": cfg.frozen_in_fp8,
             "reference": reference_of(cfg),
             "teaches": train.distill.enabled and not train.distill.stored,
             "top_k": train.distill.top_k,
@@ -199,6 +202,7 @@ class Run:
         """The run of `reference` alone, forward, in the same micro-batches."""
         assert self.reference is not None
         alone: dict[str, Any] = {"reference": None, "teaches": False, "lora": Lora()}
+        alone["frozen_in_fp8"] = False
         return dataclasses.replace(self, shape=self.reference, remat="none", **alone)
 
     @property

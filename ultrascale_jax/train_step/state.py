@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import Config, require
+from ultrascale_jax.models.frozen_fp8 import quantised
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.lora import add_adapters
@@ -55,7 +56,8 @@ class TrainState:
     spikes: Spikes | None = None
     """With `watch.spike_sigma` the last steps' losses and gradient norms."""
     frozen: Transformer | None = None
-    """With `train.lora` the model without adapters, in the type of compute. No part of a checkpoint."""
+    """With `train.lora` the model without adapters, in the type of compute, or the layers' matrices in fp8
+    (`models/frozen_fp8.py`). No part of a checkpoint."""
     reference: Transformer | None = None
     """A frozen model that the loss reads, in the type of compute: the teacher of `train.distill`, or with `train.dpo`
     and no adapters the model that the run begins with. No part of a checkpoint."""
@@ -107,7 +109,8 @@ def fresh_state(cfg: Config, model: Transformer) -> TrainState:
     frozen = reference = None
     if cfg.train.lora.enabled:
         params, base = split_adapters(model)
-        frozen = _in_compute_type(cfg, base)
+        whole = combine(params, _in_compute_type(cfg, base))
+        params, frozen = split_adapters(quantised(whole) if cfg.frozen_in_fp8 else whole)
     elif cfg.train.dpo.has_reference:
         reference = _in_compute_type(cfg, model)
     opt_state = _fresh_optimizer(cfg, params)

@@ -32,6 +32,7 @@ from ultrascale_jax.launch.multihost import on_process0
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.launch.run_lock import run_lock
 from ultrascale_jax.launch.watchdog import Watch
+from ultrascale_jax.models.frozen_fp8 import rest, with_amaxes
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.model_shape import adapter_params
 from ultrascale_jax.sharding.mesh import check_mesh
@@ -318,12 +319,22 @@ def _state(
         notes += [f"learning from {distill.teacher}"]
     frozen, reference = abstract.frozen, abstract.reference
     if frozen is not None:
-        state = dataclasses.replace(state, frozen=initial_params(cfg, frozen, mesh))
+        state = dataclasses.replace(state, frozen=_base(cfg, mesh, model, frozen))
     if reference is not None:
         source = "train.distill.teacher" if distill.enabled else "train.init_from"
         reference = initial_params(cfg, reference, mesh, source)
         state = dataclasses.replace(state, reference=reference)
     return state, step, notes
+
+
+def _base(cfg: Config, mesh: Mesh, model: type[Transformer], frozen: Transformer) -> Transformer:
+    """Load the base of adapters, of the shapes `frozen`; parameters that rest in fp8 are quantised one by one."""
+    if not cfg.frozen_in_fp8:
+        return initial_params(cfg, frozen, mesh)
+    train = dataclasses.replace(cfg.train, precision="bf16")
+    loaded = abstract_state(dataclasses.replace(cfg, train=train), mesh, model).frozen
+    assert loaded is not None  # the run has adapters
+    return with_amaxes(initial_params(cfg, loaded, mesh, each=rest))
 
 
 def _first_state(

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -45,6 +46,7 @@ def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     shutil.copytree(FOLDER, folder / "hf")
     words = f"{TINY} --train.init-from hf:{folder}/hf --train.lora.rank {LORA} --log.run-dir {folder}/run"
+    words += " --train.precision fp8"  # the base rests in it
     with opened(words) as run:
         assert run.step == 0 and not np.any(np.asarray(run.state.params.stacks[0].attn.lora.w_q.b))
         state = dataclasses.replace(run.state, params=random(run.state.params))
@@ -56,16 +58,25 @@ def run_dir(tmp_path_factory):
 
 def test_adapters_resume_exactly_on_the_base_where_they_began(run_dir):
     _, words, expected = run_dir
-    with opened(words) as run:
+    with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
         assert run.step == 3
         found = [np.asarray(x) for x in jax.tree.leaves(run.state.params)]
         for mine, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(mine, theirs)
         embed = np.asarray(run.state.frozen.embed[...].astype("float32"))
-    np.testing.assert_array_equal(
-        embed,
-        load_file(FOLDER / "model.safetensors")["model.embed_tokens.weight"].astype("float32"),
-    )
+        mlp = run.state.frozen.stacks[0].mlp
+        rests, amaxes = (np.asarray(m.w_down[...], np.float32) for m in (mlp, mlp.amaxes))
+    stored = {
+        name: np.asarray(x.astype(jnp.bfloat16), np.float32)
+        for name, x in load_file(FOLDER / "model.safetensors").items()
+    }
+    np.testing.assert_array_equal(embed, stored["model.embed_tokens.weight"])
+    for layer, (values, amax) in enumerate(zip(rests, amaxes, strict=True)):
+        weight = stored[f"model.layers.{layer}.mlp.down_proj.weight"].T
+        assert amax == np.abs(weight).max()
+        scale = 2.0 ** np.ceil(np.log2(amax / 448))
+        # Three bits after the first one: at most 1/16 is lost, of numbers that are not below the smallest normal one.
+        np.testing.assert_allclose(values * scale, weight, rtol=1 / 16, atol=scale * 2**-10)
     with pytest.raises(UserError, match=r"train.lora.rank: saved 4, now 8"):
         with opened(words.replace(LORA, "8")):
             pass

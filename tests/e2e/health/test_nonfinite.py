@@ -9,6 +9,7 @@ import pytest
 from tests.faults.tiny import config as TINY
 from tests.runs import change, mesh_of
 from tests.states import some_state
+from ultrascale_jax.config import Lora
 from ultrascale_jax.health.nonfinite import find_nonfinite
 from ultrascale_jax.train_step.state import TrainState
 from ultrascale_jax.training.setup import make_loader
@@ -40,8 +41,8 @@ def with_values(state: TrainState, values: dict[str, float]) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
-def find(mesh: dict[str, int], values: dict[str, float]) -> str:
-    cfg = change(TINY, mesh={"fsdp": 1, **mesh}, train={"microbatches": 2})
+def find(mesh: dict[str, int], values: dict[str, float], **train) -> str:
+    cfg = change(TINY, mesh={"fsdp": 1, **mesh}, train={"microbatches": 2} | train)
     cfg = cfg.check(mesh_of(cfg).size)
     with jax.set_mesh(mesh_of(cfg)):
         [(_, batch, _)] = [next(make_loader(cfg).device_batches(mesh_of(cfg), 0))]
@@ -53,6 +54,11 @@ def find(mesh: dict[str, int], values: dict[str, float]) -> str:
 def test_the_first_place_is_named(name):
     value, place = PLACES[name]
     assert find({"fsdp": 2, "tp": 2}, {name: value}) == place
+
+
+def test_a_base_in_fp8_has_no_gradient_to_look_at():
+    adapters = {"lora": Lora(rank=2), "init_from": "hf:x", "precision": "fp8"}
+    assert find({"fsdp": 2}, {}, **adapters) == "nowhere when it was computed again"
 
 
 def test_a_pipeline_counts_its_layers_as_the_model_does():

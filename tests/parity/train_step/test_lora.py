@@ -24,7 +24,9 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.config.lora import Lora, projections
+from ultrascale_jax.models.frozen_fp8 import quantised
 from ultrascale_jax.models.lora import merged, places
+from ultrascale_jax.models.partition import split_adapters
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.parameters import trained_params, weights_of
 from ultrascale_jax.plan.model_shape import adapter_params
@@ -179,8 +181,14 @@ def projected(place, dw):
     return scale * dw @ b.swapaxes(1, 2), scale * a.swapaxes(1, 2) @ dw
 
 
-def test_the_base_is_frozen_in_the_type_of_compute_without_moments():
-    cfg = change(CFG, train={"precision": "bf16"}).check(4)
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [("bf16", "bfloat16"), ("fp8", "float8_e4m3fn"), ("fp8_rowwise", "bfloat16")],
+)
+def test_the_base_is_frozen_in_the_type_of_compute_or_of_its_products_without_moments(
+    precision, kind
+):
+    cfg = change(CFG, train={"precision": precision}).check(4)
     mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
         state = abstract_state(cfg, mesh)
@@ -197,12 +205,35 @@ def test_the_base_is_frozen_in_the_type_of_compute_without_moments():
     moments = sum(s.size for s in jax.tree.leaves(state.opt_state) if s.ndim)
     assert moments == 2 * trained
     kinds = {s.dtype.name for s in jax.tree.leaves(state.frozen) if s.ndim > 2}
-    assert kinds == {"bfloat16"}
+    assert kinds == {kind}
     embed = state.frozen.embed.get_value()
     assert embed.sharding.shard_shape(embed.shape) == (32, 16)  # over tp and fsdp, as ZeRO-3 has it
     run = Run.of(cfg, 4)
     planned = sum(n for part, n in memory.state(run, weights_of(run)).items() if part != "batch")
     assert planned == pytest.approx(bytes_at_rest(state), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "lowering"),
+    [("llama", {"fsdp": 2, "tp": 2}, "auto"), ("llama", {"pp": 2}, "plain")],
+)
+def test_a_base_that_rests_in_fp8_gives_the_bits_of_one_that_each_step_quantises(
+    model, axes, lowering
+):
+    """The step reads what rests, whatever the configuration says of it."""
+    cfg = config(model, axes, "1f1b" if "pp" in axes else None)
+    cfg = change(cfg, train={"precision": "bf16", "lowering": lowering})
+    mesh, batch = mesh_of(cfg), make_loader(cfg).batch(0)
+    state = some_state(cfg, mesh)
+    cfg = change(cfg, train={"precision": "fp8"})
+    assert cfg.frozen_in_fp8
+    expected = gradients(cfg, mesh, state, batch)
+    with jax.set_mesh(mesh):
+        params, frozen = split_adapters(quantised(state.model))
+    assert "float8_e4m3fn" in {s.dtype.name for s in jax.tree.leaves(frozen)}
+    found = gradients(cfg, mesh, dataclasses.replace(state, params=params, frozen=frozen), batch)
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """In fp8 every product of the layers is cuBLASLt's fp8 product on H100s; none silently stays bfloat16."""
 
+import math
 import re
 
-from tests.gpu_programs import HEAD, LAYERS, MATRICES, compiled, fp8_products
+from tests.gpu_programs import HEAD, LAYERS, MATRICES, compiled, fp8_products, matrices
+from ultrascale_jax.config import Lora
 from ultrascale_jax.hlo.program import BLOCK_SCALED
 
 
@@ -28,6 +30,24 @@ def test_each_product_is_fp8_and_zero3_gathers_bytes():
     assert not re.search(rf" = f32\[{batch},{T},{D}\]\S* fusion\(", step.text)
     amaxes = cfg.model.num_layers * MATRICES
     assert len(re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)) == 1
+
+
+def test_matrices_below_adapters_rest_in_bytes_and_no_step_quantises_them():
+    adapters = {"lora": Lora(rank=8), "init_from": "hf:x"}
+    cfg, step = compiled(8, {"fsdp": 8}, precision="fp8", remat="full", **adapters)
+    fp8 = MATRICES + MATRICES - 1 + MATRICES
+    assert fp8_products(step)["fp8"] == LAYERS * fp8
+    [arguments] = re.findall(r"entry_computation_layout=\{\((.*?)\)->", step.text)
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"f8e4m3fn\[([\d,]+)\]", arguments)
+    ]
+    assert sum(sizes) == cfg.model.num_layers * sum(matrices(cfg).values()) // 8
+    in_layers = [c for c in step.collectives if c.kind == "all-gather" and c.loops]
+    kinds = [a for c in in_layers for a in c.operands if a.dtype == "u8"]
+    assert sum(a.bytes for a in kinds) == 2 * LAYERS * sum(matrices(cfg).values()) // 8
+    amaxes = cfg.model.num_layers * MATRICES
+    assert not re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)
 
 
 def test_every_product_of_the_layers_has_a_scale_for_32_elements():

@@ -27,6 +27,8 @@ from ultrascale_jax.plan.formulas.activations import (
 from ultrascale_jax.plan.formulas.parameters import (
     Weights,
     expert_matrices,
+    frozen_in_fp8,
+    gathered_in_fp8,
     largest_row,
     layer_params,
     resting_bytes,
@@ -153,8 +155,8 @@ def moments(run: Run, weights: Weights) -> float:
 def state(run: Run, weights: Weights) -> dict[str, float]:
     """Count the bytes between steps: master parameters, AdamW's moments, the batch, four bytes a number.
 
-    The base of adapters is stored in the type of compute, and has no moments; so is the reference of `train.dpo` or
-    `train.distill`.
+    The base of adapters is stored in the type of compute or in fp8, and has no moments; so is the reference of
+    `train.dpo` or `train.distill`.
     """
     trained = trained_params(run, weights)
     arrays = 4 if run.document_mask else 3
@@ -162,9 +164,9 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
     matrices = sharded_params(run, weights, tables=False)
     parameters = {"master parameters": resting_bytes(run, trained + weights.vectors, matrices)}
     width = 4 if run.precision == "fp32" else 2
-    parameters["frozen parameters"] = (
-        width * sharded_params(run, weights) * bool(run.adapter_params)
-    )
+    in_fp8 = frozen_in_fp8(run, weights) / (run.shards if run.zero else 1)
+    frozen = width * sharded_params(run, weights) - (width - 1) * in_fp8
+    parameters["frozen parameters"] = frozen * bool(run.adapter_params)
     if run.reference_rests:
         alone, own = run.of_reference, weights_of(run.of_reference)
         parameters["frozen parameters"] += width * sharded_params(alone, own) + 4 * own.vectors
@@ -178,7 +180,7 @@ def quantized_saving(run: Run) -> int:
     """Count the bytes that QLoRA would save: frozen matrices of the layers in NF4, which this trainer has not."""
     if not run.adapter_params:
         return 0
-    width = 4 if run.precision == "fp32" else 2
+    width = 1 if run.frozen_in_fp8 else 4 if run.precision == "fp32" else 2
     frozen = sharded_params(run, weights_of(run), tables=False)
     return int((width - NF4_BITS / 8) * frozen)
 
@@ -206,7 +208,7 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
     if run.adapter_params:
         whole = trained_params(run, weights)
     return {
-        "compute parameters": width * used,
+        "compute parameters": width * used - (width - 1) * gathered_in_fp8(run, weights),
         "accumulation buffer": 4
         * several
         * (trained_params(run, weights) if run.zero >= 2 else whole),

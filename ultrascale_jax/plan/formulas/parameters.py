@@ -153,6 +153,17 @@ def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
     return dense / run.shards + weights.experts / (run.mesh.fsdp * run.mesh.cp)
 
 
+def frozen_in_fp8(run: Run, weights: Weights) -> float:
+    """Count the parameters below adapters that rest in fp8, whole over the axes of ZeRO: the layers' matrices, without
+    experts and `model.mtp_layers`."""
+    return run.frozen_in_fp8 * weights.dense * (1 - run.shape.mtp_layers / weights.layers)
+
+
+def gathered_in_fp8(run: Run, weights: Weights) -> float:
+    """Count those of them that zero 1 or 2 gathers once a step."""
+    return frozen_in_fp8(run, weights) * (0 < run.zero < 3)
+
+
 def resting_bytes(run: Run, trained: float, matrices: float) -> float:
     """Count the bytes of so many trained parameters between steps, which are float32 but for `matrices` of the layers,
     of which `optim.weight_dtype` says it."""

@@ -23,6 +23,7 @@ from ultrascale_jax.plan.formulas.activations import (
 from ultrascale_jax.plan.formulas.parameters import (
     Weights,
     expert_matrices,
+    gathered_in_fp8,
     layer_params,
     sharded_params,
     trained_params,
@@ -45,7 +46,8 @@ def sums(run: Run) -> dict[str, float]:
     if run.adapter_params:
         summed = trained_params(run, weights)
     return {
-        "compute parameters": layer.width * used,
+        "compute parameters": layer.width * used
+        - (layer.width - 1) * gathered_in_fp8(run, weights),
         "accumulation buffer": 4 * summed,
     }
 

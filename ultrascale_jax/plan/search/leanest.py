@@ -105,5 +105,5 @@ def least_gpus(cfg: Config, cluster: Cluster) -> int:
     moments = matrix_moment_bytes(cfg.optim) - host_moment_bytes(cfg.optim)
     state = (weight_bytes(cfg) + moments + 4) * trained
     if cfg.train.lora.enabled:
-        state += 2 * shape.num_params
+        state += (1 if cfg.frozen_in_fp8 else 2) * shape.num_params
     return math.ceil(state / (POSSIBLE * cluster.gpu.usable_bytes))
