@@ -131,8 +131,8 @@ def weight_amaxes(
 ) -> dict[str, jax.Array]:
     """Return `Fp8.amaxes` of the parameters at rest of a `Transformer`'s stacks, in one reduction over all devices.
 
-    They are those of the matrices times their multipliers. Layers without a matrix have 0 in its place. The amaxes of
-    matrices that rest in fp8 rest too (`AMAXES`). With pp > 1 call it on pieces.
+    Layers without a matrix have 0 in its place. The amaxes of matrices that rest in fp8 rest too (`AMAXES`). With
+    pp > 1 call it on pieces.
     """
     matrices = []
     for stack, order in zip(stacks, orders, strict=True):
@@ -144,7 +144,7 @@ def weight_amaxes(
             if in_fp8(variable.dims) and "E" not in variable.dims:
                 *outer, name = path.split(".")
                 amax = by_path.get(".".join([*outer, AMAXES, name]), variable)
-                matrices.append((order, path, amax.get_value(), variable.multiplier))
+                matrices.append((order, path, amax.get_value()))
 
     def run(values):
         ends = np.cumsum([len(value) for value in values])
@@ -155,15 +155,15 @@ def weight_amaxes(
         amaxes = jax.lax.all_gather(amaxes, "pp") if mesh_size("pp") > 1 else amaxes[None]
         return [part.reshape(-1) for part in jnp.split(amaxes, ends[:-1], axis=1)]
 
-    values = [jax.lax.stop_gradient(value) for _, _, value, _ in matrices]
+    values = [jax.lax.stop_gradient(value) for _, _, value in matrices]
     everywhere = [P()] * len(values)
     of_stacks = smap(run, in_specs=(specs(values),), out_specs=everywhere)(values)
     amaxes: dict[str, jax.Array] = {}
-    for (order, path, _, multiplier), by_row in zip(matrices, of_stacks, strict=True):
+    for (order, path, _), by_row in zip(matrices, of_stacks, strict=True):
         layers = sorted(layer for layer in order if layer is not None)
         rows = np.array([order.index(layer) for layer in layers])
         by_layer = amaxes.get(path, jnp.zeros(num_layers))
-        amaxes[path] = by_layer.at[np.array(layers)].set(multiplier * by_row[rows])
+        amaxes[path] = by_layer.at[np.array(layers)].set(by_row[rows])
     return amaxes
 
 

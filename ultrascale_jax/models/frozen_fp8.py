@@ -37,10 +37,10 @@ def quantised[M](model: M) -> M:
 def rest(param: Any) -> Any:
     """Return a frozen parameter, with `Resting` in place of its value if it rests in fp8: a matrix of a stack.
 
-    Experts' products quantise what was gathered, and a multiplier comes before the scale: those stay as they are.
+    Experts' products quantise what was gathered: they stay as they are.
     """
     value, dims = param.get_value(), param.dims
-    stays = value is None or not in_fp8(dims) or "E" in dims or param.multiplier != 1
+    stays = value is None or not in_fp8(dims) or "E" in dims
     return param if stays or value.ndim == len(dims) else param.replace(_quantise(value))
 
 

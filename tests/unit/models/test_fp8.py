@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax as us
 from tests.states import some_state
-from ultrascale_jax.config import Config, MeshConfig, ModelConfig, Multipliers, TrainConfig
+from ultrascale_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.kernels.quantize_fp8 import dequantize, quantize_fp8
 from ultrascale_jax.models import fp8
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -128,9 +128,8 @@ def test_recomputation_does_not_change_what_was_kept(precision):
 
 def test_the_largest_magnitude_of_each_layers_matrices_is_found():
     model = ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8,
-        multipliers=Multipliers(attn_o=3.0),
-    )  # fmt: skip
+        vocab_size=64, d_model=32, d_ff=64, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8
+    )
     cfg = Config(
         model=model,
         mesh=MeshConfig.of(fsdp=2, sp=2, tp=2),
@@ -146,7 +145,7 @@ def test_the_largest_magnitude_of_each_layers_matrices_is_found():
     assert found.keys() == wanted.keys()
     for path, weight in wanted.items():
         np.testing.assert_array_equal(
-            found[path], weight.multiplier * np.abs(np.asarray(weight[...])).reshape(3, -1).max(1)
+            found[path], np.abs(np.asarray(weight[...])).reshape(3, -1).max(1)
         )
 
 
