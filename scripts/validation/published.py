@@ -2,7 +2,8 @@
 
 A row of docs/planning/published_runs.csv or held_out_runs.csv names its model by sizes, or by its name in
 `configs/shapes.py` and sizes that differ, and its machine by `find_cluster`, so any run can be added to the files.
-`experts` are their number, those of a token, their width, shared ones, and layers without experts.
+`experts` are their number, those of a token, their width, shared ones, and layers without experts; `lora` has rank and
+targets.
 """
 
 import csv
@@ -61,7 +62,7 @@ def _published(line: Mapping[str, Any]) -> Published:
         precision=line["precision"],
         schedule=line["schedule"] or "1f1b",
         virtual_stages=int(line["virtual_stages"]),
-        lora=Lora(rank=int(line.get("lora") or 0)),
+        lora=_lora(line.get("lora")),
     )
     cluster = find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus)
     nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
@@ -73,6 +74,12 @@ def _published(line: Mapping[str, Any]) -> Published:
         model=line["model"],
         before=float(line["before"]),
     )
+
+
+def _lora(words: str | None) -> Lora:
+    """Return the adapters that `words` name by rank and targets."""
+    rank, *targets = (words or "0").split()
+    return Lora(rank=int(rank), targets=tuple(targets))
 
 
 def _shape(line: Mapping[str, Any]) -> ModelShape:
