@@ -1,10 +1,10 @@
-"""Float8 values with float32 scales, chosen from the values themselves (current scaling).
+"""Float8 values with scales, chosen from the values themselves (current scaling).
 
 A scale belongs to the whole array, a row, a block of 1 x 128 or 1 x 32, or a tile of 128 x 128, and maps the largest
 magnitude there to the largest of the float8 type. Nothing here is differentiable: quantise inside a `custom_vjp`.
 
-XLA reads what it quantises two or three times, and once more for the transpose. The kernel (`quantize_fp8_mosaic.py`)
-reads blocks and tiles once, for both orientations; scales of a row or of the whole array are XLA's.
+XLA reads an array for the scales of each orientation, and once more for the values of both. The kernel
+(`quantize_fp8_mosaic.py`) reads blocks and tiles once; scales of a row or of the whole array are XLA's.
 """
 
 import functools
@@ -15,13 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.kernels.device import match_vma, takes_mosaic
+from ultrascale_jax.kernels.device import match_vma, row_major, takes_mosaic
 
 BLOCK = 128
 """Columns of a block; rows and columns of a tile."""
 
 MX_BLOCK = 32
 """Columns of a block of the OCP's microscaling formats."""
+
+E8M0 = jnp.float8_e8m0fnu
+"""Powers of 2: type of the scales of these blocks."""
 
 TINY = float(jnp.finfo(jnp.float32).tiny)
 """Smallest scale, whose inverse is finite."""
@@ -30,12 +33,17 @@ type Scaling = Literal["tensor", "row", "block", "mx", "tile"]
 
 
 class Quantized(NamedTuple):
-    """An array as float8 `values` `[..., M, K]` times float32 `scales`, each for a part of the last two dims."""
+    """An array as float8 `values` `[..., M, K]` times `scales`, each for a part of the last two dims."""
 
     values: jax.Array
     scales: jax.Array
-    """`[]` tensor, `[..., M, 1]` row, `[..., M, ceil(K/128)]` block, `[..., M, ceil(K/32)]` mx,
-    `[..., ceil(M/128), ceil(K/128)]` tile."""
+    """`[]` tensor, `[..., M, 1]` row, `[..., M, ceil(K/128)]` block, `[..., ceil(M/128), ceil(K/128)]` tile, in
+    float32; `[..., M, ceil(K/32)]` mx, in a byte each."""
+
+    @property
+    def T(self) -> "Quantized":
+        """The transpose of the last two dims."""
+        return Quantized(*(jnp.swapaxes(a, -1, -2) if a.ndim else a for a in self))
 
 
 def quantize_fp8(
@@ -82,7 +90,7 @@ def quantize_fp8_both(
 
 def dequantize(q: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Multiply `values` by `scales` in float32."""
-    values, scales = q.values.astype(jnp.float32), q.scales
+    values, scales = (a.astype(jnp.float32) for a in q)
     if scales.ndim:
         (M, K), rows = values.shape[-2:], scales.shape[-2]
         width = MX_BLOCK if scales.shape[-1] == -(-K // MX_BLOCK) else BLOCK
@@ -109,26 +117,29 @@ def _quantize(x, scaling, amax, dtype, implementation, *, both: bool):
     got = f"{scaling} of {x.dtype} {list(x.shape)}"
     if takes_mosaic("fp8_matmul", implementation, needs, got):
         return kernel(x, scaling, dtype, both=both)
-    arrays = (x, jnp.swapaxes(x, -1, -2)) if both else (x,)
-    return tuple(reference(a, scaling, amax, dtype) for a in arrays)
+    return tuple(reference(x, scaling, amax, dtype, turned=t) for t in (False, True)[: 1 + both])
 
 
-def reference(x, scaling: Scaling, amax, dtype) -> Quantized:
-    """Compute `quantize_fp8` by its definition."""
+def reference(x, scaling: Scaling, amax, dtype, *, turned: bool = False) -> Quantized:
+    """Compute `quantize_fp8` of x, or of its transpose, by its definition; values alone are transposed, in float8."""
     x32 = x.astype(jnp.float32)
     if scaling == "tensor":
         amax = _amax(x32) if amax is None else amax.astype(jnp.float32)
         scales = scale_of(amax, dtype)
-        return Quantized(cast(x32, 1 / scales, dtype), scales)
-    sizes = {
-        "row": (1, x.shape[-1]),
-        "block": (1, BLOCK),
-        "mx": (1, MX_BLOCK),
-        "tile": (BLOCK, BLOCK),
-    }[scaling]
-    amax = jnp.max(jnp.abs(_blocks(x32, sizes)), axis=(-3, -1))
-    scales = scale_of(amax, dtype)
-    return Quantized(cast(x32, _repeat_over_blocks(1 / scales, sizes, x.shape), dtype), scales)
+        q = Quantized(cast(x32, 1 / scales, dtype), scales)
+        return q.T if turned else q
+    length = x.shape[-2 if turned else -1]
+    sizes = {"row": (1, length), "block": (1, BLOCK), "mx": (1, MX_BLOCK), "tile": (BLOCK, BLOCK)}
+    part = sizes[scaling][::-1] if turned else sizes[scaling]
+    # Else XLA lays out one orientation as the other, and copies x, or the values back.
+    amax = row_major(jnp.max(jnp.abs(_blocks(x, part)), axis=(-3, -1)))
+    scales = scale_of(amax.astype(jnp.float32), dtype)
+    if scaling == "mx":
+        # Without the barrier XLA writes float32 too, for the values' kernel to read.
+        scales = lax.optimization_barrier(scales.astype(E8M0))
+    inverse = _repeat_over_blocks(1 / scales.astype(jnp.float32), part, x.shape)
+    q = Quantized(row_major(cast(x32, inverse, dtype)), scales)
+    return q.T if turned else q
 
 
 def _amax(x: jax.Array) -> jax.Array:

@@ -46,7 +46,10 @@ ROWS = {
     "lora_fsdp2_sp2": (
         {"fsdp": 2, "sp": 2}, {"precision": "fp8", "zero": 1, "microbatches": 2} | ADAPTERS, {}, {},
     ),
-    "mx_fsdp2_sp2": ({"fsdp": 2, "sp": 2}, {"precision": "mxfp8", "remat": "selective"}, {}, {}),
+    # All shards hold whole blocks, and are gathered in fp8.
+    "mx_fsdp2_sp2": (
+        {"fsdp": 2, "sp": 2}, {"precision": "mxfp8", "remat": "selective"}, {"head_dim": 32}, {},
+    ),
     "block_cp2_fsdp2": (
         {"cp": 2, "fsdp": 2}, {"precision": "fp8_block", "zero": 1, "seed": 1}, {},
         {"bf16_first": 1},
@@ -69,6 +72,9 @@ NIGHTLY_ROWS = {
         {"num_layers": 3, "experts": Experts(num=4, top_k=2, d_ff=64, shared=1, dense_layers=1)}, {},
     ),
     "mx_ep2_fsdp2": ({"ep": 2, "fsdp": 2}, {"precision": "mxfp8"}, EXPERTS, {}),
+    "mx_pp2_fsdp2": (
+        {"pp": 2, "fsdp": 2}, {"precision": "mxfp8", "microbatches": 4}, {"head_dim": 32}, {},
+    ),
     "mx_pp2_tp2": ({"pp": 2, "tp": 2}, {"precision": "mxfp8", "microbatches": 4}, {}, {}),
     "ep2_fsdp2": (
         {"ep": 2, "fsdp": 2}, {"precision": "fp8", "remat": "full"}, EXPERTS, {},

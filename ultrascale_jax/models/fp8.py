@@ -11,9 +11,10 @@ contracted: x and the gradient of y once for the forward pass (or the input's gr
 the weight's gradient. The forward pass keeps fp8 for the backward pass: x in the form that the weight's gradient wants.
 
 Scales are powers of 2, made of the values at hand (current scaling), on this device's shards: another mesh changes only
-what is too small to be held. The weights' per-tensor scales alone are known before: `weight_amaxes` finds them once a
-step, in one reduction, and so ZeRO gathers fp8 and not bfloat16. Experts' matrices are gathered in bfloat16. Matrices
-below adapters do not change: `frozen_fp8.py` quantises them once.
+what is too small to be held. ZeRO gathers fp8 and not bfloat16 where a shard can be quantised by itself: with
+per-tensor scales, which `weight_amaxes` finds once a step, in one reduction, and with blocks of 32 that lie within
+shards, in the orientation that the pass multiplies. Experts' matrices are gathered in bfloat16. Matrices below adapters
+do not change: `frozen_fp8.py` quantises them once.
 """
 
 import dataclasses
@@ -35,12 +36,15 @@ from ultrascale_jax.kernels.device import device, match_vma, on_gpu, on_hopper
 from ultrascale_jax.kernels.fp8_matmul import fp8_matmul
 from ultrascale_jax.kernels.quantize_fp8 import (
     BLOCK,
+    E8M0,
     MX_BLOCK,
     Quantized,
     quantize_fp8,
     quantize_fp8_both,
+    scale_of,
 )
 from ultrascale_jax.sharding.manual import leave_partial, smap
+from ultrascale_jax.sharding.primitives import shard_shape
 from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, vary, varying
 
 Scaling = Literal["tensor", "row", "block", "mx"]
@@ -49,8 +53,6 @@ Wgrad = Literal["fp8", "bf16"]
 Implementation = Literal["auto", "xla", "mosaic"]
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-E8M0 = jnp.float8_e8m0fnu
-"""Powers of 2."""
 
 AMAXES = "amaxes"
 """Name in a module of the largest magnitudes of its matrices that rest in fp8."""
@@ -93,12 +95,11 @@ class Fp8Weight:
     """A matrix as it is used in fp8."""
 
     value: jax.Array | None
-    """In the type of compute; None: it rests in fp8 and has no gradient. With `values` only its gradient is of use, and
-    XLA drops what made it."""
-    values: jax.Array | None
-    """The same in e4m3, for per-tensor scales, as bytes (`as_bits`)."""
-    scale: jax.Array | None
-    """Float32 scalar: the matrix is `values * scale`."""
+    """In the type of compute; None: it rests in fp8 and has no gradient. With `quantised` only its gradient is of use,
+    and XLA drops what made it."""
+    quantised: tuple[Quantized, ...]
+    """The same in e4m3 as bytes (`as_bits`), where it was quantised before it was gathered: with one scale, or with
+    `mx` along the dims that products contract, and along the others."""
     recipe: Recipe = dataclasses.field(metadata={"static": True})
 
     def __getitem__(self, index: Any) -> "Fp8Weight":
@@ -112,9 +113,10 @@ class Fp8Weight:
         return jax.tree.leaves(self)[0].shape
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "Fp8Weight":
-        """Apply `fn` to the arrays that have the shape of the matrix."""
-        value, values = (None if a is None else fn(a) for a in (self.value, self.values))
-        return dataclasses.replace(self, value=value, values=values)
+        """Apply `fn` to the arrays that have the dims of the matrix."""
+        arrays = self.value, self.quantised
+        value, quantised = jax.tree.map(lambda a: fn(a) if a.ndim else a, arrays)
+        return dataclasses.replace(self, value=value, quantised=quantised)
 
 
 def is_variable(leaf: object) -> bool:
@@ -124,6 +126,37 @@ def is_variable(leaf: object) -> bool:
 def in_fp8(dims: str) -> bool:
     """Return whether a parameter of a block is a matrix whose products are in fp8: no router's, no adapter's."""
     return is_matrix(dims) and not {"X", "U"} & set(dims)
+
+
+def quantise_shards(
+    w: jax.Array, contracted: int, recipe: Recipe, amax: jax.Array | None
+) -> tuple[Quantized, ...]:
+    """Return `Fp8Weight.quantised` of a matrix at rest, whose first `contracted` dims products contract.
+
+    `amax` is its largest magnitude, for one scale, with which it may rest in fp8. No block of `mx` may cross shards, so
+    each device's size of the last dim of either kind must be a multiple of 32; else, and with other scales, the result
+    is empty.
+    """
+    if amax is not None:
+        at_rest = Quantized(w, scale_of(amax, E4M3)) if w.dtype == E4M3 else None
+        values, scale = at_rest or quantize_fp8(w, "tensor", amax=amax)
+        return (Quantized(as_bits(values), scale),)
+    ends = contracted - 1, w.ndim - 1
+    shard = shard_shape(w)
+    if recipe.scaling != "mx" or any(shard[dim] % MX_BLOCK for dim in ends):
+        return ()
+
+    def run(w):
+        along_N, along_K = quantize_fp8_both(w.reshape(math.prod(w.shape[:contracted]), -1), "mx")
+
+        def in_dims(q: Quantized, end: int) -> Quantized:
+            scales = [size // (MX_BLOCK if dim == end else 1) for dim, size in enumerate(w.shape)]
+            return Quantized(as_bits(q.values).reshape(w.shape), as_bits(q.scales).reshape(scales))
+
+        return tuple(in_dims(q, end) for q, end in zip((along_K.T, along_N), ends, strict=True))
+
+    spec = specs(w)
+    return smap(run, in_specs=spec, out_specs=(Quantized(spec, spec),) * 2)(w)
 
 
 def weight_amaxes(
@@ -174,12 +207,10 @@ def fp8_product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P,
 
     def run(x, w: Fp8Weight):
         tokens, features = x.shape[:-contracted], w.shape[contracted:]
-        K = math.prod(w.shape[:contracted])
-        w = w.map(lambda a: a.reshape(K, -1))
-        x, *arrays = match_vma(x.reshape(-1, K), *jax.tree.leaves(w))
-        value, *quantised = arrays if w.value is not None else (None, *arrays)
+        w = w.map(lambda a: a.reshape(math.prod(a.shape[:contracted]), -1))
+        x, w = match_vma(x.reshape(-1, w.shape[0]), w)
         # JAX would make cotangents of the wrong type for float8 values.
-        y = multiply(w.recipe, x, value, *jax.lax.stop_gradient(quantised))
+        y = multiply(w.recipe, x, w.value, *jax.lax.stop_gradient(w.quantised))
         return leave_partial(y.reshape(*tokens, *features), out_sharding.unreduced)
 
     return smap(run, in_specs=specs((x, w)), out_specs=out_sharding)(x, w)
@@ -230,10 +261,10 @@ def fp8_dot(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(recipe: Recipe, x: jax.Array, w: jax.Array | None, *quantised: jax.Array) -> jax.Array:
+def multiply(recipe: Recipe, x: jax.Array, w: jax.Array | None, *quantised: Quantized) -> jax.Array:
     """Multiply x `[..., M, K]` by w `[..., K, N]`, shards that vary over the same axes; the result has x's type.
 
-    `quantised` are w's values and scale if known. Without w these are what is multiplied, and have no gradient.
+    `quantised` is `Fp8Weight.quantised` of w. Without w it is what is multiplied, and has no gradient.
     """
     return _forward(recipe, x, w, *quantised)[0]
 
@@ -249,7 +280,6 @@ def _forward(recipe, x, w, *quantised):
 
 def _backward(recipe, saved, g):
     x, w, quantised = saved
-    x = jax.tree.map(_from_bits, x)
     g_MN, g_NM = _both(recipe, g, E4M3 if recipe.gradients == "e4m3" else E5M2)
     w_KN, _ = _weight(recipe, w, quantised)
     dx = _product_of(recipe, g_MN, w_KN, g.dtype, exact=True)
@@ -258,7 +288,7 @@ def _backward(recipe, saved, g):
     elif recipe.wgrad == "bf16":
         dw = jnp.swapaxes(x, -1, -2) @ g
     else:
-        dw = _product_of(recipe, x, g_NM, g.dtype, exact=True)
+        dw = _product_of(recipe, _from_bits(x), g_NM, g.dtype, exact=True)
     return dx, dw, *[None for _ in quantised]
 
 
@@ -266,18 +296,24 @@ multiply.defvjp(_forward, _backward)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """View e4m3 as bytes: `jax.checkpoint` keeps values by `reduce_precision`, which makes NaN of 256 to 448."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == E4M3 else x
+    """View float8 as bytes: `jax.checkpoint` keeps values by `reduce_precision`, which makes NaN of 256 to 448."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype in (E4M3, E8M0) else x
 
 
-def _from_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, E4M3) if x.dtype == jnp.uint8 else x
+def _from_bits(q: Quantized) -> Quantized:
+    return Quantized(
+        *(
+            jax.lax.bitcast_convert_type(bits, dtype) if bits.dtype == jnp.uint8 else bits
+            for bits, dtype in zip(q, (E4M3, E8M0), strict=True)
+        )
+    )
 
 
 def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
     """Quantise x `[..., M, K]` along K, and its transpose `[..., K, M]` along M."""
     if recipe.scaling == "tensor":
-        return _turned(quantize_fp8(x, "tensor", dtype=dtype))
+        q = quantize_fp8(x, "tensor", dtype=dtype)
+        return q, q.T
     fitting = _fitting_quantiser(recipe, x)
     settings = {"dtype": dtype, "implementation": fitting}
     return quantize_fp8_both(x, recipe.scaling, **settings)
@@ -304,20 +340,16 @@ def _fitting_quantiser(recipe: Recipe, x: jax.Array) -> str:
 
 def _weight(recipe: Recipe, w, quantised) -> tuple[Quantized, Quantized]:
     """Quantise w `[..., K, N]` along N, and its transpose `[..., N, K]` along K."""
+    if quantised:
+        along_K, along_N = map(_from_bits, (quantised[0], quantised[-1]))
+        return along_N, along_K.T
     if recipe.scaling == "tensor":
-        if not quantised:
-            return _turned(quantize_fp8(w, "tensor"))
-        values, scale = quantised
-        return _turned(Quantized(_from_bits(values), scale))
+        q = quantize_fp8(w, "tensor")
+        return q, q.T
     if recipe.scaling in ("row", "mx"):
         return quantize_fp8_both(w, recipe.scaling)
     tiles = quantize_fp8(w, "tile", implementation=_fitting_quantiser(recipe, w))
-    return tiles, Quantized(*(jnp.swapaxes(a, -1, -2) for a in tiles))
-
-
-def _turned(q: Quantized) -> tuple[Quantized, Quantized]:
-    """Return an array with one scale, and its transpose."""
-    return q, Quantized(jnp.swapaxes(q.values, -1, -2), q.scales)
+    return tiles, tiles.T
 
 
 def _product_of(recipe: Recipe, a: Quantized, b: Quantized, dtype, exact: bool = False):
@@ -350,10 +382,10 @@ def _mx_product(a: Quantized, b: Quantized, dtype) -> jax.Array:
 
     def operands(q: Quantized) -> tuple[jax.Array, jax.Array]:
         values = jnp.pad(q.values, [(0, 0)] * (q.values.ndim - 1) + [(0, missing)])
-        scales, batch = q.scales.astype(E8M0), values.shape[:-2] or (1,)
-        return values.reshape(*batch, *values.shape[-2:]), scales.reshape(
-            *batch, *scales.shape[-2:]
+        values, scales = (
+            a.reshape(*a.shape[:-2] or (1,), *a.shape[-2:]) for a in (values, q.scales)
         )
+        return values, scales
 
     (left, left_scales), (right, right_scales) = map(operands, (a, b))
     y = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=dtype)

@@ -12,13 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import ModelConfig, padded_vocab_size, require, require_choice
 from ultrascale_jax.config.kernels import Implementation
-from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8, scale_of
 from ultrascale_jax.kernels.rms_norm import rms_norm as rms_norm_of_pieces
-from ultrascale_jax.models.fp8 import E4M3, Fp8Weight, Recipe, as_bits, is_variable
+from ultrascale_jax.models.fp8 import E4M3, Fp8Weight, Recipe, is_variable, quantise_shards
 from ultrascale_jax.models.linear import linear
 from ultrascale_jax.parallel.gate import gated
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.primitives import broadcast_param, gather_param, mean, reshard
+from ultrascale_jax.sharding.primitives import (
+    broadcast_param,
+    gather_param,
+    mean,
+    reshard,
+    shard_shape,
+)
 from ultrascale_jax.sharding.rules import (
     TENSOR,
     act,
@@ -162,19 +167,20 @@ def gather_fp8(
     recipe: Recipe,
     amax: jax.Array | None,
 ) -> Fp8Weight:
-    """Gather a parameter for products in fp8: with one scale for a tensor, made of `amax`, the all-gather sends fp8."""
+    """Gather a parameter for products in fp8, in fp8 where its shards are or can be quantised (`quantise_shards`)."""
     whole = None if value.dtype == E4M3 else gather_param(value, dims, act_dims, dtype, sizes)
-    if amax is None:
-        return Fp8Weight(whole, None, None, recipe)
-    value = jax.lax.stop_gradient(value)
+    value = jax.lax.stop_gradient(value if whole is None else value.astype(dtype))
     # Without a gradient it is no longer `reduced`.
     value = jax.reshard(value, P(*jax.typeof(value).sharding.spec.partitions))
-    if whole is None:
-        values, scale = value, scale_of(amax, E4M3)
-    else:
-        values, scale = quantize_fp8(value, "tensor", amax=amax)
-    values = gather_param(as_bits(values), dims, act_dims, jnp.uint8, sizes)
-    return Fp8Weight(whole, values, scale, recipe)
+    is_whole = shard_shape(value)[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]
+    if "E" in dims or (amax is None and is_whole):
+        return Fp8Weight(whole, (), recipe)
+
+    def gather(a):
+        return gather_param(a, dims, act_dims, jnp.uint8, sizes) if a.ndim else a
+
+    quantised = quantise_shards(value, sum(dim in act_dims for dim in dims), recipe, amax)
+    return Fp8Weight(whole, jax.tree.map(gather, quantised), recipe)
 
 
 def gather_sequence(x_BRD: jax.Array, dim: str = "F") -> jax.Array:

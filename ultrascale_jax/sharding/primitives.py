@@ -8,6 +8,7 @@
     all_reduce, mean                   a reduction over dims that may be sharded
     partial_axes                       axes over which an activation may be a partial sum
     offset                             the global index of this device's first element
+    shard_shape                        the shape of this device's shard
     broadcast_param, repeat_kv_heads   a parameter spread over an activation or over more heads
     embed_lookup                       rows of a sharded table
 
@@ -23,10 +24,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import UserError, require, require_choice
+from ultrascale_jax.kernels.device import row_major
 from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
@@ -352,18 +353,9 @@ def _varying_axes(dims: str, act_dims: str) -> frozenset[str]:
     return axes_of(dims + act_dims) | pipeline
 
 
-def row_major(weight: jax.Array) -> jax.Array:
-    """Lay out a weight, and its gradient, with the last dim contiguous in memory.
-
-    An all-gather requires its dim to be the slowest. Without this constraint XLA lays out the whole stack of `w_down`
-    and `w_o` so, and the optimizer copies it back: 1.1 GiB for Llama-3-8B on 8 GPUs. With it XLA transposes one layer's
-    shard.
-    """
-    return (
-        with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
-        if weight.ndim > 1
-        else weight
-    )
+def shard_shape(x: jax.Array) -> tuple[int, ...]:
+    """Return the shape of this device's shard."""
+    return x.shape if manual() else jax.typeof(x).sharding.shard_shape(x.shape)
 
 
 def broadcast_param(weight: jax.Array, dims: str, to: str, shape: tuple[int, ...]) -> jax.Array:

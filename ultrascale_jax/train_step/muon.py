@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import optax
 
 from ultrascale_jax.config.training import NEWTON_SCHULZ_ITERATIONS
+from ultrascale_jax.kernels.device import row_major
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.primitives import row_major
 from ultrascale_jax.sharding.rules import is_matrix, mesh_size, zero_dim
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315

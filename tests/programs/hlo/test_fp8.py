@@ -2,9 +2,10 @@
 
 import math
 import re
+from collections import Counter
 
-from tests.gpu_programs import HEAD, LAYERS, MATRICES, compiled, fp8_products, matrices
-from ultrascale_jax.config import Lora
+from tests.gpu_programs import HEAD, LAYERS, MATRICES, compiled, fp8_products, matrices, pick
+from ultrascale_jax.config import Experts, Lora
 from ultrascale_jax.hlo.program import BLOCK_SCALED
 
 
@@ -50,10 +51,32 @@ def test_matrices_below_adapters_rest_in_bytes_and_no_step_quantises_them():
     assert not re.findall(rf"all-reduce-start\S* = \(\(?f32\[{amaxes}\]", step.text)
 
 
-def test_every_product_of_the_layers_has_a_scale_for_32_elements():
-    _, step = compiled(8, {"fsdp": 4, "sp": 2}, precision="mxfp8", remat="none", gpu="b200")
+def test_products_have_a_scale_for_32_elements_and_each_pass_gathers_its_own_orientation():
+    cfg, step = compiled(8, {"fsdp": 4, "sp": 2}, precision="mxfp8", remat="none", gpu="b200")
     products = [line for line in step.text.splitlines() if BLOCK_SCALED in line]
     assert len(products) == LAYERS * 3 * MATRICES
     assert fp8_products(step) == {"fp8": 0, "bf16": HEAD}
     # A tensor group has 2,048 tokens; the widest products multiply them by half of [512, 1536].
     assert max(m.flops for m in step.matmuls) == 2 * 2048 * 512 * 1536 // 2
+    in_layers = [c for c in pick(step.collectives, "all-gather", "fsdp") if c.loops]
+    assert {array.dtype for c in in_layers for array in c.operands} == {"u8"}
+    values = sum(matrices(cfg).values()) // 8
+    assert [c.operand_bytes for c in in_layers] == [values + values // 32] * 2 * LAYERS
+
+
+def test_products_of_experts_have_a_scale_for_32_elements():
+    _, step = compiled(
+        4, {"fsdp": 2, "ep": 2}, precision="mxfp8", remat="none", gpu="b200",
+        experts=Experts(num=4, top_k=2, d_ff=512),
+    )  # fmt: skip
+    by_name = step.module.by_name
+    dots = [
+        dot
+        for m in step.matmuls
+        for dot in step.module.dots(by_name[m.computation][m.name], m.computation)
+    ]
+    assert Counter(dot.dtype for dot in dots if dot.dtype != "f8e4m3fn") == {
+        "bf16": HEAD,
+        "f32": LAYERS * 3,  # the router's
+    }
+    assert {dot.dtype for dot in dots if dot.batch == 2} == {"f8e4m3fn"}
