@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.gpu_programs import NO_MACHINE_CODE
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
+from ultrascale_jax.config import Config, DataConfig, MeshConfig, MoEConfig, TrainConfig
 from ultrascale_jax.config.distill import Distill
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.configs import shapes
@@ -53,6 +53,7 @@ PROGRAMS = {
     "partial-rotary": ("fsdp=8", replace(QWEN, rope_dim=32), {"remat": "none"}),
     "nope": ("fsdp=4,sp=2", replace(LLAMA, nope_every=2), {"remat": "none"}),
     "lora-on-experts": ("fsdp=2,ep=4", ROUTED, OF_EXPERTS),
+    "folded-experts": ("fsdp=2,ep=2,sp=2", ROUTED, {"folding": True}),
     "lora-in-a-pipeline": ("pp=2,fsdp=4", LLAMA, LORA | ACCUMULATED),
     "lora-with-modules": ("fsdp=8", replace(LLAMA, mtp_layers=1), LORA),
     "lora-on-fp8": ("fsdp=8", LLAMA, LORA | {"precision": "fp8"}),
@@ -71,9 +72,11 @@ def config(name: str) -> Config:
     mesh, model, options = PROGRAMS[name]
     sizes = MeshConfig.parse(mesh)
     train = {"microbatches": 1, "remat": "full"} | options
+    folding = train.pop("folding", False)
     return Config(
         model=model,
         mesh=sizes,
+        moe=MoEConfig(folding=folding),
         data=DataConfig(seq_len=4096, document_mask=False),
         train=TrainConfig(**train, global_batch=sizes.batch * train["microbatches"]),
     )

@@ -171,7 +171,7 @@ def run_alone(cfg: Config, *settings: Any) -> list[Outcome]:
 def on_one_device(cfg: Config) -> Config:
     """Return the reference of a run: no accumulation, sharding, recomputation or rule of lowering, tokens in order."""
     train = {"microbatches": 1, "zero": 0, "remat": "none", "lowering": "plain"}
-    cfg = change(cfg, moe={"a2a_groups": 1}, train=train)
+    cfg = change(cfg, moe={"a2a_groups": 1, "folding": False}, train=train)
     return dataclasses.replace(
         cfg, mesh=MeshConfig(fsdp=1), pp=PipelineConfig(), cp=ContextConfig()
     )

@@ -171,6 +171,7 @@ class Row(NamedTuple):
     microbatches: int = 4
     documents: bool = True
     lora: bool = False
+    folding: bool = False
 
     @property
     def name(self) -> str:
@@ -183,7 +184,8 @@ class Row(NamedTuple):
             f"zero{self.zero}",
             str(self.remat),
         ]
-        return "-".join(words + ["plain"] * self.plain + ["lora"] * self.lora)
+        named = ["plain"] * self.plain + ["lora"] * self.lora + ["folding"] * self.folding
+        return "-".join(words + named)
 
     @property
     def config(self) -> Config:
@@ -202,7 +204,7 @@ class Row(NamedTuple):
             pp={"schedule": self.schedule},
             cp={"strategy": self.strategy},
             data={"document_mask": self.documents},
-            moe=BALANCED if "experts" in MODELS[self.model] else {},
+            moe=BALANCED | {"folding": self.folding} if "experts" in MODELS[self.model] else {},
             train=train,
         )
         if self.lora:  # also routed experts
@@ -258,6 +260,9 @@ ROWS: tuple[Row, ...] = (
     Row("nemotron", "dp sp tp", zero=1, remat="selective", microbatches=2),
     Row("nemotron", "fsdp sp", remat="full", plain=True, microbatches=2, lora=True),
     Row("nemotron_rows", "pp fsdp ep", remat="dots"),
+    Row("gpt_oss", "ep sp", plain=True, microbatches=2, folding=True),
+    Row("latent", "ep cp sp", zero=2, microbatches=2, lora=True, folding=True),
+    Row("deepseek", "pp ep sp", schedule="zb_h1", zero=1, remat="dots", folding=True),
 )  # fmt: skip
 """Rows of `make test`, on eight devices, all in float32: the cheapest that have each pair."""
 

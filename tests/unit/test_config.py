@@ -191,6 +191,7 @@ CP4 = {"mesh__cp": 4, "mesh__fsdp": 2}
 PACKED = {"kernels__attention": "cudnn_packed", "train__precision": "bf16"}
 SMALL_LATENT = LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8)
 BIASED = {"model__experts": Experts(num=4, biases=True)}
+FOLDING = {"moe__folding": True}
 HEADS_12 = {"model__num_heads": 12, "model__num_kv_heads": 4, "mesh__fsdp": 1}
 HEADS_12 |= {"model__d_model": 48, "model__d_ff": 48, "model__vocab_size": 252, "data__seq_len": 96}
 MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
@@ -292,6 +293,13 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
             "xla",
         ),
         ({"moe__bias_rate": 0.01}, 8, "moe.bias_rate=0.01", "model.experts.bias"),
+        ({**BIASED, **FOLDING, "mesh__tp": 2}, 8, "moe.folding=True", "use mesh.sp"),
+        (
+            {**BIASED, **FOLDING, "mesh__ep": 2, "mesh__sp": 4},
+            8,
+            "mesh.ep*mesh.sp=8",
+            "experts.num=4",
+        ),
         ({"mesh__tp": 3}, 8, "mesh='fsdp=-1,tp=3'", "3 does not divide 8 devices"),
         ({"mesh__sp": 16}, 16, "model.num_heads=8", "mesh.sp*mesh.tp=16"),
         ({"mesh__cp": 8, "data__seq_len": 252}, 8, "data.seq_len=252", "mesh.cp*mesh.sp=8"),

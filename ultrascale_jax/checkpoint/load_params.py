@@ -71,6 +71,7 @@ def _params(
         kernels=KernelsConfig(),
         mesh=MeshConfig(**dict(mesh.shape)),
         pp=PipelineConfig(),
+        moe=dataclasses.replace(cfg.moe, folding=False),
         # Other losses refuse meshes that can score text.
         train=dataclasses.replace(cfg.train, dpo=Dpo(), distill=Distill()),
     )

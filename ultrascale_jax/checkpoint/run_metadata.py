@@ -23,7 +23,10 @@ The paths of the data and the tokenizer may change, as long as their tokens do n
 later stage of the data or of the batch may change too: the fingerprint covers only the batches that were read.
 """
 
-FREE = ("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch.", "train.lowering")
+FREE = (
+    *("kernels.", "mesh.", "pp.", "cp.", "log.", "checkpoint.", "watch."),
+    *("train.lowering", "moe.folding"),
+)
 """Fields that a resumed run may change silently."""
 
 NO_DATA = "no data yet, tokenizer "

@@ -95,8 +95,9 @@ def parts(cfg: Config, kind: str) -> list[Part]:
     parts = tensor * mesh.pp
     add("loss", "loss", TOKENS, width, padded_vocab_size(model.vocab_size, parts) // parts)
     if (experts := model.experts) is not None:
-        rows, local_experts = 2 * TOKENS, experts.num // mesh.ep
-        add("grouped_matmul", "experts", rows, local_experts, width, model.expert_d_ff // tensor)
+        layout = cfg.moe.expert_mesh(mesh)
+        local = experts.num // layout.ep, width, model.expert_d_ff // layout.tensor
+        add("grouped_matmul", "experts", 2 * TOKENS, *local)
     if cfg.train.precision == "fp8_block":
         add("fp8_matmul", "fp8_product", TOKENS, d_ff, width)
     return checked

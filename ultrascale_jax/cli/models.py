@@ -182,7 +182,7 @@ def on_mesh(options: ScoreOptions, cfg: Config, positions: int) -> tuple[Config,
         kernels=KernelsConfig(),
         pp=PipelineConfig(),
         cp=ContextConfig(),
-        moe=replace(cfg.moe, a2a_groups=1, overlap=False),
+        moe=replace(cfg.moe, a2a_groups=1, folding=False, overlap=False),
         train=replace(train, precision=options.precision or train.precision),
     )
     return cfg.check(count), make_mesh(sizes)

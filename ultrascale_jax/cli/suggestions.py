@@ -38,6 +38,7 @@ SYNONYMS = {
     "--mesh.pp": "pipeline_parallel pipeline_parallel_size pp_size",
     "--mesh.cp": "context_parallel context_parallel_size cp_size",
     "--mesh.ep": "expert_parallel expert_parallel_size ep_size",
+    "--moe.folding": "expert_tensor_parallel expert_tensor_parallel_size",
     "--mesh.dp": "data_parallel data_parallel_size dp_size",
     "--model.d-model": "hidden_size n_embd dim",
     "--model.d-ff": "intermediate_size ffn_hidden_size",

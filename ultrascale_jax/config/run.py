@@ -284,7 +284,7 @@ def check_split(
     tensor, group = mesh.tensor, f"mesh.sp*mesh.tp={mesh.tensor}"
     sizes = {name: getattr(model, name) for name in ("num_heads", "d_ff", "d_model")}
     if model.experts is not None:
-        moe.check(model.experts, mesh.ep)
+        moe.check_mesh(model.experts, mesh)
         sizes["experts.d_ff"] = model.expert_d_ff
     for name, size in sizes.items():
         if size % tensor:

@@ -19,6 +19,7 @@ from ultrascale_jax.huggingface.families import family_of
 from ultrascale_jax.huggingface.files import require_empty
 from ultrascale_jax.huggingface.tensors import FileType, Tensor, fused, tensors
 from ultrascale_jax.models.lora import Adapter, places
+from ultrascale_jax.models.moe import unfolded
 from ultrascale_jax.models.transformer import Transformer
 
 PREFIX = "base_model.model."
@@ -153,9 +154,10 @@ def _sides(
     both to itself, and the rows of a parameter are zero in the others' columns of B."""
 
     def side(param: nnx.Param, weight: Tensor, outer: str) -> np.ndarray:
-        matrix = param.dims.removeprefix("E")
+        dims = unfolded(param.dims)
+        matrix = dims.removeprefix("E")
         stored = f"U{matrix[:-1]}" if outer == "A" else f"{matrix[1:]}U"
-        one = replace(weight, dims=param.dims, stored=stored, sizes={**weight.sizes, "U": rank})
+        one = replace(weight, dims=dims, stored=stored, sizes={**weight.sizes, "U": rank})
         return gather(param.get_value(), index, one, dtype)
 
     a = [side(adapter.a, weight, "A") for weight, adapter in pairs if adapter is not None]

@@ -45,7 +45,7 @@ from ultrascale_jax.kernels.quantize_fp8 import (
 )
 from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import shard_shape
-from ultrascale_jax.sharding.rules import is_matrix, mesh_size, specs, vary, varying
+from ultrascale_jax.sharding.rules import is_matrix, is_of_experts, mesh_size, specs, vary, varying
 
 Scaling = Literal["tensor", "row", "block", "mx"]
 Gradient = Literal["e4m3", "e5m2"]
@@ -174,7 +174,7 @@ def weight_amaxes(
             for path, variable in jax.tree.leaves_with_path(stack, is_leaf=is_variable)
         }
         for path, variable in by_path.items():
-            if in_fp8(variable.dims) and "E" not in variable.dims:
+            if in_fp8(variable.dims) and not is_of_experts(variable.dims):
                 *outer, name = path.split(".")
                 amax = by_path.get(".".join([*outer, AMAXES, name]), variable)
                 matrices.append((order, path, amax.get_value()))

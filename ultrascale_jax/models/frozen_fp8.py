@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.quantize_fp8 import quantize_fp8
 from ultrascale_jax.models.fp8 import AMAXES, in_fp8, is_variable
+from ultrascale_jax.sharding.rules import is_of_experts
 
 
 class Amaxes(nnx.Module):
@@ -40,7 +41,7 @@ def rest(param: Any) -> Any:
     Experts' products quantise what was gathered: they stay as they are.
     """
     value, dims = param.get_value(), param.dims
-    stays = value is None or not in_fp8(dims) or "E" in dims
+    stays = value is None or not in_fp8(dims) or is_of_experts(dims)
     return param if stays or value.ndim == len(dims) else param.replace(_quantise(value))
 
 

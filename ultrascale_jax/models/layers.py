@@ -30,6 +30,7 @@ from ultrascale_jax.sharding.rules import (
     act_axes,
     axes_of,
     check_letters,
+    is_of_experts,
     mesh_size,
     out_sharding,
     place,
@@ -173,7 +174,7 @@ def gather_fp8(
     # Without a gradient it is no longer `reduced`.
     value = jax.reshard(value, P(*jax.typeof(value).sharding.spec.partitions))
     is_whole = shard_shape(value)[zero_dim(dims)] == sizes[dims[zero_dim(dims)]]
-    if "E" in dims or (amax is None and is_whole):
+    if is_of_experts(dims) or (amax is None and is_whole):
         return Fp8Weight(whole, (), recipe)
 
     def gather(a):

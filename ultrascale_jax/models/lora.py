@@ -26,7 +26,7 @@ from ultrascale_jax.models.mixers import SideBySide
 from ultrascale_jax.models.mla import MLA
 from ultrascale_jax.models.moe import MoE, SharedExperts
 from ultrascale_jax.models.transformer import stacked
-from ultrascale_jax.sharding.rules import out_sharding, specs, stored_spec
+from ultrascale_jax.sharding.rules import EXPERTS, out_sharding, specs, stored_spec
 
 PLACES: dict[str, tuple[str, ...]] = {
     "q_proj": ("attn.w_q", "attn.w_gate"),
@@ -57,7 +57,7 @@ class Adapter(nnx.Module):
         sizes["U"] = lora.rank
         rows, columns = sides(dims)
         self.scale = lora.scale
-        bound = 1 / math.sqrt(math.prod(sizes[dim] for dim in rows.strip("EU")))
+        bound = 1 / math.sqrt(math.prod(sizes[dim] for dim in rows.strip(f"{EXPERTS}U")))
 
         def draw(dims: str, value: Callable) -> jax.Array:
             shape = tuple(sizes[dim] for dim in dims)
@@ -76,7 +76,7 @@ class Adapter(nnx.Module):
 
 def sides(dims: str) -> tuple[str, str]:
     """Return the dims of A and B of a weight with these dims: `DU` and `UNH` of `DNH`; experts come first in both."""
-    matrix = dims.removeprefix("E")
+    matrix = dims.lstrip(EXPERTS)
     each = dims.removesuffix(matrix)
     split = len(matrix) - 1 if matrix.endswith("D") else 1
     return f"{each}{matrix[:split]}U", f"{each}U{matrix[split:]}"
@@ -179,7 +179,7 @@ def merged[M](adapters: M, base: M) -> M:
     for place in places(model):
         if (adapter := by_path[place.path]) is not None:
             weight = place.weight
-            value = _merged(weight.get_value(), weight.dims, adapter)
+            value = _merged(weight.get_value(), adapter)
             setattr(place.module, place.name, weight.replace(value))
     return model
 
@@ -193,8 +193,9 @@ def without_adapters[M](base: M) -> M:
     return model
 
 
-def _merged(weight: jax.Array, dims: str, adapter: Adapter) -> jax.Array:
+def _merged(weight: jax.Array, adapter: Adapter) -> jax.Array:
     a, b = adapter.a, adapter.b
+    dims = a.dims[:-1] + b.dims.lstrip(EXPERTS)[1:]
     layers = "L" * (weight.ndim - len(dims))
     subscripts = f"{layers}{a.dims},{layers}{b.dims}->{layers}{dims}"
 

@@ -25,7 +25,16 @@ from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 from ultrascale_jax.parallel.experts.local import Product
 from ultrascale_jax.sharding.manual import leave_partial, smap
-from ultrascale_jax.sharding.rules import act, axes_of, specs, vary, varying
+from ultrascale_jax.sharding.rules import (
+    act,
+    act_axes,
+    axes_of,
+    place,
+    specs,
+    stored_spec,
+    vary,
+    varying,
+)
 
 
 def route(
@@ -106,7 +115,8 @@ result of the layer in place of all experts, or else of the shared ones, and som
 
 
 class MoE(nnx.Module):
-    """A layer of experts; routed ones are split over ep, each one's F and the shared ones' over the tensor group."""
+    """A layer of experts; routed ones are split over ep, each one's F and the shared ones' over the tensor group, or
+    after `fold_experts` over ep and sp, each whole."""
 
     def __init__(self, cfg: ModelConfig, key: jax.Array, kernels: KernelsConfig = AUTO):
         assert cfg.experts is not None
@@ -162,7 +172,7 @@ class MoE(nnx.Module):
         partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
 
         def run(x_BRD, params, is_dense):
-            arguments = self.cfg, moe, product, x_BRD, *params
+            arguments = self.cfg, moe, act_axes(self.w_up.dims[0]), product, x_BRD, *params
             y_BRD, balance_BR, statistics_Z = _experts(*arguments, is_dense=is_dense)
             return y_BRD, Routed(balance_BR, leave_partial(statistics_Z, partial.unreduced))
 
@@ -181,6 +191,33 @@ class MoE(nnx.Module):
         return y_BRD, routed, dense_extra
 
 
+FOLDED = str.maketrans("EFT", "YWR")
+
+
+def fold_experts[M](model: M) -> M:
+    """Place the routed experts of `model` over ep and sp, each whole (MoE parallel folding, arXiv 2504.14960)."""
+
+    def fold(param: nnx.Variable) -> nnx.Variable:
+        if "E" not in param.dims:
+            return param
+        dims, act_dims = param.dims.translate(FOLDED), param.act_dims.translate(FOLDED)
+        value = param.get_value()
+        stacked = "L" * (value.ndim - len(dims)) + dims
+        placed = place(value, stored_spec(stacked, value.shape))
+        return param.replace(placed, dims=dims, act_dims=act_dims)
+
+    def leaf(node):
+        is_layer = isinstance(node, MoE)
+        return jax.tree.map(fold, node, is_leaf=is_variable) if is_layer else node
+
+    return jax.tree.map(leaf, model, is_leaf=lambda node: isinstance(node, MoE))
+
+
+def unfolded(dims: str) -> str:
+    """Return the dims that a parameter of experts has without `fold_experts`."""
+    return dims.translate(str.maketrans("YW", "EF")) if dims.startswith("Y") else dims
+
+
 def _fp8_product(recipe: Recipe, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply `[E, M, K]` by `[E, K, N]` in fp8, which `subscripts` say in another order: `ECD,DEF->ECF`, say."""
     rows, matrices, out = subscripts.replace("->", ",").split(",")
@@ -188,7 +225,14 @@ def _fp8_product(recipe: Recipe, subscripts: str, x: jax.Array, w: jax.Array) ->
 
 
 def _experts(
-    cfg: ModelConfig, moe: MoEConfig, product: Product | None, x_BRD, router, matrices, is_dense
+    cfg: ModelConfig,
+    moe: MoEConfig,
+    axes_of_experts: tuple[str, ...],
+    product: Product | None,
+    x_BRD,
+    router,
+    matrices,
+    is_dense,
 ):
     """Run the layer on this device's tokens, without shared experts; return the result and both parts of `Routed`."""
     experts, (B, R, D) = cfg.experts, x_BRD.shape
@@ -203,7 +247,7 @@ def _experts(
     ids = jnp.where(routed if is_dense is None else routed & ~is_dense, ids, -1)
     w_gate, w_up, w_down, *hidden_biases = matrices
     y, _ = expert_layer(
-        x, ids, weights, w_gate, w_up, w_down, axis="ep",
+        x, ids, weights, w_gate, w_up, w_down, axis=axes_of_experts,
             moe=moe, experts=experts, product=product,
         activation=cfg.activation, biases=tuple(hidden_biases) or None, distinct=True,
         idles=is_dense is not None,

@@ -149,7 +149,8 @@ def _in_the_way(cfg: Config, cluster: Cluster, choices: Choices) -> str:
 def choices_of_mesh(cfg: Config, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
     """Return what stays as it is where the mesh does."""
     sizes = cfg.mesh.resolve(cluster.num_gpus).sizes
-    kept = {"ulysses": (cfg.cp.ulysses,), "a2a_groups": (cfg.moe.a2a_groups,)} | pinned(cfg)
+    kept = {"ulysses": (cfg.cp.ulysses,), "a2a_groups": (cfg.moe.a2a_groups,)}
+    kept |= {"folding": (cfg.moe.folding,)} | pinned(cfg)
     return kept | {axis: (size,) for axis, size in sizes.items()}
 
 

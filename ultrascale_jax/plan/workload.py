@@ -237,6 +237,11 @@ class Run:
         return self.mesh.shards
 
     @functools.cached_property
+    def expert_mesh(self) -> MeshConfig:
+        """The mesh as routed experts lie on it."""
+        return self.moe.expert_mesh(self.mesh)
+
+    @functools.cached_property
     def lowering(self) -> Lowering:
         """How the trainer has XLA run it."""
         traits = Traits(
@@ -428,7 +433,8 @@ class Run:
         if self.shape.experts is None:
             return []
         nodes = [f"nodes{self.moe.a2a_groups}"] if self.moe.a2a_groups > 1 else []
-        return [*nodes, *(["overlap"] if self.moe.overlap else [])]
+        folding = ["folding"] if self.expert_mesh != self.mesh else []
+        return [*nodes, *folding, *(["overlap"] if self.moe.overlap else [])]
 
     @property
     def pipeline(self) -> list[str]:

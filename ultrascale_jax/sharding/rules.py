@@ -6,12 +6,13 @@
     of latent attention: Q latent of queries   J latent of keys and values   A = J and the rotary key
     W value width   I = a head's key without positions and its value   U rank of an adapter (LoRA)
     P = a pair of D, side by side (multi-token prediction)   O taps of a short convolution
+    Y experts that are whole on a rank of sp too, each W wide (`moe.folding`)
     of linear attention: N heads of values   K heads of queries and keys   H and W their widths
 
-    activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep
-    parameters:   D:(fsdp,ep,cp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  L:pp
+    activations:  B:(dp,fsdp,ep)  T:cp  R:(cp,sp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  Y:(ep,sp)
+    parameters:   D:(fsdp,ep,cp)  F,N,K:(sp,tp)  V:(pp,sp,tp)  E:ep  Y:(ep,sp)  L:pp
 
-ZeRO splits the first of D, Q, J and U that a matrix has; where E is split over ep already, over (fsdp, cp) alone.
+ZeRO splits the first of D, Q, J and U that a matrix has; where E or Y is split over ep already, over (fsdp, cp) alone.
 
 Two terms of JAX's explicit sharding do the work of Megatron's conjugate pairs and of DDP's hooks. A value that is
 `unreduced` over an axis holds a partial sum on each of its devices; one that is `reduced` over an axis is replicated
@@ -32,8 +33,11 @@ from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import require
 
-LETTERS = frozenset("BTRSDFNKGHVELXCZQJAWIUPMO")
+LETTERS = frozenset("BTRSDFNKGHVELXCZQJAWIUPMOY")
 """The letters above, and M, micro-batches."""
+
+EXPERTS = "EY"
+"""Dims that number experts; a parameter has them first."""
 
 WHOLE = "_"
 """A dim that no axis splits, and that has no letter."""
@@ -56,6 +60,7 @@ ACTIVATION: dict[str, tuple[str, ...]] = {
     "K": TENSOR,
     "V": VOCABULARY,
     "E": ("ep",),
+    "Y": ("ep", "sp"),
 }
 PARAMETER: dict[str, tuple[str, ...]] = {
     "F": TENSOR,
@@ -63,6 +68,7 @@ PARAMETER: dict[str, tuple[str, ...]] = {
     "K": TENSOR,
     "V": VOCABULARY,
     "E": ("ep",),
+    "Y": ("ep", "sp"),
     "L": ("pp",),
 }
 
@@ -165,6 +171,11 @@ def is_matrix(dims: str) -> bool:
     unstacked = dims.removeprefix("L")
     is_vector = len(unstacked) == 1 or unstacked.startswith("X")
     return bool(set("DQJU") & set(unstacked)) and not is_vector
+
+
+def is_of_experts(dims: str) -> bool:
+    """Return whether a parameter is one of each routed expert."""
+    return not {*EXPERTS}.isdisjoint(dims)
 
 
 def shard_axes(dims: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ import optax
 from ultrascale_jax.config.training import NEWTON_SCHULZ_ITERATIONS
 from ultrascale_jax.kernels.device import row_major
 from ultrascale_jax.sharding.manual import smap
-from ultrascale_jax.sharding.rules import is_matrix, mesh_size, zero_dim
+from ultrascale_jax.sharding.rules import EXPERTS, is_matrix, mesh_size, zero_dim
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Coefficients of an odd polynomial that moves singular values from 0..1 to about 1, however small (Keller Jordan)."""
@@ -91,7 +91,7 @@ class _Layout:
 
     @classmethod
     def of(cls, stack: jax.Array, dims: str) -> "_Layout":
-        numbering = tuple(i for i, dim in enumerate(dims) if dim in "LE")
+        numbering = tuple(i for i, dim in enumerate(dims) if dim in f"L{EXPERTS}")
         model = zero_dim(dims)
         width = tuple(i for i in range(stack.ndim) if i not in (*numbering, model))
         parts = [*map(_axes, jax.typeof(stack).sharding.spec.partitions)]

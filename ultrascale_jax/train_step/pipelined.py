@@ -30,7 +30,7 @@ from ultrascale_jax.parallel.pipeline.stages import Stages, Tree
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.primitives import scatter_gradient
-from ultrascale_jax.sharding.rules import act, axes_of, mesh_size, specs, varying
+from ultrascale_jax.sharding.rules import act, axes_of, is_of_experts, mesh_size, specs, varying
 from ultrascale_jax.train_step import mixed_stages, objective
 from ultrascale_jax.train_step.objective import Sums, join_statistics, join_terms, sum_terms
 from ultrascale_jax.train_step.precision import COMPUTE, fp8_of, layer_inputs
@@ -219,7 +219,7 @@ def _has_model_dim_first(cfg: Config, dims: str) -> bool:
 
     Their sums lie so too: XLA does not add in place to a stack whose order in memory is not that of its dims.
     """
-    return {"E", "D"} <= set(dims) and cfg.train.precision not in FP8
+    return "D" in dims and is_of_experts(dims) and cfg.train.precision not in FP8
 
 
 def _from_model_dim_first(cfg: Config, sums: jax.Array, dims: str, _) -> jax.Array:

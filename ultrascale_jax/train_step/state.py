@@ -7,7 +7,7 @@ does not divide. A checkpoint does not depend on the mesh (`checkpoint/mesh_inde
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,11 @@ from ultrascale_jax.models.frozen_fp8 import quantised
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.lora import add_adapters
+from ultrascale_jax.models.moe import fold_experts
 from ultrascale_jax.models.partition import combine, partition, split_adapters
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline import schedules
+from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.memories import host_sharding
 from ultrascale_jax.sharding.mesh import abstract_mesh, check_mesh
 from ultrascale_jax.sharding.primitives import cast
@@ -89,14 +91,25 @@ def initial_state(cfg: Config, model: type[Transformer] = Transformer) -> TrainS
     key, orders = jax.random.key(cfg.train.seed), None
     if (order := schedules.order_of_config(cfg)) is not None:
         orders = schedules.stack_orders(order, cfg.mesh.pp, cfg.model.dense_layers)
-    made = model(cfg.model, key, orders, kernels=cfg.kernels)
+    made = _made(cfg, model, key, orders)
     if cfg.train.lora.enabled:
         made = add_adapters(made, cfg.train.lora, jax.random.fold_in(key, 1))
     state = fresh_state(cfg, map_params(at_rest, made))
     if not cfg.train.distill.enabled or cfg.train.distill.stored:
         return state
-    teacher = Transformer(cfg.teacher.model, jax.random.fold_in(key, 2), kernels=cfg.kernels)
+    teacher = _made(cfg.teacher, Transformer, jax.random.fold_in(key, 2))
     return dataclasses.replace(state, reference=_in_compute_type(cfg, map_params(at_rest, teacher)))
+
+
+def _made(
+    cfg: Config,
+    model: type[Transformer],
+    key: jax.Array,
+    orders: Sequence[LayerOrder] | None = None,
+) -> Transformer:
+    """Make a model with its parameters drawn."""
+    made = model(cfg.model, key, orders, kernels=cfg.kernels)
+    return fold_experts(made) if cfg.moe.folding else made
 
 
 def _trained_state(cfg: Config, model: type[Transformer]) -> TrainState:

@@ -30,7 +30,7 @@ FORM = {
     "optim.stochastic_rounding optim.weight_dtype optim.offload",
     "Pipeline": "pp.schedule pp.virtual pp.stash",
     "Long sequences": "cp.strategy cp.ulysses",
-    "Experts": "moe.a2a_groups moe.overlap",
+    "Experts": "moe.folding moe.a2a_groups moe.overlap",
     "Shape of the model": "model.num_layers model.d_model model.d_ff model.num_heads model.num_kv_heads "
     "model.head_dim model.vocab_size",
 }

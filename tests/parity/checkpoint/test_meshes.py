@@ -2,7 +2,7 @@
 
 import jax
 
-from tests.checkpoints import BASE, NINE, PLAIN, check_journey, on, save
+from tests.checkpoints import BASE, MIXED, NINE, PLAIN, check_journey, on, resume, save
 from tests.runs import bits, change, in_folder, mesh_of
 from tests.states import random_state
 from ultrascale_jax.checkpoint.load_params import load_params
@@ -22,6 +22,16 @@ def test_a_state_returns_bit_for_bit_from_any_mesh_pipeline_memory_and_padding(t
         place({"fsdp": 2, "tp": 4}, "second"),
     ]
     check_journey(change(NINE, model={"vocab_size": 257}), tmp_path, places)
+
+
+def test_a_run_with_folded_experts_resumes_without_folding_bit_for_bit(tmp_path):
+    cfg = change(on(in_folder(MIXED, tmp_path), {"ep": 2, "sp": 4}), moe={"folding": True})
+    state = random_state(cfg, mesh_of(cfg))
+    save(cfg, state, 2)
+    split = change(on(cfg, {"ep": 2, "sp": 2, "tp": 2}), moe={"folding": False})
+    resumed, step, _ = resume(split)
+    assert step == 2
+    assert bits(resumed) == bits(state)
 
 
 def test_params_load_without_training_on_another_mesh(tmp_path):

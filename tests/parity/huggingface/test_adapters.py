@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.hf_layout import stored
 from tests.paths import HF
-from ultrascale_jax.config import Config, MeshConfig, TrainConfig
+from ultrascale_jax.config import Config, MeshConfig, MoEConfig, TrainConfig
 from ultrascale_jax.config.lora import Lora, projections
 from ultrascale_jax.config.pattern import half_numbers
 from ultrascale_jax.huggingface import checkpoint
@@ -37,11 +37,16 @@ MODULES = {
 }
 
 
+FOLDED = "deepseek_v3", "gpt_oss"
+
+
 def configured(family: str) -> Config:
     model = read_config(HF / family)
     lora = Lora(rank=4, alpha=6.0, targets=projections(model))
     train = TrainConfig(precision="fp32", lora=lora, init_from="hf:x")
-    return Config(model=model, mesh=MeshConfig.of(ep=2, tp=2), train=train).check(4)
+    folding = family in FOLDED
+    mesh = MeshConfig.of(ep=2, sp=2) if folding else MeshConfig.of(ep=2, tp=2)
+    return Config(model=model, mesh=mesh, train=train, moe=MoEConfig(folding=folding)).check(4)
 
 
 def random(tree):

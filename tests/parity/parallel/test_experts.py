@@ -31,12 +31,14 @@ NODES4 = MoEConfig(a2a_groups=4, capacity_factor=1.0)
 
 
 class Layout(NamedTuple):
-    """Sizes of the axes, and whether gradients are taken inside the manual region."""
+    """Sizes of the axes, whether gradients are taken inside the manual region, and whether the ranks of sp have whole
+    experts."""
 
     ep: int
     sp: int = 1
     kind: AxisType = AxisType.Explicit
     inside: bool = False
+    folding: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -80,11 +82,15 @@ def inputs(experts: Experts) -> dict[str, np.ndarray]:
 @functools.cache
 def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
     """Compiled: ids [N, k] -> what the oracle knows, and how many choices were dropped."""
-    tokens, hidden = P(("ep", "sp")), P("ep", None, "sp")
-    in_specs = (tokens, tokens, hidden, hidden, P("ep", "sp", None))
+    tokens, hidden, down = P(("ep", "sp")), P("ep", None, "sp"), P("ep", "sp", None)
+    axis = "ep"
+    if layout.folding:
+        hidden = down = tokens
+        axis = "ep", "sp"
+    in_specs = (tokens, tokens, hidden, hidden, down)
 
     def layer(ids, *floats):
-        y, dropped = expert_layer(floats[0], ids, *floats[1:], axis="ep", moe=moe, experts=experts)
+        y, dropped = expert_layer(floats[0], ids, *floats[1:], axis=axis, moe=moe, experts=experts)
         return y, jax.lax.psum(dropped, ("ep", "sp"))
 
     def with_gradients(layer, ids, d_y, *floats):
@@ -137,6 +143,8 @@ CASES = {
     "tight-sp2": (TIGHT, Layout(4, sp=2), EXPERTS),
     "tight-inside-auto": (TIGHT, Layout(4, kind=AxisType.Auto, inside=True), EXPERTS),
     "nodes2-sp2": (NODES2, Layout(4, sp=2), EXPERTS),
+    "tight-folding": (TIGHT, Layout(2, sp=4, folding=True), EXPERTS),
+    "nodes2-folding": (NODES2, Layout(2, sp=4, folding=True), GROUPED),
 }
 
 
@@ -204,10 +212,13 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
+@pytest.mark.parametrize("folding", [False, True])
 @pytest.mark.parametrize("moe", [TIGHT, NODES2], ids=["tight", "nodes2"])
-def test_ranks_that_talk_in_a_loop_leave_it_together(moe):
+def test_ranks_that_talk_in_a_loop_leave_it_together(moe, folding):
     """Else one waits for another for ever: where sp splits the experts, the rounds gather tokens over sp too."""
-    traced = program(moe, Layout(4, sp=2))(routing("random"), lambda run: run.trace)
+    traced = program(moe, Layout(4, sp=2, folding=folding))(
+        routing("random"), lambda run: run.trace
+    )
     talking = 0
     for loop in equations(traced.jaxpr):
         if loop.primitive.name != "while":

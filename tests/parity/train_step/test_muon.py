@@ -19,6 +19,7 @@ STACKS = {
     "LFD": (4, 48, 32),
     "LEDF": (2, 4, 32, 16),
     "LEFD": (2, 4, 16, 32),
+    "LYDW": (2, 4, 32, 16),
     "LDX": (2, 32, 4),
     "LDQ": (2, 32, 8),
     "LQNH": (2, 8, 8, 4),
@@ -31,7 +32,7 @@ MATRIX_DIMS = {"LDNH": (1, 2), "LDKH": (1, 2), "LNHD": (1, 3), "LQNH": (1, 2)}
 
 def expected(dims: str, stack: np.ndarray) -> np.ndarray:
     """Return the updates of a stack, matrix by matrix."""
-    numbers = 2 if "E" in dims else 1
+    numbers = 2 if {"E", "Y"} & {*dims} else 1
     rows = MATRIX_DIMS.get(dims, (numbers, numbers + 1))[1]
     height = int(np.prod(stack.shape[numbers:rows]))
     matrices = stack.reshape(-1, height, int(np.prod(stack.shape[rows:]))).astype(np.float64)

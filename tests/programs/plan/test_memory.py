@@ -5,6 +5,6 @@ import pytest
 from tests.planned_memory import check_memory
 
 
-@pytest.mark.parametrize("name", ["lora-on-fp8", "teacher"])
+@pytest.mark.parametrize("name", ["lora-on-fp8", "teacher", "folded-experts"])
 def test_memory_by_formula_is_that_of_the_program(name):
     check_memory(name)

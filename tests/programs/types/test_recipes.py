@@ -27,6 +27,20 @@ def test_the_step_of_a_pipeline_returns_the_state_that_it_takes(name):
     check_step(in_a_pipeline(name))
 
 
+def test_the_step_with_folded_experts_returns_the_state_that_it_takes():
+    """Two experts are whole on each of 64 ranks of ep and sp, but for ZeRO's 32 shards of D."""
+    cfg = RECIPES["qwen3_30b_a3b"]
+    mesh = MeshConfig(dp=2, fsdp=32, ep=8, sp=8)
+    moe = dataclasses.replace(cfg.moe, folding=True)
+    train = dataclasses.replace(cfg.train, global_batch=mesh.batch)
+    cfg = dataclasses.replace(cfg, mesh=mesh, moe=moe, train=train).check(4096)
+    check_step(cfg)
+    with jax.sharding.use_abstract_mesh(abstract_mesh(cfg.mesh)):
+        state = jax.eval_shape(lambda: initial_state(cfg))
+    [stack] = state.params.stacks
+    assert stack.moe.w_up.get_value().sharding.shard_shape(stack.moe.w_up.shape) == (48, 2, 64, 768)
+
+
 def on_1024(name: str, **train) -> Config:
     """The recipe on 1,024 GPUs, of which 512 shard the parameters, with one sequence a GPU."""
     mesh = MeshConfig(dp=2, fsdp=8, ep=64)

@@ -6,10 +6,16 @@ from ultrascale_jax.config import Experts, KernelsConfig, MeshConfig, MoEConfig
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel.experts.capacity import hit_fraction
 from ultrascale_jax.plan.formulas import experts
+from ultrascale_jax.plan.formulas.parameters import weights_of
+from ultrascale_jax.plan.formulas.placement import communication
+from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.workload import Group, Run
 
-WAY = ("a2a_groups", "overlap")
+WAY = ("a2a_groups", "folding", "overlap")
+
+
+H100 = find_cluster(None, "h100", 8)
 
 
 def run(name: str = "QWEN3_30B_A3B", sequences: int = 2, **fields) -> Run:
@@ -59,6 +65,23 @@ def test_the_kernel_pads_no_rows():
 )
 def test_a_further_round_is_where_a_buffer_may_be_too_small(fields, loops):
     assert experts.round_loops(run(**fields)) == loops
+
+
+def test_folded_ranks_of_sp_are_ranks_of_ep_for_experts_alone():
+    """They send a part of the sequence each, and split no expert; a GPU has as many parameters as before."""
+    split, folded = (run(ep=4, sp=2, folding=folding) for folding in (False, True))
+    (hop,), alike = experts.a2a_stages(folded), run(ep=8, sequences=1)
+    assert (hop,) == tuple(experts.a2a_stages(alike))
+    assert experts.received_rows(folded) == experts.received_rows(alike) == 8 * hop.rows
+    assert experts.expert_values(folded) == experts.expert_values(alike)
+    assert experts.stage_groups(folded, 8)[0][1] == Group(ranks=8, per_node=8)
+    assert experts.balanced_rows(folded) == experts.balanced_rows(split)
+    assert weights_of(folded) == weights_of(split)
+    sent = [communication(one, H100)["ep"] for one in (split, folded)]
+    assert [one.axes for one in sent] == [("ep",), ("ep", "sp")]
+    # Of the tensor group's traffic what attention gathers and scatters is left.
+    sizes = [communication(one, H100)["sp"].sent_bytes for one in (split, folded)]
+    assert sizes[1] < sizes[0] / 3
 
 
 def test_parts_of_ep_talk_across_nodes_and_their_ranks_within():

@@ -15,6 +15,7 @@ from ultrascale_jax.sharding.rules import (
     axes_of,
     check_shards,
     gathered_spec,
+    gradient_axes,
     manual,
     stored_spec,
 )
@@ -43,6 +44,12 @@ def test_zero_splits_a_latent_where_there_is_no_model_dim_and_experts_without_ep
     assert stored_spec("QNH", (64, 64, 8)) == P(("fsdp", "ep", "cp"), ("sp", "tp"), None)
     assert stored_spec("EDF", (8, 64, 128)) == P(("ep",), ("fsdp", "cp"), ("sp", "tp"))
     assert stored_spec("J", (64,)) == P(None)
+
+
+def test_folded_experts_are_whole_on_the_ranks_of_ep_and_sp():
+    assert act("Y") == P(("ep", "sp"))
+    assert stored_spec("LYDW", (2, 8, 64, 6)) == P(None, ("ep", "sp"), ("fsdp", "cp"), None)
+    assert gradient_axes("YWD", "BRW") == gradient_axes("EFD", "BTF") == {"dp", "fsdp", "cp"}
 
 
 def test_a_matrix_that_zero_would_leave_whole_is_refused_but_for_an_adapters_rank():

@@ -38,7 +38,8 @@ class Options(common.Options):
 
     fixed: Annotated[str | None, command_line.option("FIELD=VALUE,...")] = None
     """Keep to these, as tp=8,pp=1: axes, zero, remat, global_batch, microbatches, sequences, schedule, virtual_stages,
-    stash, a2a_groups, ulysses. Among several, as global_batch=256,512, the one with the most tokens/s wins."""
+    stash, a2a_groups, folding (0 or 1), ulysses. Among several, as global_batch=256,512, the one with the most tokens/s
+    wins."""
     top: Annotated[Count, tyro.conf.arg(metavar="N")] = 20
     """Number of meshes to list."""
     compile: Annotated[Natural, tyro.conf.arg(metavar="N")] = 8

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens are sent to the ranks of a mesh axis that hold their experts, and back.
+"""Expert parallelism: tokens are sent to the ranks of mesh axes that hold their experts, and back.
 
 Each token goes once to each rank that has one of its experts, by an all-to-all whose buffers hold `capacity_factor`
 times what balanced routing sends. Where some rank has more, the ranks take another round: no token is ever dropped, and
@@ -14,6 +14,7 @@ added up.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,9 @@ from ultrascale_jax.parallel.gate import Gate
 from ultrascale_jax.sharding.manual import manual_axis_size
 from ultrascale_jax.sharding.rules import vary, varying
 
+type Axis = str | tuple[str, ...]
+"""A mesh axis, or several that are as one: ranks count along the last one first."""
+
 type Tokens = tuple[jax.Array, jax.Array, jax.Array]
 """x `[n, W]` with the tokens in its first D columns, ids `[n, k]` that count the experts at hand (those of others are
 beyond), weights `[n, k]`."""
@@ -79,7 +83,7 @@ def expert_layer(
     w_up: jax.Array | Adapted,
     w_down: jax.Array | Adapted,
     *,
-    axis: str,
+    axis: Axis,
     moe: MoEConfig = DROPLESS,
     experts: Experts | None = None,
     product: Product | None = jnp.einsum,
@@ -99,7 +103,7 @@ def expert_layer(
         gate. The matrices may have adapters, which the Mosaic kernel does not take.
       w_up: `[E, D, F]`.
       w_down: `[E, F, D]`.
-      axis: mesh axis of the experts.
+      axis: mesh axis of the experts, or several, the slowest first.
       moe: how the tokens are sent.
       experts: numbers of experts and choices, which set the size of buffers; by default those of the shapes.
       product: multiplies padded rows and matrices, as `jnp.einsum`; None: the Mosaic kernel multiplies ragged groups.
@@ -108,8 +112,8 @@ def expert_layer(
       distinct: no row of `ids` has an expert twice; otherwise the weights of such choices are added first.
       idles: a rank that gets no row skips the products, by a conditional (layers that have no experts on some ranks).
 
-    Where the matrices differ over an axis `sp`, it splits F, and tokens are gathered over it. Over any other axis that
-    splits F (`tp`) results are partial sums, which the caller adds.
+    Where the matrices differ over an axis `sp` beside `axis`, it splits F, and tokens are gathered over it. Over any
+    other axis that splits F (`tp`) results are partial sums, which the caller adds.
 
     Returns:
       `[n, D]` in x's type, and how many choices of this rank were dropped since no expert has their number, an int32
@@ -119,7 +123,7 @@ def expert_layer(
       ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.
     """
     _check_activation(activation, has_gate=w_gate is not None)
-    ranks = manual_axis_size(axis, "the experts")
+    ranks = _num_ranks(axis)
     if experts is None:
         experts = Experts(num=ranks * base_of(w_up).shape[0], top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
@@ -129,7 +133,8 @@ def expert_layer(
     if product is not None:
         one_round = functools.partial(padded_experts, product, activation)
     matrices = model_dim_first([w_gate, w_up, *(biases or ()), w_down])
-    kind = product is None, "sp" in varying(base_of(w_up)), idles
+    splits = "sp" in varying(base_of(w_up)) - {*_names(axis)}
+    kind = product is None, splits, idles
     return _send(one_round, matrices, (x, *choices), axis, moe, experts, *kind)
 
 
@@ -140,7 +145,7 @@ def expert_exchange(
     ids: jax.Array,
     weights: jax.Array,
     *,
-    axis: str,
+    axis: Axis,
     moe: MoEConfig = DROPLESS,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum over a token's experts of weight * expert(x), for experts of any kind; `axis` is manual.
@@ -155,7 +160,7 @@ def expert_exchange(
     Raises:
       ValueError: the shapes do not fit each other or the axis, or `expert` returns another shape than it takes.
     """
-    ranks, num_local = manual_axis_size(axis, "the experts"), _leading_size(params)
+    ranks, num_local = _num_ranks(axis), _leading_size(params)
     if not callable(expert):
         raise ValueError(f"expert={expert!r}: must be a function (params, x_ECD) -> y_ECD")
     experts = Experts(num=ranks * num_local, top_k=ids.shape[-1])
@@ -168,7 +173,7 @@ def _send(
     one_round: OneRound,
     params: Any,
     tokens: Tokens,
-    axis: str,
+    axis: Axis,
     moe: MoEConfig,
     experts: Experts,
     ragged: bool = False,
@@ -179,7 +184,7 @@ def _send(
     x, ids, weights = tokens
     ranks = jax.lax.axis_size(axis)
     weights = weights.astype(jnp.float32)
-    axes = frozenset({axis}).union(*map(varying, (x, ids, weights, *jax.tree.leaves(params))))
+    axes = frozenset(_names(axis)).union(*map(varying, (x, ids, weights, *jax.tree.leaves(params))))
     x, weights, params = jax.tree.map(lambda a: vary(a, axes), (x, weights, params))
     in_range = (ids >= 0) & (ids < experts.num)
     dropped = jnp.sum(~in_range & (ids != -1), dtype=jnp.int32)
@@ -189,6 +194,15 @@ def _send(
     shared = jax.lax.axis_size("sp") if splits else 1
     run = _outer(one_round, moe, experts, axis, batch[0], shared, ragged, idles)
     return jnp.concatenate(run(batch, params)).astype(x.dtype), dropped
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def _num_ranks(axis: Axis) -> int:
+    """Return the number of ranks that share the experts, and refuse axes that are not manual here."""
+    return math.prod(manual_axis_size(name, "the experts") for name in _names(axis))
 
 
 def _merge_repeated(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -270,7 +284,7 @@ def _outer(
     one_round: OneRound,
     moe: MoEConfig,
     experts: Experts,
-    axis: str,
+    axis: Axis,
     tokens: Tokens,
     shared: int,
     ragged: bool,
@@ -295,7 +309,7 @@ def _outer(
         idles=idles,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
-    agreed = (axis, "sp") if shared > 1 else (axis,)
+    agreed = _names(axis) + (("sp",) if shared > 1 else ())
     outer: Outer = functools.partial(_in_turn, run)
     for stage, first in reversed(list(zip(stages, rows_held[:-1], strict=True))):
         stride = ranks * stage.experts // experts.num

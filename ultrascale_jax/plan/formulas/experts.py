@@ -16,7 +16,7 @@ from ultrascale_jax.plan.workload import Group, Run, group, of_tokens
 
 def num_chunks(run: Run) -> int:
     """Return parts of a GPU's tokens that are sent one after the other."""
-    return 2 if run.moe.overlap and run.mesh.ep > 1 else 1
+    return 2 if run.moe.overlap and run.expert_mesh.ep > 1 else 1
 
 
 def tokens(run: Run) -> int:
@@ -28,23 +28,25 @@ def tokens(run: Run) -> int:
 def a2a_stages(run: Run) -> list[A2AStage]:
     """Return the exchanges on the way of those tokens to their experts; back they go likewise."""
     experts = run.shape.experts
-    return (
-        [] if experts is None else capacity.a2a_stages(run.moe, experts, run.mesh.ep, tokens(run))
-    )
+    if experts is None:
+        return []
+    return capacity.a2a_stages(run.moe, experts, run.expert_mesh.ep, tokens(run))
 
 
 @of_tokens
 def received_rows(run: Run) -> int:
-    """Count the rows that a GPU gets for those tokens of all: its own without ep, and those of the sequence group."""
+    """Count the rows that a GPU gets for those tokens of all: its own without ep, and if sp splits experts those of the
+    sequence group."""
     found = [hop.parts * hop.rows for hop in a2a_stages(run)]
-    return (found[-1] if found else tokens(run)) * run.mesh.sp
+    return (found[-1] if found else tokens(run)) * run.expert_mesh.sp
 
 
 def balanced_rows(run: Run) -> float:
     """Count the rows of one expert of those tokens if all experts have the same."""
     experts = run.shape.experts
     assert experts is not None
-    return tokens(run) * run.mesh.sp * experts.top_k * run.mesh.ep / experts.num
+    mesh = run.expert_mesh
+    return tokens(run) * mesh.sp * experts.top_k * mesh.ep / experts.num
 
 
 @of_tokens
@@ -54,7 +56,7 @@ def expert_capacity(run: Run) -> int:
     With the kernel at most its part of all choices, which is exactly that without ep: nothing is padded there.
     """
     assert run.shape.experts is not None
-    factor = capacity.expert_capacity_factor(run.moe, run.shape.experts, run.mesh.ep)
+    factor = capacity.expert_capacity_factor(run.moe, run.shape.experts, run.expert_mesh.ep)
     rows = capacity.capacity(received_rows(run), balanced_rows(run), factor)
     return min(rows, math.ceil(_most_rows(run))) if ragged(run) else rows
 
@@ -68,7 +70,7 @@ def _most_rows(run: Run) -> float:
     """Count the rows of one expert where all tokens choose it, or with the kernel its part of all choices."""
     experts = run.shape.experts
     assert experts is not None
-    chosen = experts.top_k * run.mesh.ep / experts.num if ragged(run) else 1
+    chosen = experts.top_k * run.expert_mesh.ep / experts.num if ragged(run) else 1
     return received_rows(run) * chosen
 
 
@@ -103,11 +105,11 @@ def round_loops(run: Run) -> int:
 @of_tokens
 def expert_values(run: Run) -> tuple[float, float]:
     """Count the values of a GPU's experts' rows, padding included: as the residual stream has them, and as gate."""
-    shape = run.shape
+    shape, mesh = run.shape, run.expert_mesh
     if shape.experts is None:
         return 0.0, 0.0
-    count = num_chunks(run) * expert_capacity(run) * shape.experts.num / run.mesh.ep
-    return count * shape.d_model, count * shape.expert_d_ff / run.mesh.tensor
+    count = num_chunks(run) * expert_capacity(run) * shape.experts.num / mesh.ep
+    return count * shape.d_model, count * shape.expert_d_ff / mesh.tensor
 
 
 def traffic_bytes(run: Run) -> float:
@@ -132,7 +134,7 @@ def traffic_bytes(run: Run) -> float:
 
 def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
     """Return the exchanges, and the ranks of each: one of each part of ep, then those of a part."""
-    mesh, nodes, experts = run.mesh, run.moe.a2a_groups, run.shape.experts
+    mesh, nodes, experts = run.expert_mesh, run.moe.a2a_groups, run.shape.experts
     if experts is None:
         return []
     far = dataclasses.replace(mesh, ep=nodes, cp=mesh.cp * mesh.ep // nodes)
@@ -149,7 +151,7 @@ def dispatch_seconds(run: Run, cluster: Cluster) -> float:
     def seconds(kind: str, count: int, ranks: Group) -> float:
         return costs.collective_seconds(cluster, kind, 2 * run.shape.d_model * count, ranks)
 
-    over_sequence = group(run.mesh, ("sp",), cluster.gpus_per_node)
+    over_sequence = group(run.expert_mesh, ("sp",), cluster.gpus_per_node)
     found = seconds("all-gather", received_rows(run), over_sequence)
     for hop, ranks in stage_groups(run, cluster.gpus_per_node):
         found += seconds("all-to-all", hop.parts * hop.rows, ranks)

@@ -109,8 +109,9 @@ class LayerTime:
             (tokens, shape.d_model, width / n, count) for width, count in widths if count
         ]
         found: dict[str, list[Product]] = {"qkv": self.queries(), "out": out}
-        for part, layers in (("", self.dense()), ("routed ", self.routed())):
-            layers = [(rows, width / n, count) for rows, width, count in layers if count]
+        parts = ("", self.dense(), n), ("routed ", self.routed(), self.run.expert_mesh.tensor)
+        for part, layers, split in parts:
+            layers = [(rows, width / split, count) for rows, width, count in layers if count]
             found[part + "up"] = [
                 (rows, shape.wide_products * width, shape.d_model, count)
                 for rows, width, count in layers
@@ -128,12 +129,12 @@ class LayerTime:
         for weight in adapted_weights(self.shape, run.lora):
             name = weight.target.removeprefix(ROUTED)
             part = "routed " * (name != weight.target) + PARTS.get(name, "qkv")
-            rows, count = float(run.tokens), shares[weight.of]
+            rows, count, mesh = float(run.tokens), shares[weight.of], run.mesh
             if weight.copies > 1:
-                rows = experts_of.gemm_rows(run)
-                count *= experts_of.num_chunks(run) * weight.copies / self.mesh.ep
+                rows, mesh = experts_of.gemm_rows(run), run.expert_mesh
+                count *= experts_of.num_chunks(run) * weight.copies / mesh.ep
             into, out = (
-                size / (self.tensor.ranks if split == "tensor" else 1)
+                size / (mesh.tensor if split == "tensor" else 1)
                 for size, split in (weight.rows, weight.columns)
             )
             rank = run.lora.rank
@@ -177,7 +178,7 @@ class LayerTime:
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return []
-        count = experts_of.num_chunks(self.run) * experts.num / self.mesh.ep
+        count = experts_of.num_chunks(self.run) * experts.num / self.run.expert_mesh.ep
         return [(experts_of.gemm_rows(self.run), shape.expert_d_ff, shape.expert_share * count)]
 
     def gemms(self, shapes: list[Product], gives: Gives, *, fp8: bool = True) -> float:

@@ -43,7 +43,7 @@ class Dealt(NamedTuple):
 
     def owners(self, run: Run) -> int:
         """Return the GPUs that share the matrices."""
-        return run.num_gpus // (run.mesh.pp * (run.mesh.ep if self.routed else 1))
+        return run.num_gpus // (run.mesh.pp * (run.expert_mesh.ep if self.routed else 1))
 
     def of_one(self, run: Run) -> int:
         """Return the matrices of one GPU, zeros that fill up included."""
@@ -74,7 +74,7 @@ def _stacks(run: Run) -> Iterator[Dealt]:
             sizes, routed = (weight.rows[0], weight.columns[0]), weight.copies > 1
             if weight.columns[1] == "model":
                 sizes = sizes[::-1]
-            number = share * rows[weight.of] * weight.copies / (run.mesh.ep if routed else 1)
+            number = share * rows[weight.of] * weight.copies / (run.expert_mesh.ep if routed else 1)
             if number:
                 yield Dealt(number, sizes, routed)
 
@@ -146,13 +146,14 @@ def sent_bytes(run: Run) -> dict[str, float]:
 def _exchanges(one: Dealt, run: Run) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """Yield the collectives of a group: kind, axes larger than 1, and bytes of the larger side on a GPU."""
     zero_axes = one.zero_axes if run.zero else ()
+    mesh = run.expert_mesh if one.routed else run.mesh
     kinds = (
         ("all-to-all", zero_axes, 2),
         ("all-to-all", ("sp", "tp"), 2),
         ("all-gather", one.replicas(run), 1),
     )
     for kind, axes, times in kinds:
-        if present := tuple(axis for axis in axes if run.mesh.sizes[axis] > 1):
+        if present := tuple(axis for axis in axes if mesh.sizes[axis] > 1):
             yield from [(kind, present, _held_bytes(one, run))] * times
 
 

@@ -185,10 +185,10 @@ def trained_params(run: Run, weights: Weights) -> float:
     rows = {"mlp": mlp, "moe": moe}
     rows |= {"full": each * shape.full_share, "linear": each * shape.linear_share}
     for side in adapter_sides(run.shape, run.lora):
-        parts = run.mesh.tensor if side.by_tensor else 1
-        shards = run.shards
+        mesh, shards = (run.expert_mesh if side.is_routed else run.mesh), run.shards
+        parts = mesh.tensor if side.by_tensor else 1
         if side.is_routed:
-            parts, shards = parts * run.mesh.ep, run.mesh.fsdp * run.mesh.cp
+            parts, shards = parts * mesh.ep, mesh.fsdp * mesh.cp
         if run.zero and (side.by_model or run.lora.rank % shards == 0):
             parts *= shards
         total += rows[side.of] * side.num_params / parts

@@ -134,12 +134,14 @@ def communication(run: Run, cluster: Cluster) -> dict[str, Communication]:
         sent["pp"] = _pipeline(run)
     if mesh.cp > 1:
         sent["cp"] = _context(run)
-    if mesh.ep > 1 and run.shape.experts is not None:
+    if run.expert_mesh.ep > 1 and run.shape.experts is not None:
         sent["ep"] = _experts(run, run.shape.experts)
     found = _gradients(run, cluster)
     for axis, (size, step_size, flops) in sent.items():
-        rate = bandwidth(axis, group(mesh, (axis,), cluster.gpus_per_node), cluster)
-        found[axis] = Communication((axis,), step_size, size / rate / (flops / peak))
+        folded = axis == "ep" and run.expert_mesh != mesh
+        axes = tuple(a for a in ("ep", "sp") if mesh.sizes[a] > 1) if folded else (axis,)
+        rate = bandwidth(axis, group(mesh, axes, cluster.gpus_per_node), cluster)
+        found[axis] = Communication(axes, step_size, size / rate / (flops / peak))
     for axis, size in (muon.sent_bytes(run) if run.muon else {}).items():
         found[axis] = found[axis]._replace(sent_bytes=found[axis].sent_bytes + size)
     return found
@@ -258,9 +260,10 @@ def _tensor(run: Run, axis: str) -> Sent:
     one = ring_bytes("all-gather", 2 * run.tokens * shape.d_model, ranks)
     forward, backward = _passes(run)
     size = _layers(run) * one * (4 * forward + (4 + _mean(run, repeated)) * backward)
-    if axis == "sp" and mesh.ep > 1 and shape.experts is not None:
-        # The rows that came to the experts are gathered and scattered in place of the group's own tokens.
-        rows = num_chunks(run) * received_rows(run)
+    folded = run.expert_mesh != mesh
+    if axis == "sp" and (mesh.ep > 1 or folded) and shape.experts is not None:
+        # The rows that came to the experts are gathered and scattered in place of the group's own tokens, or nothing.
+        rows = 0 if folded else num_chunks(run) * received_rows(run)
         more = ring_bytes("all-gather", 2 * rows * shape.d_model, ranks) - one
         size += _moe_layers(run) * more * _ways(run)
     return Sent(4 * one, size, 2 * run.tokens * layer / mesh.tensor)

@@ -394,9 +394,14 @@ class Step:
 
     @of_tokens
     def tensor_group(self) -> float:
-        """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it."""
-        size = 2 * self.run.tokens * self.shape.d_model
-        passes = self.overheads.tensor_passes * self.shape.halves_share
+        """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it.
+
+        Folded experts need none of it, only those that are shared.
+        """
+        size, shape = 2 * self.run.tokens * self.shape.d_model, self.shape
+        spared = self.run.expert_mesh != self.mesh and not shape.shared_width
+        halves = shape.halves_share - spared * shape.expert_share / 2
+        passes = self.overheads.tensor_passes * halves
         if self.mesh.sp > 1:
             return passes * self.collective("all-gather", size, self.tensor)
         return passes / 2 * self.collective("all-reduce", size, self.tensor)

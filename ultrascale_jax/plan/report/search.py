@@ -24,7 +24,7 @@ NEAR = 1.5
 CHOSEN = (
     *(f"mesh.{axis}" for axis in AXES),
     *("train.zero", "train.remat", "train.global_batch", "train.microbatches"),
-    *("pp.schedule", "pp.virtual", "pp.stash", "moe.a2a_groups", "cp.ulysses"),
+    *("pp.schedule", "pp.virtual", "pp.stash", "moe.a2a_groups", "moe.folding", "cp.ulysses"),
 )
 """Fields of a configuration that a search chooses."""
 

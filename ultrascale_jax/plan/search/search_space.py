@@ -8,9 +8,9 @@ Left out, and counted where it is not the same run under another name:
 * a tensor group across nodes, unless sp or tp is pinned;
 * schedules that are slow in lock step (`UNEVEN`), unless they are pinned.
 
-Tokens are sent to experts in the recipe's way; where ep spans nodes, once to each node that they need, unless
-`a2a_groups` is pinned. Attention crosses cp in the recipe's way, and where that is a ring, without a pipeline also with
-heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
+Tokens are sent to experts in the recipe's way, with sp also by `moe.folding`; where ep spans nodes, once to each node
+that they need, unless `a2a_groups` is pinned. Attention crosses cp in the recipe's way, and where that is a ring,
+without a pipeline also with heads exchanged in a node, unless `ulysses` is pinned or the recipe says it.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ UNEVEN = ("zb_h1", "zb_v", "dualpipe_v")
 
 FIELDS = (
     *(*AXES, "zero", "remat", "global_batch", "microbatches", "sequences"),
-    *("schedule", "virtual_stages", "stash", "a2a_groups", "ulysses"),
+    *("schedule", "virtual_stages", "stash", "a2a_groups", "folding", "ulysses"),
 )
 """Fields of a candidate that differ, and that can be pinned."""
 
@@ -139,6 +139,8 @@ def _checked(field_name: str, value: Any) -> Any:
     elif field_name == "zero":
         value = whole(name, value)
         require(value <= 3, name, value, "must be from 0 to 3")
+    elif field_name == "folding":
+        value = bool(whole(name, value))
     else:
         value = whole(name, value, 1)
     return value
@@ -311,6 +313,7 @@ OPTIONS = {
     "virtual_stages": "pp.virtual",
     "stash": "pp.stash",
     "a2a_groups": "moe.a2a_groups",
+    "folding": "moe.folding",
     "ulysses": "cp.ulysses",
 }
 """A field of `FIELDS` to the option that sets it."""
@@ -337,7 +340,7 @@ def changed_options(before: Config, after: Config, *, mesh: bool) -> str:
     for name in ("train.global_batch", *OPTIONS.values()):
         section, _, field_name = name.partition(".")
         old, new = (getattr(getattr(cfg, section), field_name) for cfg in (before, after))
-        words += [f"--{name.replace('_', '-')} {new}"] if new != old else []
+        words += [f"--{name.replace('_', '-')}" + f" {new}" * (new is not True)] * (new != old)
     return " ".join(words)
 
 
@@ -447,12 +450,18 @@ def _work(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str, int
 def _exchanges(
     cfg: Config, cluster: Cluster, mesh: MeshConfig, choices: Choices
 ) -> list[MoEConfig]:
-    """Return ways to the experts: the recipe's, in as many parts of ep as it has nodes."""
-    if cfg.model.experts is None:
-        return [cfg.moe]
-    nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
-    parts = choices.get("a2a_groups", (nodes,))
-    return [dataclasses.replace(cfg.moe, a2a_groups=count) for count in parts]
+    """Return ways to the experts: the recipe's, also with `folding` where it can be, in as many parts of ep as it has
+    nodes."""
+    moe, experts = cfg.moe, cfg.model.experts
+    if experts is None:
+        return [moe]
+    folds = mesh.sp > 1 and mesh.tp == 1 and experts.num % (mesh.ep * mesh.sp) == 0
+    parts = choices.get("a2a_groups", (group(mesh, ("ep",), cluster.gpus_per_node).nodes,))
+    ways = choices.get("folding", sorted({moe.folding, moe.folding or folds}))
+    return [
+        dataclasses.replace(moe, a2a_groups=count, folding=folding)
+        for count, folding in itertools.product(parts, ways)
+    ]
 
 
 def _contexts(
