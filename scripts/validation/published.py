@@ -65,10 +65,13 @@ def _published(line: Mapping[str, Any]) -> Published:
         lora=_lora(line.get("lora")),
     )
     cluster = find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus)
-    nodes = group(mesh, ("ep",), cluster.gpus_per_node).nodes
+    experts = run.shape.experts
+    # Megatron's experts are whole on a rank where the tensor group and EP divide them.
+    folding = mesh.sp > 1 and experts is not None and experts.num % (mesh.ep * mesh.sp) == 0
+    nodes = group(mesh, ("ep", "sp") if folding else ("ep",), cluster.gpus_per_node).nodes
     return Published(
         software=line["software"],
-        run=dataclasses.replace(run, moe=MoEConfig(a2a_groups=nodes)),
+        run=dataclasses.replace(run, moe=MoEConfig(a2a_groups=nodes, folding=folding)),
         cluster=cluster,
         tokens_per_s_gpu=float(line["tok_s_gpu"]),
         model=line["model"],
@@ -79,7 +82,7 @@ def _published(line: Mapping[str, Any]) -> Published:
 def _lora(words: str | None) -> Lora:
     """Return the adapters that `words` name by rank and targets."""
     rank, *targets = (words or "0").split()
-    return Lora(rank=int(rank), targets=tuple(targets))
+    return Lora(rank=int(rank), targets=tuple(targets))  # pyrefly: ignore
 
 
 def _shape(line: Mapping[str, Any]) -> ModelShape:
