@@ -127,10 +127,10 @@ def exchange_tokens(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Send rows `[S, D]`, ids and weights `[S, k]` in one exchange, as bits; `exchange` is its own transpose.
 
-    Three exchanges would take turns, and hold up others (Mixtral on 64: 1.37 -> 1.11 s, simulated). Returns `[S, W]`,
-    whose first D columns are the rows, and whose others the bits: to cut them off would be a pass over memory, and to
-    add them to a gradient. As numbers of x's type these are finite, if the weights are, so that `jax_debug_nans` finds
-    no NaN in them.
+    Three exchanges would take turns, and hold up others (Mixtral on 64: 1.23 times the step, simulated). Returns
+    `[S, W]`, whose first D columns are the rows, and whose others the bits: to cut them off would be a pass over
+    memory, and to add them to a gradient. As numbers of x's type these are finite, if the weights are, so that
+    `jax_debug_nans` finds no NaN in them.
     """
     (_, D), k = x.shape, ids.shape[1]
     wide = exchange(

@@ -34,7 +34,7 @@ EXCHANGES = "all_to_all", "ppermute"
 
 LOOKAHEADS = (0.5, 1.0)
 """Shares of an exchange's time by which its start is foreseen: each makes an order, and the one that ends first is
-taken. DeepSeek-V3's recipe without foresight and with it: 33.30 -> 30.37 s (simulated)."""
+taken. Without foresight DeepSeek-V3's recipe takes 1.10 times as long (simulated)."""
 
 LIGHT = 1e-3
 """An equation with a smaller share of all the time is not scheduled, but runs where its result is needed."""
