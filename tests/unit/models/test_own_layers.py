@@ -126,7 +126,7 @@ FAULTS = {
         r"Own\.layer_terms='loss': is the name of another metric",
     ),
     "whole sums": ({"attention": WholeSums}, r"layers\.attention='WholeSums': .*partial=True"),
-    "unknown letter": ({"mlp": mlp_of("DY", (32, 8))}, r"dims='DY': Y is none of the letters A"),
+    "unknown letter": ({"mlp": mlp_of("Dy", (32, 8))}, r"dims='Dy': y is none of the letters A"),
     "number of sizes": ({"mlp": mlp_of("DF", (32,))}, r"shape=\(32,\): dims='DF' has 2 letters"),
     "size": ({"mlp": mlp_of("DF", (32, 7))}, r"shape=\(32, 7\): F is 7, .*mesh\.sp\*mesh\.tp=2"),
 }
