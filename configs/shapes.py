@@ -195,6 +195,10 @@ MIXTRAL_8X7B = ModelConfig(
     experts=Experts(num=8, top_k=2),
 )
 
+MIXTRAL_8X22B = dataclasses.replace(
+    MIXTRAL_8X7B, vocab_size=32768, d_model=6144, d_ff=16384, num_layers=56, num_heads=48
+)
+
 QWEN3_30B_A3B = ModelConfig(
     vocab_size=151936,
     d_model=2048,
@@ -207,6 +211,15 @@ QWEN3_30B_A3B = ModelConfig(
     qk_norm="head",
     rope_theta=1_000_000.0,
     experts=Experts(num=128, top_k=8, d_ff=768),
+)
+
+QWEN3_235B_A22B = dataclasses.replace(
+    QWEN3_30B_A3B,
+    d_model=4096,
+    d_ff=12288,
+    num_layers=94,
+    num_heads=64,
+    experts=Experts(num=128, top_k=8, d_ff=1536),
 )
 
 QWEN3_NEXT_80B_A3B = ModelConfig(
