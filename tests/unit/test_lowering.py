@@ -49,6 +49,15 @@ def test_a_pass_that_one_rule_switches_off_stays_on_without_it():
     assert fewer == ",".join(passes)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "together"),
+    [({"fsdp": 8}, True), ({"cp": 4, "fsdp": 2}, True), ({"fsdp": 4, "tp": 2}, False)],
+)
+def test_a_layers_parameters_are_gathered_at_once_beside_a_ring_too(mesh, together):
+    options = Lowering.of(Config(mesh=MeshConfig.of(**mesh)).check(8)).xla_options
+    assert ("xla_gpu_all_gather_combine_threshold_bytes" in options) == together
+
+
 def test_plain_applies_no_rule():
     for cfg in runs():
         plain = change(cfg, train={"lowering": "plain"})

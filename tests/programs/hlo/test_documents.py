@@ -89,14 +89,6 @@ def test_keys_forward_and_sums_backward_travel_beside_the_ranks_own_documents():
     assert sorted(hidden) == [("bf16", False), ("bf16", True), ("f32", True)]
 
 
-def test_a_layer_of_a_ring_gathers_its_parameters_at_once():
-    """One gather a layer, forward and backward (`one_gather`); those of the ends of chunks have a few bytes."""
-    cfg, step = on_a_ring("ring")
-    gathers = [c for c in step.collectives if c.kind == "all-gather" and c.operand_bytes > PIECE]
-    in_layers = [c for c in gathers if c.loops == (cfg.model.num_layers,)]
-    assert [c.asynchronous for c in in_layers] == [True, True]
-
-
 @functools.cache
 def attention_seconds(ranks: int, strategy: str = "zigzag") -> float:
     """Time attention of Llama 3 8B, result and gradients, over 16,384 tokens a rank in documents of 4,096."""
