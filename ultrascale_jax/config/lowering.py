@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
         # XLA counts both copies of a double-buffered body, and offloaded stacks: it takes 66 GiB for 109.
         disables=("rematerialization",),
         effect="`train.remat` alone chooses what is recomputed",
-        evidence="Mixtral on 64, its recipe, which offloads: 14.11 -> 11.57 s; 70B on 512: 3.85 -> 3.82 s",
+        evidence="Mixtral on 64, offloading the gate: 11.84 -> 10.15 s; 70B on 512: 3.44 -> 3.41 s",
     ),
     Rule(
         name="copies_for_offload",
@@ -299,7 +299,7 @@ RULES: tuple[Rule, ...] = (
         applies=lambda run, _: run.mesh.cp > 1 and not run.lora,
         fields=lambda _: {"gradients_together": True},
         effect="the MLP's activations are free before attention's backward pass",
-        evidence="8B, 1M tokens, cp 32 x fsdp 2: 20.4 -> 18.4 GiB in equal time. Over a tensor group it costs: 70B, "
+        evidence="8B, 1M tokens, cp 32 x fsdp 2: 19.9 -> 18.4 GiB in equal time. Over a tensor group it costs: 70B, "
         "pp 4 x sp 8, 6.61 -> 6.67 s",
     ),
     Rule(
