@@ -67,7 +67,7 @@ def _published(line: Mapping[str, Any]) -> Published:
     cluster = find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus)
     experts = run.shape.experts
     # Megatron's experts are whole on a rank where the tensor group and EP divide them.
-    folding = mesh.sp > 1 and experts is not None and experts.num % (mesh.ep * mesh.sp) == 0
+    folding = experts is not None and MoEConfig.can_fold(experts, mesh)
     nodes = group(mesh, ("ep", "sp") if folding else ("ep",), cluster.gpus_per_node).nodes
     return Published(
         software=line["software"],

@@ -48,7 +48,7 @@ from ultrascale_jax.config import (
     require,
 )
 from ultrascale_jax.config.remat import Policy
-from ultrascale_jax.config.section import Section, between, check_fields
+from ultrascale_jax.config.section import Section, between, check_fields, switch
 from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.units import whole_number
 
@@ -375,8 +375,7 @@ def changes(name: str, base: Any, target: Any, always: Sequence[str] = ()) -> li
         elif new == old and field.name not in always:
             continue
         elif isinstance(new, bool):
-            section, _, last = option.rpartition(".")
-            words.append(option if new else f"{section}.no-{last}")
+            words.append(switch(option, new))
         else:
             words += [option, *_words_of(new)]
     return words

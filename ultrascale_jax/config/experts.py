@@ -41,6 +41,11 @@ class MoEConfig(Section, name="moe"):
         """Return the mesh of the routed experts: with `folding` the ranks of sp are ranks of ep."""
         return replace(mesh, ep=mesh.ep * mesh.sp, sp=1) if self.folding else mesh
 
+    @staticmethod
+    def can_fold(experts: Experts, mesh: MeshConfig) -> bool:
+        """Return whether `folding` places these experts elsewhere, and may."""
+        return mesh.sp > 1 and mesh.tp == 1 and experts.num % (mesh.ep * mesh.sp) == 0
+
     def check_mesh(self, experts: Experts, mesh: MeshConfig) -> None:
         """Refuse a mesh whose ranks cannot share the experts."""
         fix = f"keeps experts whole, and mesh.tp={mesh.tp} splits each; use mesh.sp in its place, or no folding"

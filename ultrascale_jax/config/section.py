@@ -96,6 +96,12 @@ class Section:
         refuse(self._name, field, operator.attrgetter(field)(self), fix)
 
 
+def switch(option: str, on: bool) -> str:
+    """Return the word of the command line that sets a field that is a switch: `--moe.folding`, `--moe.no-folding`."""
+    section, _, name = option.rpartition(".")
+    return option if on else f"{section}.no-{name}"
+
+
 def refuse(section: str, field: str, value: object, fix: str) -> NoReturn:
     """Raise a `UserError` that names a field after its section, its value and the fix."""
     raise UserError(f"{section}.{field}={shown(value)}: {fix}".removeprefix("."))

@@ -241,6 +241,11 @@ class Run:
         """The mesh as routed experts lie on it."""
         return self.moe.expert_mesh(self.mesh)
 
+    @property
+    def folds(self) -> bool:
+        """Whether routed experts are whole on ranks of sp too (`moe.folding`)."""
+        return self.expert_mesh != self.mesh
+
     @functools.cached_property
     def lowering(self) -> Lowering:
         """How the trainer has XLA run it."""
@@ -433,7 +438,7 @@ class Run:
         if self.shape.experts is None:
             return []
         nodes = [f"nodes{self.moe.a2a_groups}"] if self.moe.a2a_groups > 1 else []
-        folding = ["folding"] if self.expert_mesh != self.mesh else []
+        folding = ["folding"] if self.folds else []
         return [*nodes, *folding, *(["overlap"] if self.moe.overlap else [])]
 
     @property

@@ -98,7 +98,7 @@ def test_with_overlap_half_of_the_exchanges_run_beside_the_products_of_the_other
 
 
 def test_folded_experts_exchange_tokens_over_ep_and_sp_and_gather_none():
-    """What is left to sp is attention's: a gather of its input and a scatter of its result, forward."""
+    """Forward, sp gathers attention's input and scatters its result, and nothing else."""
     mesh, alone = {"fsdp": 2, "ep": 2, "sp": 2}, {}
     experts = dataclasses.replace(EXPERTS, d_ff=384)
     for folding in (False, True):

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from ultrascale_jax.cli.plan_commands.words import parse_choices
+from ultrascale_jax.cli.plan_commands.words import parse_choices, search_words
 from ultrascale_jax.config import (
     HOST_MEMORY_SHARE,
     REMAT_POLICIES,
@@ -34,6 +34,7 @@ from ultrascale_jax.plan.search.search_space import (
     OFFLOADED_EXPERTS,
     POLICIES,
     UNEVEN,
+    changed_options,
     configured,
     drawback,
     enumerate_runs,
@@ -198,6 +199,19 @@ def test_pinned_fields_keep_to_their_values():
     assert set(same) <= set(runs)
 
 
+def test_folding_is_pinned_and_named_as_a_switch():
+    folded = dataclasses.replace(moe_debug, moe=dataclasses.replace(moe_debug.moe, folding=True))
+    for pinned in (0, 1):
+        choices = parse_choices("fixed", f"folding={pinned},sp=2,tp=1")
+        runs = enumerate_runs(moe_debug, cluster(), choices, SPLIT).runs
+        assert {run.folds for run in runs} == {bool(pinned)}
+    assert changed_options(moe_debug, folded, mesh=False) == "--moe.folding"
+    assert changed_options(folded, moe_debug, mesh=False) == "--moe.no-folding"
+    # The option behind the switch stays.
+    more = dataclasses.replace(folded, moe=dataclasses.replace(folded.moe, aux_weight=0.5))
+    assert search_words("moe_debug", more)[-2:] == ["--moe.aux-weight", "0.5"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -205,6 +219,7 @@ def test_pinned_fields_keep_to_their_values():
         ("tp=8,tp=4", "'tp' is given twice"),
         ("8", "write it as tp=8,pp=1"),
         ("tp=0", "tp is a number, 1 or more"),
+        ("folding=2", "folding is a number from 0 to 1"),
         ("schedule=gpipe", "schedule is one of afab, 1f1b"),
         ("remat=some", "train.remat='some'"),
     ],

@@ -11,6 +11,7 @@ from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.command_line import parse_remat
 from ultrascale_jax.cli.plan_commands.common import Options
 from ultrascale_jax.config import REMAT_NAMES, SCHEDULES, Config, require
+from ultrascale_jax.config.section import switch
 from ultrascale_jax.plan.search.search_space import FIELDS, OPTIONS, STASHES
 
 ALWAYS = ("global_batch", "microbatches", "zero", "remat")
@@ -34,9 +35,15 @@ def differences(base: Config, target: Config, always: Sequence[str] = ()) -> lis
 
 def search_words(recipe: str, cfg: Config) -> list[str]:
     """Return the same without the mesh and all else that a search chooses."""
-    chosen = {"--mesh", *(f"--{option.replace('_', '-')}" for option in OPTIONS.values())}
-    line = words(recipe, cfg)
-    return [w for w, last in zip(line, ["", *line], strict=False) if not {w, last} & chosen]
+    options = [f"--{option.replace('_', '-')}" for option in OPTIONS.values()]
+    chosen = {"--mesh", *options, *(switch(option, on=False) for option in options)}
+    kept, is_chosen = [], False
+    for word in words(recipe, cfg):
+        if word.startswith("--"):
+            is_chosen = word in chosen
+        if not is_chosen:
+            kept.append(word)
+    return kept
 
 
 def train_command(recipe: str, cfg: Config) -> str:
@@ -58,6 +65,7 @@ def machine_words(options: Options) -> list[str]:
 
 
 NAMES = {"schedule": SCHEDULES, "stash": STASHES}
+BOUNDS = {"zero": (0, 3), "folding": (0, 1)}
 
 
 def parse_choices(name: str, text: str) -> dict[str, tuple[Any, ...]]:
@@ -87,9 +95,9 @@ def _value(name: str, text: str, field: str, word: str) -> Any:
         fix = f"{field} is one of {', '.join(NAMES[field])}"
         require(word in NAMES[field], name, text, fix)
         return word
-    least, most = (0, 3) if field == "zero" else (1, math.inf)
-    fix = (
-        f"{field} is a number from 0 to 3" if field == "zero" else f"{field} is a number, 1 or more"
+    least, most = BOUNDS.get(field, (1, math.inf))
+    fix = f"{field} is a number" + (
+        f" from {least} to {most}" if field in BOUNDS else ", 1 or more"
     )
     require(word.isdecimal() and least <= int(word) <= most, name, text, fix)
-    return int(word)
+    return bool(int(word)) if field == "folding" else int(word)

@@ -116,8 +116,7 @@ def expert_layer(
     other axis that splits F (`tp`) results are partial sums, which the caller adds.
 
     Returns:
-      `[n, D]` in x's type, and how many choices of this rank were dropped since no expert has their number, an int32
-      scalar.
+      `[n, D]` in x's type, and an int32 scalar: the choices of this rank that are dropped, as no expert's number.
 
     Raises:
       ValueError: the shapes do not fit each other, the axis or `experts`, or the activation is unknown.

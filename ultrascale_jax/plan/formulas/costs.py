@@ -13,7 +13,7 @@ from ultrascale_jax.plan.workload import Group
 
 MATMUL_SHARE = {"bf16": 0.82, "fp8": 0.72, "fp32": 0.82}
 """Share of the peak of a matrix product alone, which reads its inputs while it multiplies and writes its result
-afterwards: docs/planning/rates.csv has measurements of cuBLAS and cuBLASLt."""
+afterwards: docs/planning/rates.csv has measurements of cuBLAS and cuBLASLt. TF32 is taken to be as bfloat16."""
 
 BUSY_SHARE = 0.86
 """Speed of products and attention within a training step over that of each alone: clocks fall under the power limit.
@@ -36,7 +36,8 @@ ATTENTION_SHARE = {"forward": 0.65, "backward": 0.55}
 """Share of the bfloat16 peak that cuDNN's attention reaches alone: causal, head_dim 128, 8,192 tokens (rates.csv)."""
 
 NARROW_HEAD_SHARE = 0.8
-"""Share of that speed with heads of 64: 468 to 514 TFLOP/s forward and 286 to 307 backward in the same tables."""
+"""Share of that speed with heads of 64: tokamax 0.0.17's timings on H100 have 468 to 514 TFLOP/s forward, of heads of
+128 595 to 629; backward 286 to 307, and 408 to 438."""
 
 LINK_SHARE = 0.8
 """Share of NVLink's bandwidth: NCCL's own model has 360 GB/s for Hopper's 450 and 720 for Blackwell's 900."""

@@ -138,8 +138,9 @@ def communication(run: Run, cluster: Cluster) -> dict[str, Communication]:
         sent["ep"] = _experts(run, run.shape.experts)
     found = _gradients(run, cluster)
     for axis, (size, step_size, flops) in sent.items():
-        folded = axis == "ep" and run.expert_mesh != mesh
-        axes = tuple(a for a in ("ep", "sp") if mesh.sizes[a] > 1) if folded else (axis,)
+        axes = (axis,)
+        if axis == "ep" and run.folds:
+            axes = tuple(a for a in ("ep", "sp") if mesh.sizes[a] > 1)
         rate = bandwidth(axis, group(mesh, axes, cluster.gpus_per_node), cluster)
         found[axis] = Communication(axes, step_size, size / rate / (flops / peak))
     for axis, size in (muon.sent_bytes(run) if run.muon else {}).items():
@@ -260,10 +261,9 @@ def _tensor(run: Run, axis: str) -> Sent:
     one = ring_bytes("all-gather", 2 * run.tokens * shape.d_model, ranks)
     forward, backward = _passes(run)
     size = _layers(run) * one * (4 * forward + (4 + _mean(run, repeated)) * backward)
-    folded = run.expert_mesh != mesh
-    if axis == "sp" and (mesh.ep > 1 or folded) and shape.experts is not None:
+    if axis == "sp" and (mesh.ep > 1 or run.folds) and shape.experts is not None:
         # The rows that came to the experts are gathered and scattered in place of the group's own tokens, or nothing.
-        rows = 0 if folded else num_chunks(run) * received_rows(run)
+        rows = 0 if run.folds else num_chunks(run) * received_rows(run)
         more = ring_bytes("all-gather", 2 * rows * shape.d_model, ranks) - one
         size += _moe_layers(run) * more * _ways(run)
     return Sent(4 * one, size, 2 * run.tokens * layer / mesh.tensor)

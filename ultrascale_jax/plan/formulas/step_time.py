@@ -399,7 +399,7 @@ class Step:
         Folded experts need none of it, only those that are shared.
         """
         size, shape = 2 * self.run.tokens * self.shape.d_model, self.shape
-        spared = self.run.expert_mesh != self.mesh and not shape.shared_width
+        spared = self.run.folds and not shape.shared_width
         halves = shape.halves_share - spared * shape.expert_share / 2
         passes = self.overheads.tensor_passes * halves
         if self.mesh.sp > 1:

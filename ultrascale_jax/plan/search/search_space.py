@@ -46,6 +46,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.config.remat import Policy
+from ultrascale_jax.config.section import switch
 from ultrascale_jax.plan.formulas.memory import fits_host, least_bytes
 from ultrascale_jax.plan.hardware import Cluster
 from ultrascale_jax.plan.workload import PIPELINE, Run, group
@@ -340,8 +341,15 @@ def changed_options(before: Config, after: Config, *, mesh: bool) -> str:
     for name in ("train.global_batch", *OPTIONS.values()):
         section, _, field_name = name.partition(".")
         old, new = (getattr(getattr(cfg, section), field_name) for cfg in (before, after))
-        words += [f"--{name.replace('_', '-')}" + f" {new}" * (new is not True)] * (new != old)
+        if new != old:
+            words.append(_option(name, new))
     return " ".join(words)
+
+
+def _option(name: str, value: Any) -> str:
+    """Return the words of the command line that set a field."""
+    option = f"--{name.replace('_', '-')}"
+    return switch(option, value) if isinstance(value, bool) else f"{option} {value}"
 
 
 def with_smaller_moments(cfg: Config) -> Config | None:
@@ -375,7 +383,7 @@ def optimizer_options(before: Config, after: Config) -> str:
     for name in ("offload", "moment_dtype", "stochastic_rounding", "weight_dtype"):
         value = getattr(after.optim, name)
         if value != getattr(before.optim, name):
-            words.append(f"--optim.{name.replace('_', '-')}" + f" {value}" * (value is not True))
+            words.append(_option(f"optim.{name}", value))
     return " ".join(words)
 
 
@@ -455,9 +463,8 @@ def _exchanges(
     moe, experts = cfg.moe, cfg.model.experts
     if experts is None:
         return [moe]
-    folds = mesh.sp > 1 and mesh.tp == 1 and experts.num % (mesh.ep * mesh.sp) == 0
     parts = choices.get("a2a_groups", (group(mesh, ("ep",), cluster.gpus_per_node).nodes,))
-    ways = choices.get("folding", sorted({moe.folding, moe.folding or folds}))
+    ways = choices.get("folding", sorted({moe.folding, moe.folding or moe.can_fold(experts, mesh)}))
     return [
         dataclasses.replace(moe, a2a_groups=count, folding=folding)
         for count, folding in itertools.product(parts, ways)
