@@ -1,11 +1,13 @@
 """Rows of parity: a covering design. Every legal pair of the values below stands in at least one row.
 
 `python -m tests.parity.rows` prints the pairs, the rows of each and the pairs that are missing;
-`python -m tests.parity.rows docs` writes the last lines of `docs/parity.md`.
+`python -m tests.parity.rows docs` writes the last lines of `docs/parity.md`, and `docs/parity_pairs.csv`.
 """
 
+import csv
 import dataclasses
 import functools
+import io
 import itertools
 import math
 import sys
@@ -38,6 +40,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.config.lora import projections
 
 DOCS = Path(__file__).parents[2] / "docs/parity.md"
+PAIRS = DOCS.with_name("parity_pairs.csv")
 
 PRECISIONS = ("fp32", "bf16", *FP8)
 """Fp16 is bf16's program with a scale of the loss, which `tests/unit/train_step/test_loss_scale.py` tests."""
@@ -436,15 +439,27 @@ def page(day: str) -> str:
         if pair not in legal and not any(set(pair) <= set(group) for group in ONE_OF):
             refused.setdefault(pair[1], []).append(pair[0])
     lines = [
-        f"Last run on {day}: {len(CHANGES)} values have {len(legal)} legal pairs. {len(TESTED)} rows of `make test` "
-        f"have those in float32, and {len(NIGHTLY_ROWS)} rows of `make test-nightly` those in another precision. The "
-        f"values: {', '.join(CHANGES)}.",
+        f"Last run on {day}: {len(CHANGES)} values have {len(legal)} legal pairs, whose numbers of rows are in "
+        f"[{PAIRS.name}]({PAIRS.name}). {len(TESTED)} rows of `make test` have those in float32, and "
+        f"{len(NIGHTLY_ROWS)} rows of `make test-nightly` those in another precision.",
         "",
         "A run has one schedule, one strategy, one precision and one stage of ZeRO. It also cannot have",
         "",
         *(f"* {name} with {', '.join(others)}" for name, others in refused.items()),
     ]
     return DOCS.read_text().split(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
+
+
+def table() -> str:
+    """Return the CSV of the pairs: the number of rows with both values, and - where no run may have both."""
+    by_pair = rows_of_pairs((*TESTED, *NIGHTLY_ROWS))
+    counts = {frozenset(pair): len(rows) for pair, rows in by_pair.items()}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["rows with both", *CHANGES])
+    for name in CHANGES:
+        writer.writerow([name, *(counts.get(frozenset((name, other)), "-") for other in CHANGES)])
+    return text.getvalue()
 
 
 def day_of_page() -> str:
@@ -455,6 +470,7 @@ def day_of_page() -> str:
 def main(words: list[str]) -> None:
     if words == ["docs"]:
         DOCS.write_text(page(date.today().isoformat()))
+        PAIRS.write_text(table())
         return
     for pair, rows in rows_of_pairs((*TESTED, *NIGHTLY_ROWS)).items():
         print(f"{' x '.join(pair)}: {', '.join(row.name for row in rows) or 'MISSING'}")

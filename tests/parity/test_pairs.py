@@ -3,11 +3,13 @@
 from tests.parity.rows import (
     DOCS,
     NIGHTLY_ROWS,
+    PAIRS,
     PRECISIONS,
     TESTED,
     day_of_page,
     page,
     rows_of_pairs,
+    table,
 )
 
 
@@ -27,4 +29,5 @@ def test_make_test_has_every_pair_in_float32():
 
 
 def test_the_page_has_the_pairs_of_the_rows():
-    assert DOCS.read_text() == page(day_of_page()), "run python -m tests.parity.rows docs"
+    written = DOCS.read_text(), PAIRS.read_text()
+    assert written == (page(day_of_page()), table()), "run python -m tests.parity.rows docs"
