@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, UNSEEN, BlockMask, Scores
 from ultrascale_jax.kernels.attention_ranges import Ranges, ranges_of
 from ultrascale_jax.kernels.device import match_vma
+from ultrascale_jax.kernels.xla import compute_together
 
 HALF = 64
 """Rows of a warpgroup, in queries or keys."""
@@ -231,7 +232,7 @@ def _softmax(x, scale: float, largest, total) -> tuple:
     weights = jnp.exp2(x * scale - _along(new, x.shape, 0))
     total = total * shrink + weights.sum(axis=1)
     results = weights.astype(jnp.bfloat16), total, shrink
-    weights, total, shrink = lax.optimization_barrier(results)
+    weights, total, shrink = compute_together(results)
     return weights, shrink, new, total
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from ultrascale_jax.kernels import choices
 
@@ -57,13 +56,3 @@ def takes_mosaic(field: str, implementation: str, needs: dict[str, bool], got: s
     mosaic = {"an H100 or H200": choices.is_hopper(kind)} | needs
     chosen = choices.choose(field, implementation, kind, {"mosaic": mosaic, "xla": {}}, got)
     return chosen == "mosaic"
-
-
-def row_major(x: jax.Array) -> jax.Array:
-    """Lay out an array, and its gradient, with the last dim contiguous in memory.
-
-    XLA otherwise lays out a whole chain of operations as its last one wants it: a stack of weights as an all-gather of
-    another dim than the first, which the optimizer copies back (1.1 GiB for Llama-3-8B on 8 GPUs); activations as the
-    transpose that is quantised.
-    """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x

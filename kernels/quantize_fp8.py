@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.kernels.device import match_vma, row_major, takes_mosaic
+from ultrascale_jax.kernels.device import match_vma, takes_mosaic
+from ultrascale_jax.kernels.xla import materialised, row_major
 
 BLOCK = 128
 """Columns of a block; rows and columns of a tile."""
@@ -136,7 +137,7 @@ def reference(x, scaling: Scaling, amax, dtype, *, turned: bool = False) -> Quan
     scales = scale_of(amax.astype(jnp.float32), dtype)
     if scaling == "mx":
         # Without the barrier XLA writes float32 too, for the values' kernel to read.
-        scales = lax.optimization_barrier(scales.astype(E8M0))
+        scales = materialised(scales.astype(E8M0))
     inverse = _repeat_over_blocks(1 / scales.astype(jnp.float32), part, x.shape)
     q = Quantized(row_major(cast(x32, inverse, dtype)), scales)
     return q.T if turned else q
@@ -148,7 +149,7 @@ def _amax(x: jax.Array) -> jax.Array:
     XLA finds a row's in the kernel that makes the row, as of a norm. Without the barrier it takes the maximum of all at
     once, for which such a kernel writes float32 magnitudes and another reads them.
     """
-    return jnp.max(lax.optimization_barrier(jnp.max(jnp.abs(x), axis=-1)))
+    return jnp.max(materialised(jnp.max(jnp.abs(x), axis=-1)))
 
 
 def kernel(x, scaling: Scaling, dtype, *, both: bool) -> tuple[Quantized, ...]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests import exercises, mutants
 
 ROOT = Path(__file__).parents[2]
@@ -160,17 +162,31 @@ def test_only_the_report_of_the_planner_draws():
     assert files and imports_of(files, draws) == []
 
 
-def test_shard_map_is_called_in_one_place():
-    used = {
+def users_of(function: str) -> set[str]:
+    """Files that import a function or name it, given with as much of its module as makes it unique."""
+    last = function.split(".")[-1]
+
+    def named(node: ast.AST) -> str:
+        if isinstance(node, ast.alias):
+            return node.name
+        return ast.unparse(node) if isinstance(node, ast.Attribute) and node.attr == last else ""
+
+    return {
         name(path)
         for path in FILES
-        if any(
-            (isinstance(node, ast.Attribute) and node.attr == "shard_map")
-            or (isinstance(node, ast.alias) and node.name.split(".")[-1] == "shard_map")
-            for node in ast.walk(tree(path))
-        )
+        if any(f".{named(node)}".endswith(f".{function}") for node in ast.walk(tree(path)))
     }
-    assert used == {"ultrascale_jax/sharding/manual.py"}
+
+
+def test_shard_map_is_called_in_one_place():
+    assert users_of("shard_map") == {"ultrascale_jax/sharding/manual.py"}
+
+
+@pytest.mark.parametrize(
+    "function", ["optimization_barrier", "lax.empty", "with_layout_constraint"]
+)
+def test_what_is_asked_of_xla_for_speed_has_a_name_in_one_file(function):
+    assert users_of(function) == {"kernels/xla.py"}
 
 
 def test_only_the_primitives_ask_whether_values_are_pieces():

@@ -54,7 +54,7 @@ class Lowering:
     sums_late: bool = False
     """A layer's sum over dp starts one layer after its reduce-scatter."""
     gradients_together: bool = False
-    """No gradient of a half-block is used before all of them are there (`sharding.primitives.grad_barrier`)."""
+    """No gradient of a half-block is used before all of them are there (`kernels/xla.py`)."""
     orders_exchanges: bool = False
     """The passes of a pipeline's tick are ordered so that each hides the other's exchanges of tokens with experts
     (`parallel/pipeline/interleave.py`)."""

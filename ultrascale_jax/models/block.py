@@ -11,6 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import KernelsConfig, ModelConfig, MoEConfig, require
+from ultrascale_jax.kernels.xla import gradients_together
 from ultrascale_jax.models.fp8 import in_fp8, is_variable
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.layers import (
@@ -27,7 +28,6 @@ from ultrascale_jax.parallel.adapted import Adapted
 from ultrascale_jax.sharding.primitives import (
     broadcast_param,
     gather_param,
-    grad_barrier,
     partial_axes,
 )
 from ultrascale_jax.sharding.rules import TENSOR, mesh_size
@@ -147,7 +147,7 @@ def _summed(module: Any, y: Any) -> jax.Array:
 
 def _together(inputs: LayerInputs, *trees: Any) -> tuple:
     """Return the input and the weights of an operation, whose gradients wait for each other if `Lowering` says so."""
-    return grad_barrier(trees) if inputs.lowering.gradients_together else trees
+    return gradients_together(trees) if inputs.lowering.gradients_together else trees
 
 
 class Block(nnx.Module):

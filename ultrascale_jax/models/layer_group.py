@@ -17,10 +17,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import KernelsConfig, ModelConfig
+from ultrascale_jax.kernels.xla import gradients_together
 from ultrascale_jax.models.block import Block, Layers, Terms
 from ultrascale_jax.models.inputs import Cache, LayerInputs
 from ultrascale_jax.models.moe import Routed
-from ultrascale_jax.sharding.primitives import grad_barrier
 
 GROUP_INPUT = "group_input"
 """The name for `jax.checkpoint` of the inputs of the layers of a row, but for the first, which is the row's."""
@@ -59,7 +59,7 @@ class LayerGroup(nnx.Module):
         for i, (layer, inputs_of_layer) in enumerate(with_inputs(self, inputs)):
             x_BRD = checkpoint_name(x_BRD, GROUP_INPUT) if i else x_BRD
             # Without it XLA computes the weight gradients of all layers of a row at its end, and keeps what they need.
-            layer, x_BRD = grad_barrier((layer, x_BRD))
+            layer, x_BRD = gradients_together((layer, x_BRD))
             x_BRD, *result = run(layer, x_BRD, inputs_of_layer)
             results.append(result)
         routers, caches, parts = zip(*results, strict=True)

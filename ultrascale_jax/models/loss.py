@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.kernels.linear_cross_entropy import linear_cross_entropy
+from ultrascale_jax.kernels.xla import compute_together, materialised
 from ultrascale_jax.models.loss_chunks import CAPPED, num_chunks
 from ultrascale_jax.sharding.manual import leave_partial, smap
 from ultrascale_jax.sharding.primitives import all_reduce, offset
@@ -256,7 +257,7 @@ def scan_chunks(
             return dx, tuple(losses)
         if dhead is not None:
             # XLA would leave the head's gradient for the end of the backward pass, and keep the exponentials for it.
-            dx, dhead = jax.lax.optimization_barrier((dx, dhead.astype(head_DV.dtype)))
+            dx, dhead = compute_together((dx, dhead.astype(head_DV.dtype)))
             dhead = leave_partial(dhead, partial[1].unreduced)
         return (leave_partial(dx, partial[0].unreduced), dhead), tuple(losses)
 
@@ -274,7 +275,7 @@ def _visit_each(visit: Callable, tokens: Sequence[jax.Array]) -> tuple[Any, list
     if len(tokens[0]) > 1:
         # The barrier keeps XLA from computing the exponentials of two chunks at once.
         later_tokens = tuple(value[1:] for value in tokens)
-        later_tokens, dhead, chunks = jax.lax.optimization_barrier((later_tokens, dhead, chunks))
+        later_tokens, dhead, chunks = compute_together((later_tokens, dhead, chunks))
         dhead, later = jax.lax.scan(visit, dhead, later_tokens)
         chunks.append(later)
     return dhead, chunks
@@ -317,7 +318,7 @@ def _gradients(z_loss, x_MD, targets_M, weights_M, head):
         **{"mode": "drop", "unique_indices": True, "wrap_negative_indices": False},
     )
     dx = jnp.einsum("MV,DV->MD", exps_MV, head.weight_DV, preferred_element_type=f32) * factor_M1
-    dx, exps_MV = jax.lax.optimization_barrier((dx.astype(x_MD.dtype), exps_MV))
+    dx, exps_MV = compute_together((dx.astype(x_MD.dtype), exps_MV))
     scaled_MD = (x_MD * factor_M1).astype(dtype)
     dhead = jnp.einsum("MD,MV->DV", scaled_MD, exps_MV, preferred_element_type=f32)
     z_M = z_loss * jnp.square(lse_M)  # 0 where no token counts
@@ -335,7 +336,7 @@ def _capped_gradients(z_loss, x_MD, targets_M, weights_M, head):
     softmax_MV = head.fill(jnp.exp(logits_MV - lse_M[:, None]), 0.0)
     dlogits_MV = (_of_lse(z_loss, lse_M)[:, None] * softmax_MV - gold_MV) * slope_MV
     dlogits_MV = jnp.where(counted_M, weights_M, 0.0)[:, None] * dlogits_MV
-    dlogits_MV = jax.lax.optimization_barrier(dlogits_MV.astype(dtype))
+    dlogits_MV = materialised(dlogits_MV.astype(dtype))
     dx = jnp.einsum("MV,DV->MD", dlogits_MV, head.weight_DV, preferred_element_type=f32)
     dhead = jnp.einsum("MD,MV->DV", x_MD, dlogits_MV, preferred_element_type=f32)
     return dhead, (dx.astype(x_MD.dtype), nll_M, z_M)
@@ -378,10 +379,10 @@ def _exponentials(x_MD, head, picked_M, counted_M):
 
     def shifted(shift_M):
         # Made before the product: XLA keeps the exponentials out of a product whose epilogue would have to select.
-        shift_M = jax.lax.optimization_barrier(jnp.where(counted_M, shift_M, jnp.inf))
+        shift_M = materialised(jnp.where(counted_M, shift_M, jnp.inf))
         exps_MV = jnp.exp(head.logits(x_MD) - shift_M[:, None])
         # In their own type before they are summed: the product writes them, and float32 logits never reach memory.
-        exps_MV = jax.lax.optimization_barrier(exps_MV.astype(exps_type(x_MD.dtype)))
+        exps_MV = materialised(exps_MV.astype(exps_type(x_MD.dtype)))
         exps_MV = head.fill(exps_MV, 0.0)
         return exps_MV, all_reduce(jnp.sum(exps_MV, axis=1, dtype=jnp.float32), "V"), shift_M
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ultrascale_jax.config.lowering import Lowering
+from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.floats import join_leaves, split_leaves
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.row_loop import (
@@ -187,7 +188,7 @@ class _Scan:
         stacks = params, constants
         row = read_row(stacks, self.num - 1)
         if self.waits:
-            row, dy = jax.lax.optimization_barrier((row, dy))
+            row, dy = compute_together((row, dy))
         last = self.layer.gather(*row)
         vjp = self.vjp(last, x, (context, read_row(constants, 0)))
         # A layer's gradients are finished one iteration after it, or two with a sum over replicas.
@@ -271,7 +272,7 @@ class _Scan:
         leaves = jax.tree.leaves_with_path(row[0])
         gathers = [leaf for path, leaf in leaves if is_late(path)]
         scatters = unscattered if delay.scatters else []
-        gathers, scatters, _ = jax.lax.optimization_barrier((gathers, scatters, until))
+        gathers, scatters, _ = compute_together((gathers, scatters, until))
         delayed = iter(gathers)
         params = jax.tree.map_with_path(
             lambda path, leaf: next(delayed) if is_late(path) else leaf, row[0]

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config.lowering import Lowering
+from ultrascale_jax.kernels.xla import uninitialised
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import mesh_size, vary, varying
 
@@ -111,7 +112,7 @@ def empty_stack(like: Any, num: int) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = set(mesh.axis_types)
     if kinds == {AxisType.Manual}:
-        return vary(jax.lax.empty((num, *like.shape), like.dtype), varying(like))
+        return vary(uninitialised((num, *like.shape), like.dtype), varying(like))
     spec = _stacked(like, 1)
     if spec.reduced or kinds != {AxisType.Explicit}:
         return zeros(like, num)
@@ -121,7 +122,7 @@ def empty_stack(like: Any, num: int) -> jax.Array:
     shape = (mesh_size(*axes),) * bool(axes) + (num, *like.shape)
     shard = jax.sharding.NamedSharding(mesh, rows).shard_shape(shape)
     # Outside of a region XLA would allocate the global stack on each device.
-    array = smap(lambda: jax.lax.empty(shard, like.dtype), in_specs=(), out_specs=rows)()
+    array = smap(lambda: uninitialised(shard, like.dtype), in_specs=(), out_specs=rows)()
     return jax.lax.reduce_sum(array, (0,), out_sharding=spec) if axes else array
 
 

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import UserError, require, require_choice
-from ultrascale_jax.kernels.device import row_major
+from ultrascale_jax.kernels.xla import row_major
 from ultrascale_jax.sharding.rules import (
     SHARD,
     TENSOR,
@@ -479,18 +479,3 @@ def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
     split = split if isinstance(split, tuple) else (split,)
     columns = tuple(axis for axis in SHARD if axis in split and mesh_size(axis) > 1)
     return () if "cp" in columns and mesh_size("sp") > 1 else columns
-
-
-@jax.custom_vjp
-def grad_barrier(tree):
-    """Return `tree`; in the backward pass no gradient of it is used before all of them are computed.
-
-    With a half-block's input and weights in `tree`, the activations of the feed-forward layer are free before
-    attention's backward pass; without it XLA may compute weight gradients later.
-    """
-    return tree
-
-
-grad_barrier.defvjp(
-    lambda tree: (tree, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
-)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ultrascale_jax.config import Config
+from ultrascale_jax.kernels.xla import materialised
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import (
@@ -64,7 +65,7 @@ def predict_ahead(
         with jax.named_scope("mtp"):
             # Without a barrier XLA looks up again in the backward pass, and keeps the table until then.
             token_BRD = sum_over_stages(used.embedding(tokens_BT, inputs.dtype))
-            token_BRD = jax.lax.optimization_barrier(token_BRD)
+            token_BRD = materialised(token_BRD)
             x_BRD, routed = of_last_layer(cfg).wrap(type(module).__call__)(
                 module, x_BRD, token_BRD, inputs
             )

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from ultrascale_jax.config.training import NEWTON_SCHULZ_ITERATIONS
-from ultrascale_jax.kernels.device import row_major
+from ultrascale_jax.kernels.xla import row_major
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.rules import EXPERTS, is_matrix, mesh_size, zero_dim
 

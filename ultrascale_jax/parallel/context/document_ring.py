@@ -26,6 +26,7 @@ from ultrascale_jax.kernels.attention import (
 from ultrascale_jax.kernels.attention_mask import UNSEEN, BlockMask
 from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.kernels.residuals import name_attention
+from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.context.document_loops import (
     AHEAD,
     BACK,
@@ -194,7 +195,7 @@ def _ring_backward(spec: RingSpec, residuals, cotangents):
         return *attend_back(q), None, of_sinks
     dq_others, sums, bring_home = _gradients_of_others(spec, q, k, v, segment_ids, out, lse, dout)
     # Not before the others are through: then sending the sums home is overlapped with the own block.
-    q, sums = jax.lax.optimization_barrier((q, sums))
+    q, sums = compute_together((q, sums))
     dkeys_others = bring_home(sums)
     others = dq_others, *dkeys_others
     dq, dk, dv = (

@@ -26,6 +26,7 @@ from ultrascale_jax.kernels.attention import (
 )
 from ultrascale_jax.kernels.attention_mask import PLAIN_SCORES, UNSEEN, BlockMask, Scores
 from ultrascale_jax.kernels.residuals import name_attention
+from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.context.window import distances_in_reach
 
 NEVER = 2**30
@@ -185,7 +186,7 @@ def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
     out, lse = attention_forward(q, k, v, mask, **spec.how)
     if distances := spec.distances(q.shape[1]):
         # So the masks are this layer's: else JAX makes those of all distances at once, before the loop over layers.
-        documents = jax.lax.optimization_barrier((q, positions, segment_ids))[1:]
+        documents = compute_together((q, positions, segment_ids))[1:]
         queries = _chunks(spec, *documents, q=q)
         keys = _chunks(spec, *documents, kv=jnp.stack([k, v]))
         rank, last = spec.rank(), _at(queries, spec.chunks - 1)
@@ -250,7 +251,7 @@ def _backward(spec: RingSpec, q, k, v, positions, segment_ids, out, lse, dout):
     back = _backward_gathered if spec.gathered else _backward_blocks
     dqs, sums, return_grads = back(spec, distances, keys, start, add)
     # Not before the ring is through: then sending the sums home is overlapped with the local block.
-    q, sums = jax.lax.optimization_barrier((q, sums))
+    q, sums = compute_together((q, sums))
     dkv_ring = spec.join(return_grads(sums), k.shape[1], 2)
     dq, dk, dv = attend_back(q)
     dq = (spec.join(dqs, T) + dq.astype(jnp.float32)).astype(q.dtype)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ultrascale_jax.sharding.primitives import grad_barrier
+from ultrascale_jax.kernels.xla import gradients_together, separate_zeros, uninitialised
 from ultrascale_jax.sharding.rules import vary, varying
 
 
@@ -215,7 +215,7 @@ def in_rounds(
     tokens, matrices = floats
     matrices, again = _shared(rows, busiest, matrices)
     first = one_round(rows[0], jnp.int32(0), ints, (tokens, matrices))
-    first, floats = grad_barrier((first, (tokens, again)))
+    first, floats = gradients_together((first, (tokens, again)))
     return jax.tree.map(jnp.add, first, _later(one_round, rows, busiest, ints, floats))
 
 
@@ -263,7 +263,7 @@ def _later_gradients(one_round, rows, saved, g, d_tokens) -> tuple[Any, Any]:
         total[1] = jax.tree.map(lambda a: jnp.where(start == rows[0], 0, a), total[1])
         return start + rows[1], *jax.tree.map(jnp.add, tuple(total), pull_back(g)[0])
 
-    unset = jax.tree.map(lambda a: vary(jax.lax.empty(a.shape, a.dtype), varying(a)), floats[1])
+    unset = jax.tree.map(lambda a: vary(uninitialised(a.shape, a.dtype), varying(a)), floats[1])
     start = jnp.int32(rows[0]), d_tokens, unset
     return jax.lax.while_loop(lambda state: state[0] < busiest, add, start)[1:]
 
@@ -311,10 +311,5 @@ _later.defvjp(lambda *inputs: (_later(*inputs), inputs[2:]), _later_backward)
 
 
 def _zeros(like: Any) -> Any:
-    """Return arrays of zeros, each written by itself: of equal ones XLA would write one, and copy it for each loop."""
-    leaves, tree = jax.tree.flatten(like)
-    zeros = jax.lax.optimization_barrier([jnp.zeros((), leaf.dtype) for leaf in leaves])
-    arrays = (
-        vary(jnp.full(a.shape, zero), varying(a)) for a, zero in zip(leaves, zeros, strict=True)
-    )
-    return tree.unflatten(arrays)
+    """Return zeros of these types, each an array of its own."""
+    return jax.tree.map(lambda zero, a: vary(zero, varying(a)), separate_zeros(like), like)

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ultrascale_jax.config import Experts, MoEConfig, require_choice, require_type
 from ultrascale_jax.config.model import GATELESS, Activation
+from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.adapted import Adapted, base_of
 from ultrascale_jax.parallel.experts.capacity import (
     A2AStage,
@@ -342,8 +343,8 @@ def _in_turn(
     leaves, tree = jax.tree.flatten(params)
     for tokens in batch:
         if results:
-            results[-1], tokens = jax.lax.optimization_barrier((results[-1], tokens))
-            results[-1], leaves[-1] = jax.lax.optimization_barrier((send(results[-1]), leaves[-1]))
+            results[-1], tokens = compute_together((results[-1], tokens))
+            results[-1], leaves[-1] = compute_together((send(results[-1]), leaves[-1]))
         results.append(run(tokens, tree.unflatten(leaves)))
     return [*results[:-1], send(results[-1])]
 
@@ -453,7 +454,7 @@ class _Exchange:
         received = []
         for tokens in map(self._fill, slots, x, ints[1], weights):
             if received:
-                received[-1], tokens = jax.lax.optimization_barrier((received[-1], tokens))
+                received[-1], tokens = compute_together((received[-1], tokens))
             x_here, ids, sent = exchange_tokens(self.exchange, *tokens)
             received.append((checkpoint_name(x_here, "dispatched"), ids, sent))
         results = _in_turn(self.inner, received, params, self.exchange)

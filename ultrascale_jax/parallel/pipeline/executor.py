@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from ultrascale_jax.config import require, require_type
+from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.floats import is_float, join_leaves, split_floats
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
 from ultrascale_jax.parallel.pipeline.program import Program, assemble
@@ -307,7 +308,7 @@ class _Executor:
             state = self._embed_gradient(segment, state, tick, dx)
         # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
         computed = (dy, x, {"shared": state.shared, "microbatches": state.microbatches})
-        arrived, (dy, x, sums) = lax.optimization_barrier((arrived, computed))
+        arrived, (dy, x, sums) = compute_together((arrived, computed))
         gradients = self._put_arrived(state.gradients, arrived, "backward", tick)
         inputs = self._put_arrived(state.inputs, arrived, "forward", tick)
         if forward and self.trains:

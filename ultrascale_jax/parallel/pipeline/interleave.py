@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
 from ultrascale_jax.config.lowering import H100
+from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.equations import (
     Equations,
     inner_jaxprs,
@@ -152,7 +152,7 @@ class _Program:
             v: fn for v, fn in self.held.items() if v in later and num_bytes(v) >= self.large
         }
         self.held |= extra
-        values = lax.optimization_barrier([fn.values[v] for v, fn in self.held.items()])
+        values = compute_together([fn.values[v] for v, fn in self.held.items()])
         for (v, fn), value in zip(self.held.items(), values, strict=True):
             fn.values[v] = value
 

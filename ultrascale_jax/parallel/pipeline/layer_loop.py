@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ultrascale_jax.config.lowering import orders_whole_stage
+from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Slots
@@ -251,7 +252,7 @@ class LayerLoop:
             if writes_residuals and backward:
                 # Written after the backward pass has read its own, or XLA would copy the full buffer.
                 read = {name: getattr(updated, name) for name in WRITTEN_LATE}
-                updated = replace(updated, **lax.optimization_barrier(read))
+                updated = replace(updated, **compute_together(read))
             if writes_residuals:
                 updated = self._stash(updated, new_residuals, tick, span.forward, indices)
             return updated, sent
