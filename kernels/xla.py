@@ -1,8 +1,11 @@
-"""Ask XLA for an order of work, a layout or a buffer: idioms that are always on, and change no result.
+"""Ask XLA for an order of work, a layout, a buffer or an option, none of which changes a result.
 
-What a run may choose is in `config/lowering.py` of the library.
+The idioms are always on; `config/lowering.py` of the library chooses the options.
 """
 
+import functools
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -62,3 +65,27 @@ def row_major(x: jax.Array) -> jax.Array:
     transpose that is quantised.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x
+
+
+def known_options(options: Mapping[str, int | bool | str]) -> dict[str, int | bool | str]:
+    """Return the options of XLA's compiler that the installed one takes; warn of each other one and leave it out."""
+    known = dict(options)
+    while known and (error := _refusal(tuple(known.items()))):
+        refused = next((name for name in known if name in error), None)
+        if refused is None:
+            raise RuntimeError(error)
+        del known[refused]
+        warnings.warn(f"XLA runs this step without an option: {error}", stacklevel=2)
+    return known
+
+
+@functools.cache
+def _refusal(options: tuple[tuple[str, int | bool | str], ...]) -> str:
+    """Return XLA's complaint of the first option that it does not take, or nothing: only a compilation tells."""
+    # A mesh of one device, whatever mesh is set, which may be of GPUs that are not there.
+    with jax.set_mesh(jax.sharding.Mesh(jax.local_devices()[:1], ("device",))):
+        try:
+            jax.jit(lambda: 0, compiler_options=dict(options)).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            return str(error)
+    return ""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.config.lowering import Lowering
+from ultrascale_jax.kernels.xla import known_options
 from ultrascale_jax.models.layers import map_params
 from ultrascale_jax.models.partition import combine, partition, split_adapters
 from ultrascale_jax.models.transformer import Transformer
@@ -41,8 +42,9 @@ from ultrascale_jax.train_step.zero import (
 
 
 def compiled(cfg: Config, function: Callable, **options) -> jax.stages.Wrapped:
-    """Return the jitted function, with the options of XLA that this run's lowering chooses."""
-    return jax.jit(function, compiler_options=Lowering.of(cfg).xla_options or None, **options)
+    """Return the jitted function, with the options that this run's lowering chooses of those that XLA has."""
+    xla = known_options(Lowering.of(cfg).xla_options)
+    return jax.jit(function, compiler_options=xla or None, **options)
 
 
 def make_train_step(cfg: Config) -> jax.stages.Wrapped:

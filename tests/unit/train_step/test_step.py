@@ -19,7 +19,9 @@ from ultrascale_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.data.loader import Loader
+from ultrascale_jax.kernels.xla import known_options
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import loss_scale
@@ -29,6 +31,7 @@ from ultrascale_jax.train_step.optim import optimizer, rate_change, schedule
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.train_step.step import (
     apply_gradients,
+    compiled,
     gradients,
     make_train_step,
     train_step,
@@ -281,3 +284,14 @@ def test_a_resumed_run_of_other_steps_or_settings_tells_its_rate():
     assert "update 5: 1.00e-01, by the saved settings 2.00e-01" in line
     assert rate_change(saved, saved, 2) == rate_change(saved, longer, 0) == []
     assert rate_change(longer, saved, 4) == []
+
+
+def test_an_option_that_xla_lacks_is_left_out_with_a_warning(monkeypatch):
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_of_tomorrow": 3}
+    lowering = Lowering(xla=tuple(options.items()))
+    monkeypatch.setattr(Lowering, "of", lambda cfg: lowering)
+    with pytest.warns(UserWarning, match="without an option.*'xla_gpu_of_tomorrow'"):
+        function = compiled(Config(), lambda x: x + 1)
+    assert function(1) == 2
+    with pytest.warns(UserWarning):
+        assert known_options(options) == {"xla_gpu_enable_triton_gemm": False}

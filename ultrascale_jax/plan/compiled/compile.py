@@ -28,6 +28,7 @@ from ultrascale_jax.hlo.attention import unplanned_workspace
 from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.hlo.deviceless import compile_deviceless, has_assembler, target_checks, text_of
 from ultrascale_jax.hlo.live_buffers import CLASSES, MemoryPlan, live_bytes
+from ultrascale_jax.kernels.xla import known_options
 from ultrascale_jax.launch.distributed import GPU_FLAGS
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.plan.compiled.timeline import COMPUTE, LOOP, Event, Timeline, simulate
@@ -168,7 +169,7 @@ def compile_step(
     """
     mesh = make_mesh(cfg.mesh, target_devices(num_devices, gpu, gpus_per_host))
     cfg = cfg.check(num_devices)
-    flags = {**GPU_FLAGS, **Lowering.of(cfg).xla_options, **(options or {})}
+    flags = {**GPU_FLAGS, **known_options(Lowering.of(cfg).xla_options), **(options or {})}
     step = make_train_step(cfg)
     args = abstract_state(cfg, mesh, model), abstract_batch(cfg, mesh)
     program = compile_program(step, *args, mesh=mesh, gpu=gpu, estimates=estimates, options=flags)
