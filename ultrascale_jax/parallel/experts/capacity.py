@@ -60,9 +60,13 @@ def expert_capacity_factor(moe: MoEConfig, experts: Experts, ranks: int) -> floa
     return moe.capacity_factor
 
 
-def later_rows(rows: int, parts: int = 8) -> int:
-    """Return the rows of each place in a round after a first one of `rows`: a part of them, a multiple of 8."""
-    return 8 * math.ceil(rows / (8 * parts))
+def later_rows(rows: int, *, alone: bool = False) -> int:
+    """Return the rows of each place in a round after a first one of `rows`: a part of them, a multiple of 8.
+
+    A further round takes the few rows for which the first has no room. An expert that is `alone` on its rank has many
+    rows, of which as small a share is left over as `expert_capacity_factor` gives it less room.
+    """
+    return 8 * math.ceil(rows / (8 * (32 if alone else 8)))
 
 
 def scaled(rows: int, tokens: int, first: int) -> int:

@@ -198,6 +198,9 @@ def in_rounds(
     `rows[1]` each and run in a loop whose length is known only at run time; their backward pass is another such
     loop that computes them again.
 
+    Rounds that communicate are differentiated apart from the first one, others with it: with one way for both
+    Qwen3-30B-A3B on 8 H100s took 42.67 -> 43.72 s and no longer fitted, Mixtral's recipe 0.2%, DeepSeek-V3 0.8% more.
+
     Args:
       one_round: what is summed.
       rows: of each place, in the first round and in a later one.

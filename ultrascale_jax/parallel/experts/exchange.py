@@ -305,7 +305,7 @@ def _outer(
         rows=n * experts.top_k * shared,
         received=rows_held[-1] * shared,
         capacity_factor=expert_capacity_factor(moe, experts, ranks),
-        later_share=32 if one_expert_per_rank(experts, ranks) else 8,
+        alone=one_expert_per_rank(experts, ranks),
         idles=idles,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
@@ -364,8 +364,8 @@ class _Local:
     received: int
     """Rows that are here in the first round."""
     capacity_factor: float
-    later_share: int
-    """A later round takes one of so many parts of the first one's rows: fewer where a rank's one expert has many."""
+    alone: bool
+    """Whether the rank has one expert."""
     idles: bool
     """Whether there may be no rows at all, and nothing is computed then."""
 
@@ -382,7 +382,7 @@ class _Local:
             busiest, most = jnp.max(assignment.counts), n
 
         def compute():
-            sizes = size, later_rows(size, self.later_share)
+            sizes = size, later_rows(size, alone=self.alone)
             floats = (x, weights), params
             return in_rounds(self.one_round, sizes, busiest, most, assignment, floats)
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from ultrascale_jax.parallel.pipeline.table import Schedule
 
 MOST_SEGMENTS = 8
-"""Tables with more runs of like ticks (one operation a tick) become one run."""
+"""Tables with more runs of like ticks (one operation a tick) become one run: XLA compiles each run's loop by itself."""
 
 ENOUGH = {"embed": 0.3, "head": 0.9, "embed_gradient": 0.3}
-"""Share of a segment's ticks from which on all of them run it, masked where it is not needed."""
+"""Share of a segment's ticks from which on all of them run it, masked where it is not needed: a branch, which would
+save that work, makes a GPU wait for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
