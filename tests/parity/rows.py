@@ -146,9 +146,10 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"sliding_window": 5, "experts": EXPERTS, "vocab_size": 65, "activation": "relu2"},
     "deepseek": LATENT
     | {
+        "latent": LatentAttention(q_rank=0, kv_rank=16, rope_dim=4, v_dim=8),
         "experts": dataclasses.replace(
             EXPERTS, shared=1, shared_gate=True, scores="sigmoid", bias=True, dense_layers=1
-        )
+        ),
     },
 }
 BALANCED = {"aux_weight": 0.1, "aux_over": "sequence", "z_loss": 0.01}

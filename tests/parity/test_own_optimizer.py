@@ -12,7 +12,6 @@ from tests.parity.rows import BASE
 from tests.runs import change, mesh_of
 from tests.states import some_state
 from ultrascale_jax.config import UserError
-from ultrascale_jax.train_step.state import abstract_batch
 from ultrascale_jax.train_step.step import make_train_step
 
 
@@ -54,24 +53,6 @@ def test_only_trained_parameters_change_and_have_moments_and_a_step_of_lion_is_a
     step = (new - old) / 1e-3 + 0.1 * old
     np.testing.assert_allclose(np.abs(step), 1.0, rtol=2e-2)
     assert not metrics["skipped"]
-
-
-def test_the_optimizer_is_made_once_for_the_state_and_once_for_the_step():
-    made = []
-
-    class Counted(Lion):
-        @staticmethod
-        def make_optimizer(cfg):
-            made.append(cfg)
-            return Lion.make_optimizer(cfg)
-
-    cfg = change(BASE, mesh={"fsdp": 8}, train={"microbatches": 2}).check(8)
-    mesh = mesh_of(cfg)
-    with jax.set_mesh(mesh):
-        state, batch = us.abstract_state(cfg, mesh, Counted), abstract_batch(cfg, mesh)
-        assert len(made) == 1
-        jax.eval_shape(make_train_step(cfg), state, batch)
-    assert made == [cfg, cfg]
 
 
 def test_an_update_that_is_not_finite_changes_nothing():

@@ -231,28 +231,6 @@ def unsafe_calls(module: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{keyword.arg}={ast.unparse(keyword.value)}"
 
 
-def test_the_ban_finds_what_it_bans():
-    for line in (
-        "eval(text)",
-        "exec(text)",
-        "yaml.load(file)",
-        "torch.load(path)",
-        "np.load(path)",
-        "np.lib.format.read_array(file, allow_pickle=True)",
-        "AutoModel.from_pretrained(name, trust_remote_code=True)",
-        "subprocess.run(words, shell=True)",
-        "subprocess.run(words, shell=flag)",
-        "os.system(words)",
-    ):
-        found = [number for number, _ in unsafe_calls(ast.parse(f"x = 1\n{line}"))]
-        assert found == [2], line
-
-
-def test_the_ban_leaves_the_rest_alone():
-    for line in ("re.compile(text)", "model.eval()", "subprocess.run(words)"):
-        assert list(unsafe_calls(ast.parse(line))) == [], line
-
-
 def test_the_linter_bans_it_too():
     lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
     assert {"S301", "S302", "S307", "S506", "S602", "S605"} <= set(lint["select"])

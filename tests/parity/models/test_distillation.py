@@ -84,14 +84,15 @@ def run(mesh, form, arrays, k=0):
     return (objective, *parts), grads, stored
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "form"), [(0, "forward"), (0, "reverse"), (1, "forward"), (2, "reverse")]
+)
 def test_loss_and_gradients_equal_the_textbook(mesh, form, monkeypatch):
     # Three positions a chunk, the last one filled up.
     monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 3 * loss_chunks.DISTILLED * V)
     arrays = inputs(np.random.default_rng(0))
     expected, expected_grads = textbook(FORMS[form], *arrays)
-    losses, grads, _ = run(mesh, FORMS[form], arrays)
+    losses, grads, _ = run(MESHES[mesh], FORMS[form], arrays)
     assert_close(losses, grads, expected, expected_grads)
 
 
@@ -120,12 +121,3 @@ def test_what_is_stored_of_a_teacher_gives_the_loss_of_k_tokens_and_all_others(
         stored.logps[..., :k], np.take_along_axis(logq, ids, 2), rtol=1e-5, atol=1e-5
     )
     np.testing.assert_allclose(np.exp(stored.logps).sum(2), 1, rtol=1e-5)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_teacher_equal_to_the_student_has_neither_divergence_nor_gradient(reverse):
-    x, head, targets, *_ = inputs(np.random.default_rng(0))
-    form = Form(reverse=reverse, temperature=2.0, hard_weight=0.0)
-    (objective, _, divergence), grads, _ = run(MESHES[1], form, (x, head, targets, x, head))
-    assert objective == divergence == 0
-    assert not any(np.asarray(grad).any() for grad in grads)

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.jaxprs import equations
 from ultrascale_jax.config import Config, DataConfig, Keep, MeshConfig, ModelConfig, TrainConfig
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import abstract_mesh
@@ -75,15 +76,6 @@ def trace_layer(cfg, in_region):
             fn = smap(fn, in_specs=(rests, act("BRD"), act("BT")), out_specs=act("BRD"))
         jax.eval_shape(fn, params, x, ids)
     return found
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 SP, TP, CP = ("sp",), ("tp",), ("cp",)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -224,15 +224,6 @@ def test_documents_at_the_extremes(context):
 
 
 T = 4 * PIECE[4]
-
-
-@settings(max_examples=8)
-@given(borders=st.lists(st.sets(st.integers(1, T - 1)), min_size=B, max_size=B))
-def test_random_documents(borders):
-    starts = np.zeros((B, T), bool)
-    for row, places in enumerate(borders):
-        starts[row, list(places)] = True
-    check(ZIGZAG, over(4), T, segments=documents(starts)[1], heads=GQA)
 
 
 @ONE_OF_EACH_EXCHANGE

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.extend import core
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from tests.expert_oracle import Dense, dense_experts
+from tests.jaxprs import equations
 from ultrascale_jax.config import Experts, MoEConfig
-from ultrascale_jax.parallel.experts.capacity import a2a_stages, capacity
 from ultrascale_jax.parallel.experts.dispatch import exchange_tokens
 from ultrascale_jax.parallel.experts.exchange import expert_layer
 
@@ -27,18 +26,18 @@ N, D, F = 128, 8, 6  # tokens of all ranks
 TIGHT = MoEConfig(capacity_factor=1.0)
 OVERLAP = MoEConfig(overlap=True)
 NODES2 = MoEConfig(a2a_groups=2, capacity_factor=1.0)
-NODES4 = MoEConfig(a2a_groups=4, capacity_factor=1.0)
 
 
 class Layout(NamedTuple):
     """Sizes of the axes, whether gradients are taken inside the manual region, and whether the ranks of sp have whole
-    experts."""
+    experts: their own, or those of ep."""
 
     ep: int
     sp: int = 1
     kind: AxisType = AxisType.Explicit
     inside: bool = False
     folding: bool = False
+    splits_tokens_alone: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -87,6 +86,8 @@ def program(moe: MoEConfig, layout: Layout, experts: Experts = EXPERTS):
     if layout.folding:
         hidden = down = tokens
         axis = "ep", "sp"
+    elif layout.splits_tokens_alone:
+        hidden = down = P("ep")
     in_specs = (tokens, tokens, hidden, hidden, down)
 
     def layer(ids, *floats):
@@ -144,6 +145,7 @@ CASES = {
     "tight-inside-auto": (TIGHT, Layout(4, kind=AxisType.Auto, inside=True), EXPERTS),
     "nodes2-sp2": (NODES2, Layout(4, sp=2), EXPERTS),
     "tight-folding": (TIGHT, Layout(2, sp=4, folding=True), EXPERTS),
+    "tight-sp2-of-tokens-alone": (TIGHT, Layout(4, sp=2, splits_tokens_alone=True), EXPERTS),
     "nodes2-folding": (NODES2, Layout(2, sp=4, folding=True), GROUPED),
 }
 
@@ -180,36 +182,6 @@ def test_what_goes_with_a_token_is_no_nan_and_comes_as_it_was_sent(dtype):
     dx, d_weights = pull_back((found[0], np.zeros(ids.shape, jax.dtypes.float0), found[2]))
     np.testing.assert_array_equal(dx, x)
     np.testing.assert_array_equal(np.asarray(d_weights).view(np.uint32), bits)
-
-
-@pytest.mark.parametrize(
-    ("moe", "ep", "experts"),
-    [
-        *((TIGHT, ep, EXPERTS) for ep in (2, 4, 8)),
-        (MoEConfig(), 8, EXPERTS),
-        (NODES4, 8, GROUPED),
-    ],
-)
-def test_the_worst_case_needs_more_than_the_rows_of_one_round(moe, ep, experts):
-    """So these tests do run a second round of the exchange and of the experts, and balanced routing does not."""
-    n = N // ep
-    first, *_, last = 2 * a2a_stages(moe, experts, ep, n)
-    assert first.rows < n  # what a rank sends to the one that all its tokens choose
-    slots = last.parts * last.rows
-    expected = N * experts.top_k / experts.num
-    assert (
-        capacity(slots, expected, moe.capacity_factor) < slots
-    )  # what comes to an expert that all choose
-    parts = routing("uniform", experts).reshape(ep, n, -1) // first.experts
-    assert max((parts == part).any(2).sum(1).max() for part in range(first.parts)) <= first.rows
-
-
-def equations(jaxpr):
-    """Of a program and all that it calls."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from equations(inner)
 
 
 @pytest.mark.parametrize("folding", [False, True])
@@ -256,73 +228,3 @@ def skewed(seed: int, hot: int, share: float) -> np.ndarray:
 )
 def test_nothing_is_dropped_whatever_is_chosen(seed, hot, share):
     check(TIGHT, Layout(4), skewed(seed, hot, share))
-
-
-def test_the_result_has_the_type_of_the_tokens():
-    """In bfloat16, with weights in float32, and close to what float64 has."""
-    given, ids = inputs(EXPERTS), routing("random")
-    names = ("x", "weights", "w_gate", "w_up", "w_down")
-    types = (jnp.bfloat16, jnp.float32, *(jnp.bfloat16,) * 3)
-    floats = [given[name].astype(dtype) for name, dtype in zip(names, types, strict=True)]
-
-    @jax.jit
-    @functools.partial(jax.shard_map, in_specs=P("ep"), out_specs=P("ep"))
-    def run(ids, *floats):
-        return expert_layer(floats[0], ids, *floats[1:], axis="ep", moe=TIGHT, experts=EXPERTS)[0]
-
-    with jax.set_mesh(Layout(4).mesh), jax.numpy_dtype_promotion("strict"):
-        y = run(*jax.device_put((ids, *floats), P("ep")))
-    assert y.dtype == jnp.bfloat16
-    rounded = {name: np.asarray(a, np.float32) for name, a in zip(names, floats, strict=True)}
-    expected = dense_experts(ids=ids, d_y=given["d_y"], **rounded).y
-    assert np.linalg.norm(np.float64(y) - expected) < 0.01 * np.linalg.norm(expected)
-
-
-@pytest.mark.parametrize(
-    ("axis", "ep", "moe", "shape", "message"),
-    [
-        ("experts", 4, TIGHT, (2, D, F), r"axis='experts': is not manual here"),
-        ("ep", 4, TIGHT, (4, D, F), r"want .*8 experts over 4 ranks"),
-        ("ep", 4, MoEConfig(a2a_groups=3), (2, D, F), r"moe\.a2a_groups=3: must divide mesh\.ep=4"),
-        ("ep", 3, TIGHT, (2, D, F), r"mesh\.ep=3: must divide model\.experts\.num=8"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(axis, ep, moe, shape, message):
-    def layer(x, ids, weights, gate, up, down):
-        return expert_layer(x, ids, weights, gate, up, down, moe=moe, experts=EXPERTS, axis=axis)
-
-    mesh = Layout(ep).mesh
-
-    def struct(*shape, dtype=jnp.float32):
-        sharding = NamedSharding(mesh, P("ep"))
-        return jax.ShapeDtypeStruct((ep * shape[0], *shape[1:]), dtype, sharding=sharding)
-
-    arrays = (
-        struct(8, D),
-        struct(8, 2, dtype=jnp.int32),
-        struct(8, 2),
-        *(struct(*shape), struct(*shape), struct(shape[0], *shape[:0:-1])),
-    )
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message) as refused:
-        jax.eval_shape(jax.shard_map(layer, in_specs=P("ep"), out_specs=(P("ep"), P())), *arrays)
-    assert "\n" not in str(refused.value)
-
-
-def test_an_axis_named_sp_that_splits_tokens_alone_is_one_like_any_other():
-    found = []
-    for name in ("sp", "data"):
-        mesh = jax.make_mesh((2, 2), (name, "ep"), axis_types=(AxisType.Explicit,) * 2)
-        tokens, own = P((name, "ep")), P("ep")
-
-        def layer(*arrays):
-            return expert_layer(*arrays, axis="ep", moe=MoEConfig(), experts=EXPERTS)[0]
-
-        arrays = inputs(EXPERTS)
-        names = ("x", "weights", "w_gate", "w_up", "w_down")
-        x, weights, *matrices = (arrays[name] for name in names)
-        with jax.set_mesh(mesh):
-            specs = (tokens, tokens, tokens, own, own, own)
-            run = jax.jit(jax.shard_map(layer, in_specs=specs, out_specs=tokens))
-            given = map(jax.device_put, (x, routing("random"), weights, *matrices), specs)
-            found.append(np.asarray(run(*given)))
-    np.testing.assert_array_equal(*found)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.config import MeshConfig, UserError
@@ -96,65 +95,6 @@ def test_values_and_gradients_are_those_of_a_plain_scan(num, lowering, dp, offlo
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
 
 
-ROWS, OTHERS = ("rows", "others"), 3
-
-
-def replicate(kind, manual):
-    """Return a function that gathers a layer's matrix, in a program on axes of this kind."""
-    if manual:
-        return lambda p: p | {"w": jax.lax.all_gather(p["w"], ROWS, tiled=True)}
-    if kind == AxisType.Auto:
-        return functools.partial(jax.tree.map, lambda p: jax.lax.with_sharding_constraint(p, P()))
-    return functools.partial(jax.tree.map, lambda p: jax.reshard(p, P()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "manual"),
-    [
-        (None, False),
-        (AxisType.Explicit, False),
-        (AxisType.Auto, True),
-    ],
-    ids=str,
-)
-def test_layers_of_ones_own_run_on_a_mesh_of_ones_own(kind, manual):
-    rng = np.random.default_rng(0)
-    params = {"w": rng.normal(size=(OTHERS, D, D)), "b": rng.normal(size=(OTHERS, D))}
-    given = jax.tree.map(np.float32, (params, rng.normal(size=(D, D))))
-    specs = {"w": P(None, ROWS), "b": P()}, P(ROWS)
-
-    def layer(p, x):
-        return x + jnp.tanh(x @ p["w"] + p["b"][None])
-
-    def plain(params, x):
-        y, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)
-        return jnp.sum(jnp.square(y))
-
-    def ahead(gather, params, x):
-        return jnp.sum(jnp.square(prefetch_scan(layer, params, x, gather=gather)[0]))
-
-    expected = jax.value_and_grad(plain, (0, 1))(*given)
-    if kind is None:
-        found = jax.jit(jax.value_and_grad(functools.partial(ahead, lambda p: p), (0, 1)))(*given)
-    else:
-        with jax.set_mesh(jax.make_mesh((4, 2), ROWS, axis_types=(kind,) * 2)):
-            loss = functools.partial(ahead, replicate(kind, manual))
-            if manual:
-                shards = loss
-                loss = jax.shard_map(
-                    lambda *a: jax.lax.psum(shards(*a), ROWS), in_specs=specs, out_specs=P()
-                )
-            found = jax.jit(jax.value_and_grad(loss, (0, 1)))(*jax.device_put(given, specs))
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
-
-
-def test_arrays_with_other_numbers_of_layers_are_refused():
-    params = {"w": jnp.ones((3, D, D)), "b": jnp.ones((2, D))}
-    with pytest.raises(ValueError, match=r"params\['w'\]=\(3, 8, 8\): must have a leading dim"):
-        prefetch_scan(lambda p, x: x, params, jnp.ones((B, D)), gather=lambda p: p)
-
-
 def test_it_takes_float64_vmap_and_checkpoint():
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -235,6 +175,7 @@ def test_a_gradient_that_would_be_zero_in_silence_is_refused(name):
     [
         ({"layer": "mlp"}, r"^layer='mlp': must be a function"),
         ({"lowering": "plain"}, r"^lowering: must be of type Lowering, not str"),
+        ({"constants": jnp.ones(2)}, r"^constants=\(2,\): must have a leading dim"),
         (
             {"layer": lambda w, x: jnp.bfloat16(x)},
             r"^layer='bfloat16\[2, 4\]': must return y of x's",

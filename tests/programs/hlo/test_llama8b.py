@@ -26,14 +26,6 @@ def fully_sharded():
     return compile_once(dataclasses.replace(RUN, mesh=MeshConfig(fsdp=8)), 8)
 
 
-def test_fully_sharded_fits_in_24_gib_beside_what_is_ahead_and_late(fully_sharded):
-    m = RUN.model
-    widths = 2 * m.num_heads * m.head_dim + 2 * m.num_kv_heads * m.head_dim + 3 * m.d_ff
-    layer = 2 * m.d_model * widths
-    # Gathered for the next layer, and gradients of the one before.
-    assert fully_sharded.peak_bytes <= 24 * GIB + 2 * layer
-
-
 def test_fully_sharded_waits_for_no_collective(fully_sharded):
     waits = [c for c in fully_sharded.collectives if not c.asynchronous]
     # Once a step: the first layer, with the head in the same gather (`one_gather`), which nothing could hide.
@@ -44,12 +36,6 @@ def test_fully_sharded_waits_for_no_collective(fully_sharded):
     sums = [c.operand_bytes for c in fully_sharded.collectives if c.kind == "all-reduce"]
     assert norms <= max(sums) <= norms + 4 * (2 * 9 + 1)
     assert sum(sums) <= norms + 128
-
-
-def test_fully_sharded_gathers_run_beside_matmuls(fully_sharded):
-    gathers = [c for c in fully_sharded.collectives if c.kind == "all-gather" and c.loops]
-    hidden = sum(c.result_bytes for c in gathers if c.hidden_by_heavy)
-    assert hidden >= 0.8 * sum(c.result_bytes for c in gathers)
 
 
 def test_fully_sharded_sets_no_activations_to_zero_and_gathers_no_embedding(fully_sharded):
@@ -76,10 +62,6 @@ def test_products_of_the_forward_pass_add_to_the_residual_stream(fully_sharded):
     bodies = [[inner.opcode for inner in module.computations[i.called[0]]] for i in products]
     # Those of w_o and w_down.
     assert sum("add" in opcodes for opcodes in bodies) == 2 * LAYERS
-
-
-def test_attention_is_cudnn(fully_sharded):
-    assert sum(m.attention for m in fully_sharded.matmuls) == 3 * LAYERS
 
 
 def test_buffers_along_the_step_are_those_of_theory_and_their_peak_is_xlas(fully_sharded):

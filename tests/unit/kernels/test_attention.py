@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.attention_oracle import dense_attention
-from ultrascale_jax.kernels.attention import attention, attention_forward, fused_attention
+from ultrascale_jax.kernels.attention import attention, fused_attention
 from ultrascale_jax.kernels.attention_mask import BlockMask
 
 SEGMENTS = np.array([[1] * 5 + [2] * 8, [1] + [2] * 3 + [3] * 9], np.int32)
@@ -99,17 +99,3 @@ def test_recomputing_changes_no_gradient(key_heads):
     leaves = jax.tree.leaves(plain), jax.tree.leaves(computed(key_heads).recomputed)
     for a, b in zip(*leaves, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-
-
-def test_forced_packed_attention_of_a_block_with_a_mask_fails_loudly(key_heads):
-    q, k, v = arrays(key_heads)[:3]
-    mask = BlockMask(positions=(INDEX, INDEX))
-    with pytest.raises(
-        ValueError, match=r"kernels\.attention='cudnn_packed': .*documents without positions"
-    ):
-        attention_forward(q, k, v, mask, implementation="cudnn_packed")
-
-
-def test_forced_cudnn_fails_loudly_without_a_gpu(key_heads):
-    with pytest.raises(ValueError, match=r"kernels\.attention='cudnn'"):
-        attention(*arrays(key_heads)[:3], q_index=INDEX, implementation="cudnn")

@@ -90,12 +90,6 @@ def test_buffers_have_the_size_of_the_peak(name):
         assert assemble(schedule, "input").slots.residuals == 0, (p, m)
 
 
-def test_one_f_one_b_does_not_grow_with_micro_batches_and_afab_does():
-    few, many = (assemble(build("1f1b", 4, m)).slots for m in (16, 256))
-    assert few == many
-    assert [assemble(build("afab", 4, m)).slots.residuals for m in (16, 256)] == [16, 256]
-
-
 @pytest.mark.parametrize("m", [16, 256])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_number_of_scans_does_not_grow_with_micro_batches(name, m):

@@ -47,13 +47,6 @@ def test_ranks_of_a_place_share_its_early_and_its_late_chunk_in_equal_pieces(cas
         assert mine == sorted(mine)
 
 
-@pytest.mark.parametrize("strategy", BALANCED)
-@pytest.mark.parametrize("cp", [2, 4, 8])
-def test_every_rank_has_the_same_causal_work_where_chunks_are_equal(strategy, cp):
-    work = 1 + sequence_order(16 * cp, cp, ContextConfig(strategy=strategy))
-    assert len({int(piece.sum()) for piece in np.split(work, cp)}) == 1
-
-
 def test_the_natural_order_stays_where_there_is_one_place_or_no_balance():
     natural = np.arange(24)
     for context in (

@@ -23,10 +23,9 @@ from ultrascale_jax.config import (
 from ultrascale_jax.models.inputs import LayerInputs
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.parallel.pipeline.schedules import order_of_config
-from ultrascale_jax.sharding.mesh import abstract_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step.optim import optimizer
-from ultrascale_jax.train_step.state import abstract_state, init_state
+from ultrascale_jax.train_step.state import init_state
 
 LAYERS = 5
 
@@ -202,29 +201,3 @@ def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
         strict=True,
     )
     assert all(a is b for a, b in pairs)
-
-
-def test_the_state_of_a_large_pipeline_rests_in_its_shares():
-    """126 layers (Llama 3 405B's) over 16 ranks of 2 stages: 32 stages of 4 or 3, moments and all."""
-    model = ModelConfig(
-        vocab_size=128256,
-        d_model=16384,
-        d_ff=53248,
-        num_layers=126,
-        num_heads=128,
-        num_kv_heads=8,
-        head_dim=128,
-    )
-    cfg = Config(
-        model=model,
-        mesh=MeshConfig(pp=16, fsdp=16, sp=8),
-        pp=PipelineConfig(schedule="interleaved"),
-        train=dataclasses.replace(BASE.train, microbatches=32),
-    )
-    state = abstract_state(cfg, abstract_mesh(cfg.mesh))
-    [order] = state.params.orders
-    assert len(order) == 128 and order.count(None) == 2
-    for [stack] in (state.params.stacks, state.opt_state[0].mu.stacks):
-        [leaf] = jax.tree.leaves(stack.mlp.w_up)
-        assert leaf.shape == (128, 16384, 53248)
-        assert leaf.sharding.shard_shape(leaf.shape) == (8, 1024, 6656)
