@@ -99,18 +99,6 @@ def test_a_code_that_says_so_ends_the_run(tmp_path, code):
     assert spawns(tmp_path) == 1
 
 
-def test_one_that_is_stopped_is_killed_with_those_that_wait_for_it(tmp_path):
-    """Row 4."""
-    body = """
-    train(0, 3)
-    if attempt == 0:
-        os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else time.sleep(600)
-    train(3, 60)
-    """
-    assert supervise(tmp_path, body, hang_s=3.0).run() == 0
-    assert told(tmp_path, "exit")[0]["codes"] == {"0": 1, "1": -9}
-
-
 def test_one_that_ends_itself_at_its_limit_is_recorded_and_told_as_the_cause(tmp_path, capfd):
     body = """
     train(0, 3)

@@ -4,6 +4,8 @@ import dataclasses
 import gc
 import json
 import resource
+import shutil
+import threading
 
 import jax
 import pytest
@@ -13,8 +15,9 @@ from tests.checkpoints import BASE, save, state_of
 from tests.runs import change, in_folder
 from ultrascale_jax.checkpoint import saving
 from ultrascale_jax.checkpoint.manager import Checkpoints
+from ultrascale_jax.checkpoint.restoring import read_metadata
 from ultrascale_jax.checkpoint.run_metadata import check_same_run, config_from_dict, describe
-from ultrascale_jax.checkpoint.step_dirs import METADATA, metadata
+from ultrascale_jax.checkpoint.step_dirs import GROUPS, METADATA, STORE, files, metadata
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -28,7 +31,8 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.launch import multihost
-from ultrascale_jax.launch.failures import NotNow
+from ultrascale_jax.launch.events import Events, read_events
+from ultrascale_jax.launch.failures import Damaged, NotNow
 
 
 def with_field(name, value):
@@ -99,14 +103,43 @@ def test_saves_that_fail_are_told_and_stop_the_run_when_three_in_a_row_do(state,
             resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
             for step in (1, 2, 3):
                 checkpoints.save(state, describe(cfg, step, "data-1"))
-            with pytest.raises(NotNow, match="File too large"):
+            with pytest.raises(NotNow, match=r"3 in a row.*File too large.*Mend ") as end:
                 checkpoints.save(state, describe(cfg, 4, "data-1"))
+            assert end.value.exit_code == 70
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "checkpoint of step 2 failed (2 of 3 in a row): " in capsys.readouterr().out
         checkpoints.save(state, describe(cfg, 5, "data-1"), wait=True)
         assert checkpoints.latest == 5
     gc.collect()  # the failed saves' leftovers, while this test's filter holds
+
+
+def test_a_save_is_on_record_and_none_without_the_arrays_of_a_reader(state, tmp_path):
+    with Checkpoints(in_folder(BASE, tmp_path)) as checkpoints:
+        checkpoints.save(state, describe(BASE, 1, "data-1"), wait=True)
+    [event] = [row for row in read_events(tmp_path) if row["kind"] == "saved"]
+    size = sum(files(tmp_path / "checkpoints/1").values())
+    assert (event["step"], event["bytes"]) == (1, size) and event["write_s"] > 0
+    for name in (f"{group}/{STORE}" for group in GROUPS):
+        place = tmp_path / name / "1"
+        shutil.copytree(tmp_path / "checkpoints/1", place)
+        (place / name).unlink()
+        completed = threading.Event()
+        writing = saving.Writing(place, lambda: None, Events(tmp_path, 0), completed.set)
+        assert writing.result(60.0) == f"{name} is missing" and not completed.is_set()
+        with pytest.raises(Damaged, match=f"{name} is missing"):
+            read_metadata(place)
+
+
+def test_a_folder_that_is_none_is_refused_for_good(tmp_path, monkeypatch):
+    """Row 12: also under a supervisor, since no time mends it."""
+    monkeypatch.setenv("ULTRASCALE_ATTEMPT", "1")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(
+        UserError, match="/checkpoints: File exists; give this user a place"
+    ) as refused:
+        Checkpoints(in_folder(BASE, tmp_path))
+    assert refused.value.exit_code == 2
 
 
 def test_never_resume_moves_earlier_checkpoints_aside_and_must_asks_for_one(state, tmp_path):

@@ -69,19 +69,17 @@ def test_modules_optimizer_states_and_arrays_of_several_meshes_are_trees(tmp_pat
     assert loaded["arrays"]["b"].sharding == arrays["b"].sharding
 
 
-@pytest.mark.parametrize(
-    ("saved", "wanted"),
-    [
-        (jnp.float32, jnp.bfloat16),
-        (jnp.int8, jnp.bfloat16),
-        (jnp.uint8, jnp.int32),
-        (jnp.bool_, jnp.float32),
-    ],
-)
-def test_an_array_is_cast_to_the_type_of_like(tmp_path, saved, wanted):
-    save_tree(tmp_path, {"w": [jnp.ones(4, saved)]}, step=1)
-    loaded = load_tree(tmp_path, {"w": [jnp.zeros(4, wanted)]})
-    assert_equal(loaded, {"w": [jnp.ones(4, wanted)]})
+def test_arrays_are_cast_to_the_types_of_like_and_to_none_that_cannot_hold_them(tmp_path):
+    types = ("float32", "int8", "uint8", "bool", "int32")
+    save_tree(tmp_path, {name: jnp.ones(4, name) for name in types}, step=1)
+    like = {name: jnp.ones(4, name) for name in types}
+    wanted = {"float32": "bfloat16", "int8": "bfloat16", "uint8": "int32", "bool": "float32"}
+    cast = like | {name: jnp.ones(4, dtype) for name, dtype in wanted.items()}
+    assert_equal(load_tree(tmp_path, cast), cast)
+    refused = (("float32", "bool"), ("int32", "float32"), ("int32", "int8"))
+    for saved, dtype in (*refused, ("int8", "float8_e4m3fn")):
+        with pytest.raises(UserError, match=f"dtype='{dtype}': cannot hold the values of {saved}"):
+            load_tree(tmp_path, like | {saved: jnp.zeros(4, dtype)})
 
 
 @pytest.fixture
@@ -133,14 +131,14 @@ def test_a_leaf_that_cannot_be_saved_is_named(tmp_path, tree, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("step", [np.int64(1), jnp.int32(1), np.array(1)])
-def test_a_step_may_be_any_integer_and_is_never_written_over(tmp_path, step):
-    tree = {"w": jnp.zeros(2)}
+def test_a_step_may_be_any_integer_and_is_never_written_over(tmp_path):
+    tree, step = {"w": jnp.zeros(2)}, np.int64(1)
     assert save_tree(tmp_path, tree, step=step, meta={"a": 1}) == tmp_path / "1"
     with pytest.raises(UserError, match=r"step=1: .* has it; remove it, or choose another"):
         save_tree(tmp_path, {"w": jnp.ones(2)}, step=1)
-    assert_equal(load_tree(tmp_path, tree, step=step), tree)
-    assert tree_meta(tmp_path, step=step) == {"a": 1}
+    for same in (step, jnp.int32(1), np.array(1)):
+        assert_equal(load_tree(tmp_path, tree, step=same), tree)
+        assert tree_meta(tmp_path, step=same) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -154,11 +152,6 @@ def test_a_step_may_be_any_integer_and_is_never_written_over(tmp_path, step):
         ),
         ({"v": jnp.zeros(4)}, None, r"like=\[\"\['v'\]\"\]"),
         ({"w": 1.0}, None, r"like\['w'\]=1.0: is neither an array nor"),
-        (
-            {"w": jnp.zeros(4, jnp.int32)},
-            None,
-            r"like\['w'\]\.dtype='int32': cannot hold the values of float32, .*give `like` float32",
-        ),
         ({"w": jnp.zeros(4)}, 2, r"step=2: .* holds the steps \[1\]"),
         ({"w": jnp.zeros(4)}, 1.0, r"^step=1.0: must be a whole number"),
     ],
@@ -167,13 +160,3 @@ def test_a_tree_of_another_form_or_step_is_refused(tmp_path, like, step, message
     save_tree(tmp_path, {"w": jnp.zeros(4)}, step=1)
     with pytest.raises(UserError, match=message):
         load_tree(tmp_path, like, step=step)
-
-
-@pytest.mark.parametrize(
-    ("saved", "wanted"),
-    [("float32", "bool"), ("int32", "float32"), ("int32", "int8"), ("int8", "float8_e4m3fn")],
-)
-def test_a_type_that_cannot_hold_the_saved_values_is_refused(tmp_path, saved, wanted):
-    save_tree(tmp_path, {"w": jnp.ones(4, saved)}, step=1)
-    with pytest.raises(UserError, match=f"dtype='{wanted}': cannot hold the values of {saved}"):
-        load_tree(tmp_path, {"w": jnp.zeros(4, wanted)})

@@ -78,15 +78,3 @@ def test_a_port_in_use_is_told_and_may_be_free_at_a_supervisors_next_attempt(
         ):
             pass
     assert isinstance(refused.value, NotNow) is supervised
-
-
-def test_who_reserves_a_port_shares_it_only_with_one_that_wants_to_share():
-    address = f"127.0.0.1:{free_port()}"
-    with reserved(address, say_nothing), socket.socket() as other:
-        where = ("127.0.0.1", int(address.rpartition(":")[2]))
-        with pytest.raises(OSError, match="in use"):
-            other.bind(where)
-        # As JAX's server does.
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(where)
-        other.listen()
