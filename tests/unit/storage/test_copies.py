@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 import shutil
 import threading
 from pathlib import Path
@@ -97,26 +96,18 @@ def test_a_new_disk_goes_on_from_the_newest_copy(tmp_path, url, states):
 
 # Orbax drops the reads that it has not begun when one fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda content: content[: len(content) // 2], "cannot be read"),
-        (lambda content: bytes([content[0] ^ 1]) + content[1:], "cannot be read|fingerprint"),
-    ],
-)
-def test_a_damaged_copy_is_skipped_and_the_one_before_is_used(
-    tmp_path, url, states, capsys, damage, words
-):
+def test_a_damaged_copy_is_skipped_and_the_one_before_is_used(tmp_path, url, states, capsys):
     cfg = config(tmp_path / "a", url)
     save(cfg, states, 1, 2)
     remote, name = largest(cfg, 2)
-    remote.write(name, damage(remote.read(name)))
+    content = remote.read(name)
+    remote.write(name, content[: len(content) // 2])
     other = config(tmp_path / "b", url)
     assert resume(other) == (1, bits(states[1]))
     assert copied(cfg) == [1]
     assert "SKIPPED CHECKPOINT of step 2" in capsys.readouterr().out
     [event] = events(other, "quarantined")
-    assert event["step"] == 2 and re.search(words, event["why"])
+    assert event["step"] == 2 and "cannot be read" in event["why"]
     # The step is saved and copied again when the run comes to it.
     save(other, states, 2)
     assert copied(cfg) == [1, 2]

@@ -81,21 +81,11 @@ def test_the_same_command_again_writes_nothing_and_other_shards_are_not_overwrit
     assert uploaded == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content[:-1], r"shard_00001.tokens has \d+ bytes, not \d+"),
-        (lambda content: b"?" + content[1:], "shard_00001.tokens has other bytes"),
-        (None, "shard_00001.tokens: there is no such object"),
-    ],
-)
-def test_a_shard_that_is_not_what_was_written_is_refused_by_name(shards, change, message):
+def test_a_shard_that_is_not_what_was_written_is_refused_by_name(shards):
     remote = Remote(shards)
     content = remote.read("shard_00001.tokens")
-    remote.remove(["shard_00001.tokens"])
-    if change is not None:
-        remote.write("shard_00001.tokens", change(content))
-    with pytest.raises(ValueError, match=message):
+    remote.write("shard_00001.tokens", b"?" + content[1:])
+    with pytest.raises(ValueError, match=r"shard_00001\.tokens has other bytes"):
         read(corpus(f"tokens:{shards}"))
     remote.write("shard_00001.tokens", content)
     assert len(read(corpus(f"tokens:{shards}"))) == len(TEXTS)
