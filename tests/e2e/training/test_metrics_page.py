@@ -1,4 +1,4 @@
-"""A run's metrics, events and tracker are those that docs/metrics.md describes."""
+"""A run's metrics and events are those that docs/metrics.md describes."""
 
 import ast
 import re
@@ -12,8 +12,6 @@ from tests.runs import change, eval_rows, in_folder, mesh_of, step_rows
 from ultrascale_jax.launch.events import read_events
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import COLUMNS
-
-mlflow = pytest.importorskip("mlflow")
 
 PAGE = (ROOT / "docs/metrics.md").read_text()
 
@@ -35,26 +33,13 @@ EVENTS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a run of two steps with MLflow, whose store is beside it."""
+    """The directory of a run of two steps."""
     folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        patch.setenv("MLFLOW_TRACKING_URI", f"file://{folder}/mlruns")
-        (folder / "digits.txt").write_text("0123456789 " * 50)
-        data = {"eval_source": f"NAME=text:{folder}/*.txt, other=synthetic"}
-        cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, log={"to": ("mlflow",)}, data=data)
-        train(in_folder(cfg, folder / "run"), mesh_of(cfg))
+    (folder / "digits.txt").write_text("0123456789 " * 50)
+    data = {"eval_source": f"NAME=text:{folder}/*.txt, other=synthetic"}
+    cfg = change(tiny, train={"steps": 2}, mesh={"fsdp": 1}, data=data)
+    train(in_folder(cfg, folder / "run"), mesh_of(cfg))
     return folder / "run"
-
-
-def test_a_run_of_the_trainer_sends_the_rows_of_its_metrics(trained):
-    client = mlflow.MlflowClient(f"file://{trained.parent}/mlruns")
-    (experiment,) = client.search_experiments(filter_string="name = 'ultrascale_jax'")
-    (tracked,) = client.search_runs([experiment.experiment_id])
-    losses = client.get_metric_history(tracked.info.run_id, "loss")
-    assert [one.value for one in losses] == [one["loss"] for one in step_rows(trained)]
-    assert {"eval_loss", "eval_loss_NAME", "eval_loss_other"} <= set(tracked.data.metrics)
-    assert tracked.info.status == "FINISHED"
 
 
 def test_a_run_writes_the_fields_that_the_page_describes(trained):

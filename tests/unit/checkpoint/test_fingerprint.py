@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,9 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ultrascale_jax.checkpoint.fingerprint import all_sums, fingerprints, sums
+from ultrascale_jax.checkpoint.fingerprint import all_sums, fingerprints
 from ultrascale_jax.config import MeshConfig
-from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.sharding.mesh import make_mesh
 
 TYPES = ("float32", "bfloat16", "int8", "bool")
@@ -79,17 +77,3 @@ def test_devices_exchange_nothing_but_sums():
         assert collectives and {kind for _, kind in collectives} == {"all-reduce"}
         sizes = re.findall(r"u32\[(\d*)\]", " ".join(shape for shape, _ in collectives))
         assert sizes and set(sizes) <= {"", "1", "2"}
-
-
-def test_inside_a_manual_region_each_device_has_the_sums_of_its_piece():
-    mesh, x = make_mesh(MeshConfig(fsdp=2, tp=4)), random(shape=(8, 16))
-    spec = P("fsdp", "tp")
-    with jax.set_mesh(mesh):
-        region = smap(
-            lambda piece: sums(piece).reshape(1, 1, 2), in_specs=spec, out_specs=P("fsdp", "tp")
-        )
-        of_devices = jax.device_get(jax.jit(region)(jax.device_put(x, NamedSharding(mesh, spec))))
-    for row in range(2):
-        for column in range(4):
-            piece = x[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
-            np.testing.assert_array_equal(of_devices[row, column], sums(jnp.asarray(piece)))

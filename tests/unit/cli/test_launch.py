@@ -135,11 +135,3 @@ def test_a_signal_before_anything_is_started_stops_the_run(tmp_path, monkeypatch
     assert [event["kind"] for event in read_events(tmp_path)] == ["gave_up"]
     assert "told to stop before anything was started" in capfd.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_the_words_before_the_dashes_are_the_supervisors():
-    assert launch.split(["--processes", "2", "--", "demo", "--", "x"]) == (
-        ["--processes", "2"],
-        ["demo", "--", "x"],
-    )
-    assert launch.split([]) == ([], [])

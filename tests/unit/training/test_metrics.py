@@ -31,18 +31,6 @@ def run_log(tmp_path, **changes):
     ), console.file
 
 
-def test_each_step_is_one_json_object_and_none_is_left_out(tmp_path):
-    log, _ = run_log(tmp_path)
-    with log:
-        log.step(row(1))
-        log.step(row(2, mfu=0.5, loss=0.1 + 0.2))
-        log.evaluation({"step": 2, "eval_loss": 1.5, "eval_tokens": 64})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 2]
-    assert "mfu" not in lines[0] and (lines[1]["mfu"], lines[1]["loss"]) == (0.5, 0.1 + 0.2)
-    assert lines[2] == {"step": 2, "eval_loss": 1.5, "eval_tokens": 64}
-
-
 def test_a_resumed_run_drops_the_rows_after_its_checkpoint_and_a_cut_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(

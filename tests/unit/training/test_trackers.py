@@ -32,6 +32,8 @@ def log(cfg, first_step, steps, error=None):
     with Trackers(cfg, first_step) as hook:
         for step in steps:
             hook.on_metrics(None, row(step, loss=2.0 / step))
+        if "mlflow" in cfg.log.to:
+            hook.on_evaluation(None, {"step": steps[-1], "eval_loss_NAME": 3.0})
         if error is not None:
             raise error
 
@@ -47,6 +49,7 @@ def test_mlflow_has_parameters_and_every_step_and_a_resumed_run_continues_it(tmp
     history = client.get_metric_history(tracked.info.run_id, "loss")
     assert sorted((one.step, one.value) for one in history) == [(1, 2.0), (2, 1.0), (3, 2 / 3)]
     assert tracked.data.params["optim.lr"] == "0.01" and "batch_hash" not in tracked.data.metrics
+    assert tracked.data.metrics["eval_loss_NAME"] == 3.0
     assert (tracked.info.run_name, tracked.info.status) == ("run", "FAILED")
     log(cfg, 0, [1])  # from the beginning: a new one
     assert len(client.search_runs([experiment.experiment_id])) == 2
