@@ -1,6 +1,7 @@
 """The loop: stopping and resuming change no number, and a run that cannot go on says so."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -43,36 +44,22 @@ BASE = Config(
 )
 
 
+CALLS = ("on_start", "before_step", "after_step", "on_metrics", "on_evaluation")
+CALLS += ("before_save", "on_save", "on_end")
+
+
 class Recorder(Hook):
     """Records each call with the step that it is about, and adds a column."""
 
     def __init__(self):
         self.calls = []
+        for name in CALLS:
+            setattr(self, name, functools.partial(self.record, name))
 
-    def on_start(self, run):
-        self.calls.append(("start", run.step))
-
-    def before_step(self, run):
-        self.calls.append(("before", run.step))
-
-    def after_step(self, run):
-        self.calls.append(("after", run.step))
-
-    def on_metrics(self, run, row):
-        row["seen"] = len(self.calls)
-        self.calls.append(("metrics", row["step"]))
-
-    def on_evaluation(self, run, row):
-        self.calls.append(("evaluation", row["step"]))
-
-    def before_save(self, run):
-        self.calls.append(("before save", run.step))
-
-    def on_save(self, run):
-        self.calls.append(("save", run.step))
-
-    def on_end(self, run):
-        self.calls.append(("end", run.step))
+    def record(self, name, run, row=None):
+        if name == "on_metrics":
+            row["seen"] = len(self.calls)
+        self.calls.append((name, run.step if row is None else row["step"]))
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +98,15 @@ def test_every_step_is_on_record_with_its_batch_and_no_invented_mfu(straight):
 
 def test_hooks_see_each_step_and_its_metrics_after_the_next_is_dispatched(straight):
     """But before a save and an evaluation everything up to their step is on record."""
-    half = [("before", 1), ("after", 1)]
+    half = [("before_step", 1), ("after_step", 1)]
     for step in (2, 3, 4):
-        half += [("before", step), ("metrics", step - 1)]
-        half += [("after", step)] if step < 4 else [("metrics", 4)]
-    saved = [("before save", 4), ("save", 4)]
-    first = [*half, ("evaluation", 4), ("after", 4), *saved]
-    last = [*half[:-1], ("after", 4), ("metrics", 4), *saved]
-    second = [(name, step + 4) for name, step in [*last, ("evaluation", 4), ("end", 4)]]
-    assert straight[2].calls == [("start", 0), *first, *second]
+        half += [("before_step", step), ("on_metrics", step - 1)]
+        half += [("after_step", step)] if step < 4 else [("on_metrics", 4)]
+    saved = [("before_save", 4), ("on_save", 4)]
+    first = [*half, ("on_evaluation", 4), ("after_step", 4), *saved]
+    last = [*half[:-1], ("after_step", 4), ("on_metrics", 4), *saved]
+    second = [(name, step + 4) for name, step in [*last, ("on_evaluation", 4), ("on_end", 4)]]
+    assert straight[2].calls == [("on_start", 0), *first, *second]
 
 
 def test_a_run_that_was_cut_and_resumed_equals_the_straight_one_bit_for_bit(

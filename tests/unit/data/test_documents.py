@@ -101,6 +101,7 @@ FORMATS = {
         ("a.json", b'{"data": [{"text": "a"}]}', r"but lists in \['data'\]; .*jq -c '\.data\[\]'"),
         ("a.jsonl", b"text,label\nhello,1\n", "looks like CSV, .*; write its rows as Parquet"),
         ("a.csv", b"text,label\nhello,1\n", "is CSV, .*; write its rows as Parquet or JSON lines"),
+        *(("a.txt", content, kind) for kind, content in FORMATS.items()),
         ("a.txt", ROWS.encode(), "holds JSON lines; give it a name that ends in .jsonl"),
         ("a.jsonl", b'{"a": 1},\n', "JSON objects parted by commas, .*sed 's/,.//' FILE > "),
         ("a.jsonl", b'{"text": null, "id": "a"}', "'text', which is null; .* leave the row out"),
