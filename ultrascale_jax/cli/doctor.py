@@ -28,12 +28,18 @@ def main(argv: Sequence[str]) -> None:
         argv, prog="ultrascale doctor", options=Options, description=__doc__ or ""
     )
     launch = options.join()
+    import jax
+
     from ultrascale_jax.launch import distributed
 
     with command_line.user_errors(), distributed.guarded():
         on_gpus = distributed.find_devices()[0].platform == "gpu"
         faulthandler.dump_traceback_later(GPU_S if on_gpus else CPU_S, exit=True)
-        verdicts = {_tell(finding) for finding in findings(cfg, options, launch)}
+        verdicts = set()
+        for finding in findings(cfg, options, launch):
+            verdicts.add(finding.verdict)
+            if jax.process_index() == 0:
+                print(f"{finding.verdict:4}  {finding.name}: {finding.text}", flush=True)
         faulthandler.cancel_dump_traceback_later()
     if "FAIL" in verdicts:
         raise SystemExit(1)
@@ -57,12 +63,3 @@ def findings(cfg: Config, options: Options, launch: "Launch | None") -> Iterator
     mesh = make_mesh(cfg.mesh)
     yield from checks.of_all(checks.run_dir(cfg, mesh))
     yield from checks.links(mesh)
-
-
-def _tell(finding: "Finding") -> str:
-    """Print a finding, on process 0, and return its verdict."""
-    import jax
-
-    if jax.process_index() == 0:
-        print(f"{finding.verdict:4}  {finding.name}: {finding.text}", flush=True)
-    return finding.verdict

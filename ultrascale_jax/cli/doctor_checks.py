@@ -1,11 +1,9 @@
 """The checks of `ultrascale doctor`. All processes of a job call each of them, in the same order."""
 
-import math
 import os
 import platform
 import shutil
 import socket
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,23 +14,21 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax import units
 from ultrascale_jax.checkpoint.init_from import check_run_dir
+from ultrascale_jax.checkpoint.saving import Probe
 from ultrascale_jax.config import AXES, Config, DistConfig, UserError
 from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.launch.distributed import check_devices
 from ultrascale_jax.launch.multihost import gather
 from ultrascale_jax.plan.formulas.costs import collective_seconds
-from ultrascale_jax.plan.hardware import GPUS, find_cluster
+from ultrascale_jax.plan.hardware import Cluster, find_cluster, gpu_of_kind
 from ultrascale_jax.plan.workload import Group
 from ultrascale_jax.sharding.manual import smap
 from ultrascale_jax.train_step.state import abstract_state
-
-PROBE_BYTES = 16 * 2**20
 
 SIZE, TIMES = {"gpu": 64 * 2**20, "cpu": 2**18}, 10
 """Bytes of an all-reduce on each device, and how often it runs."""
@@ -120,34 +116,22 @@ def run_dir(cfg: Config, mesh: Mesh) -> list[Finding]:
     """Write and sync a file where the run directory will be, and look for room for checkpoints."""
     name, folder = "run directory", Path(cfg.log.run_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    begun = time.monotonic()
     try:
         check_run_dir(cfg)
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(os.urandom(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
     except UserError as error:
         return [Finding("FAIL", name, f"{folder}: {error}")]
-    except OSError as error:
+    if (problem := Probe(existing)()) is not None:
         fix = "make it writable, mount it, or choose another --log.run-dir"
-        return [Finding("FAIL", name, f"{folder}: {error.strerror}; {fix}")]
-    speed = PROBE_BYTES / 1e6 / (time.monotonic() - begun)
-    # Rounded to a power of two, so that processes have equal findings, which are reported once.
-    text = f"{folder} can be written; with fsync about {2 ** round(math.log2(speed))} MB/s"
+        return [Finding("FAIL", name, f"{folder}: {problem}; {fix}")]
     leaves = jax.tree.leaves(abstract_state(cfg, mesh))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     free, keep = shutil.disk_usage(existing).free, cfg.checkpoint.keep + 1
     room = f"a checkpoint has {units.size(size)}, and {keep} are there at times"
-    if free >= keep * size:
-        return [Finding("OK", name, text), Finding("OK", "disk space", f"{room}; there is room")]
     fix = "make room, or choose another --log.run-dir, or a smaller --checkpoint.keep"
-    space = Finding(
-        "WARN" if free >= size else "FAIL",
-        "disk space",
-        f"{room}, but {units.size(free)} are free; {fix}",
-    )
-    return [Finding("OK", name, text), space]
+    enough = free >= keep * size
+    verdict = "OK" if enough else "WARN" if free >= size else "FAIL"
+    room += "; there is room" if enough else f", but {units.size(free)} are free; {fix}"
+    return [Finding("OK", name, f"{folder} can be written"), Finding(verdict, "disk space", room)]
 
 
 def links(mesh: Mesh) -> list[Finding]:
@@ -167,11 +151,9 @@ def _link(mesh: Mesh, axis: str) -> Finding:
     begun = time.perf_counter()
     jax.block_until_ready([run(x) for _ in range(TIMES)])
     seconds, planned = max(gather((time.perf_counter() - begun) / TIMES)), None
-    gpu_name = next((name for name, gpu in GPUS.items() if gpu.kind == device.device_kind), None)
-    if gpu_name is not None:
-        cluster = find_cluster(None, gpu_name, mesh.size)
-        group = _group(mesh, axis, cluster.gpus_per_node)
-        planned = collective_seconds(cluster, "all-reduce", 4 * count, group)
+    if (gpu := gpu_of_kind(device.device_kind)) is not None:
+        cluster = find_cluster(None, gpu, mesh.size)
+        planned = collective_seconds(cluster, "all-reduce", 4 * count, _group(mesh, axis, cluster))
     # NCCL's bus bandwidth: the bytes that each link must carry, over the time.
     moved = 2 * 4 * count * (ranks - 1) / ranks
     return judge(f"all-reduce over {axis}={ranks}", moved, seconds, planned)
@@ -190,11 +172,10 @@ def judge(name: str, moved: float, seconds: float, planned: float | None) -> Fin
     return Finding("WARN" if share >= BAD else "FAIL", name, f"{text}; {fix}")
 
 
-def _group(mesh: Mesh, axis: str, domain: int) -> Group:
+def _group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
     """Return the first group of the axis; devices of a process are on one node, and processes of a host too."""
-    column = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
-    devices = column.reshape(-1, mesh.shape[axis])[0]
-    names = gather(socket.gethostname())
+    devices = mesh.devices[tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)]
+    hosts, domain = gather(socket.gethostname()), cluster.gpus_per_node
     # Above 8 GPUs NVLink spans hosts: nodes are counted in its domains.
-    nodes = Counter(x.id // domain if domain > 8 else names[x.process_index] for x in devices)
+    nodes = Counter(x.id // domain if domain > 8 else hosts[x.process_index] for x in devices)
     return Group(ranks=len(devices), per_node=max(nodes.values()))

@@ -22,7 +22,7 @@ from ultrascale_jax.config import (
 )
 from ultrascale_jax.plan.formulas import costs
 from ultrascale_jax.plan.formulas.memory import fits_host, host_bytes, host_moments
-from ultrascale_jax.plan.hardware import GPUS, Cluster, Gpu, find_cluster
+from ultrascale_jax.plan.hardware import Cluster, Gpu, find_cluster, gpu_of_kind
 from ultrascale_jax.plan.search.ranking import EQUAL, Candidate, Search
 from ultrascale_jax.plan.search.search_space import (
     Choices,
@@ -64,10 +64,10 @@ def cluster_of(
       usable_bytes: what a run may take of the memory of one; None, where JAX does not say: as much as of that GPU.
       host: what it may take of the host; None: as much as of the GPU's usual machine.
     """
-    known = next((name for name, gpu in GPUS.items() if gpu.kind == kind), None)
-    cluster = find_cluster(None, known or MODEL, num_devices)
+    gpu_name = gpu_of_kind(kind)
+    cluster = find_cluster(None, gpu_name or MODEL, num_devices)
     gpu = cluster.gpu
-    if known is None:
+    if gpu_name is None:
         gpu = dataclasses.replace(gpu, name=f"{kind} (planned as {gpu.name})")
     if usable_bytes is not None:
         gpu = dataclasses.replace(gpu, memory_gib=usable_bytes / GPU_MEMORY_SHARE / GIB)

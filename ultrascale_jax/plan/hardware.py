@@ -251,10 +251,15 @@ def find_gpu(name: str) -> Gpu:
     missing = [key for key in ("kind", "memory_gib", "hbm_gbs", "cores") if not described[key]]
     fix = f"the file is no GpuTargetConfig with the {', '.join(missing)} of a GPU"
     require(not missing, "gpu", name, fix)
-    known = base or next((n for n, gpu in GPUS.items() if gpu.kind == described["kind"]), "")
+    known = base or gpu_of_kind(described["kind"]) or ""
     fix = f"no known GPU is called {described['kind']!r}; write NAME:FILE with the most similar of {', '.join(GPUS)}"
     require(known in GPUS, "gpu", name, fix)
     return replace(GPUS[known], name=name, **described | {"kind": GPUS[known].kind})
+
+
+def gpu_of_kind(kind: str) -> str | None:
+    """Return the name of the GPU that JAX calls `kind`, its `device_kind`; None if the planner does not know it."""
+    return next((name for name, gpu in GPUS.items() if gpu.kind == kind), None)
 
 
 def _written_out(text: str) -> Gpu | None:

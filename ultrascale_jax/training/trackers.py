@@ -8,19 +8,15 @@ To add a tracker, write a class with the constructor and the methods of `Tracker
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
-import math
 import os
 import queue
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import jax
@@ -28,7 +24,7 @@ import jax
 from ultrascale_jax.checkpoint.run_metadata import fields
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.hooks import Hook, Row, Run
-from ultrascale_jax.launch.events import parse_object, say
+from ultrascale_jax.launch.events import is_number, parse_object, say
 from ultrascale_jax.launch.run_files import write_atomic
 
 PROJECT = "ultrascale_jax"
@@ -36,9 +32,6 @@ PROJECT = "ultrascale_jax"
 
 IDS = "trackers.json"
 """File in the run directory with the id of the run at each tracker, by the tracker's name."""
-
-NO_SERIES = ("step", "time")
-"""Numbers of a row that are not series."""
 
 CLOSE_S, FAILED_S = 45.0, 5.0
 """Seconds that trackers may take to send all rows at the end of a run, and of a run that an exception ends."""
@@ -52,9 +45,8 @@ class Tracker(Protocol):
     """
 
     module: str
-    """Package that it imports."""
     extra: str
-    """The extra of this package that brings it."""
+    """The package that it imports, and the extra of this package that brings it."""
     run_id: str | None
     """Id under which a resumed run continues it; none if it needs none."""
 
@@ -70,8 +62,8 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes to `RUN_DIR/tensorboard`, a file for each start.
 
-    It uses tensorboardX's `RecordWriter`: `SummaryWriter` writes in a thread, so that on a full disk nothing is told
-    before the end of the run.
+    tensorboardX's `SummaryWriter` writes in a thread, so that on a full disk nothing is told before the end of the run;
+    its `EventsWriter` writes at once.
     """
 
     module, extra = "tensorboardX", "tb"
@@ -79,7 +71,7 @@ class TensorBoard:
 
     def __init__(self, cfg: Config, step: int, run_id: str | None):
         """Open a file; a reader hides the events after `step` in earlier ones."""
-        from tensorboardX import RecordWriter
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
         from tensorboardX.summary import scalar
 
@@ -87,23 +79,20 @@ class TensorBoard:
         self._event, self._scalar = proto.Event, scalar
         folder = Path(cfg.log.run_dir).absolute() / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # The library truncates a file that is there: no two starts may choose one name.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter(str(folder / name))
-        self._write(self._event(file_version="brain.Event:2"))
-        self._write(self._event(step=step + 1, session_log={"status": "START"}))
+        # Its names have whole seconds, and it truncates a file that exists: no two starts may choose one name.
+        self._events = EventsWriter(f"{folder}/events", f".{os.getpid()}.{time.time_ns()}")
+        self._write(step=step + 1, session_log={"status": "START"})
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._write(self._event(step=step, summary=self._scalar(name, value)))
-        self._records.flush()
+            self._write(step=step, summary=self._scalar(name, value))
+        self._events.flush()
 
     def close(self, *, failed: bool) -> None:
-        self._records.close()
+        self._events.close()
 
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
+    def _write(self, **fields: Any) -> None:
+        self._events.write_event(self._event(wall_time=time.time(), **fields))
 
 
 class WandB:
@@ -157,33 +146,23 @@ class MLflow:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "mlflow": MLflow,
-}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 """Trackers by their names in `log.to`."""
 
 
 def chosen(to: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the trackers of `log.to`, in its order.
-
-    Raises `UserError` if a package is missing, or MLflow has no address.
-    """
+    """Return the trackers of `log.to`, in its order. Raises `UserError` for a missing package or address."""
+    installed = {name for name, kind in TRACKERS.items() if importlib.util.find_spec(kind.module)}
     if to == ("auto",):
-        return ("tensorboard",) if _is_installed("tensorboard") else ()
+        return ("tensorboard",) if "tensorboard" in installed else ()
     names = () if to == ("none",) else to
     for name in names:
         fix = f"needs a package: pip install 'ultrascale_jax[{TRACKERS[name].extra}]'"
-        require(_is_installed(name), "log.to", name, fix)
+        require(name in installed, "log.to", name, fix)
     fix = "set MLFLOW_TRACKING_URI to the address of your server, such as http://localhost:5000"
     address = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
     require("mlflow" not in names or address != "", "log.to", "mlflow", fix)
     return names
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(TRACKERS[name].module) is not None
 
 
 class Trackers(Hook):
@@ -195,34 +174,30 @@ class Trackers(Hook):
         self._names = names if jax.process_index() == 0 else ()
         self._cfg, self._step = cfg, first_step
         self._ids: dict[str, Any] = {}
+        self._ids_file = Path(cfg.log.run_dir) / IDS
         self._ids_lock = threading.Lock()
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> "Trackers":
-        path = Path(self._cfg.log.run_dir) / IDS
-        if self._names and self._step and path.exists():
-            self._ids = parse_object(path.read_bytes())
-        for name in self._names:
-            self._workers.append(_Worker(name, functools.partial(self._open, name)))
+        if self._names and self._step and self._ids_file.exists():
+            self._ids = parse_object(self._ids_file.read_bytes())
+        self._workers = [_Worker(name, self._open) for name in self._names]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        self._close(failed=kind is not None)
+    def __exit__(self, *raised: object) -> None:
+        self._close(failed=raised[0] is not None)
 
     def on_metrics(self, run: Run, row: Row) -> None:
         numbers = {
             name: float(value)
             for name, value in row.items()
-            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_SERIES
+            if (isinstance(value, bool) or is_number(value)) and name not in ("step", "time")
         }
         for worker in self._workers:
             if worker.is_alive():
                 worker.queue.put((row["step"], numbers))
 
-    def on_evaluation(self, run: Run, row: Row) -> None:
-        self.on_metrics(run, row)
+    on_evaluation = on_metrics
 
     def on_end(self, run: Run) -> None:
         with run.pause("end"):  # `watch.hang_s` is not for this section
@@ -235,8 +210,7 @@ class Trackers(Hook):
         if tracker.run_id is not None:
             with self._ids_lock:
                 self._ids[name] = tracker.run_id
-                path = Path(self._cfg.log.run_dir) / IDS
-                write_atomic(path, json.dumps(self._ids).encode())
+                write_atomic(self._ids_file, json.dumps(self._ids).encode())
         return tracker
 
     def _close(self, *, failed: bool) -> None:
@@ -254,7 +228,7 @@ class Trackers(Hook):
 class _Worker(threading.Thread):
     """Opens one tracker and sends it rows until the end, or its first error."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
+    def __init__(self, name: str, open_tracker: Callable[[str], Tracker]):
         super().__init__(name=f"log.to {name}", daemon=True)
         self.queue: queue.SimpleQueue[tuple[int, dict[str, float]] | bool] = queue.SimpleQueue()
         """Steps with their numbers; last, whether an exception ended the run."""
@@ -264,7 +238,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         failed = True
         try:
-            tracker = self._open()
+            tracker = self._open(self._tracker)
             try:
                 while not isinstance(item := self.queue.get(), bool):
                     tracker.log(*item)
@@ -272,8 +246,7 @@ class _Worker(threading.Thread):
             finally:
                 tracker.close(failed=failed)
         except Exception as error:  # Each package raises its own.
-            lines = str(error).splitlines() or [type(error).__name__]
-            self.warn(lines[0])
+            self.warn(next(iter(str(error).splitlines()), type(error).__name__))
 
     def warn(self, why: str) -> None:
         say(f"log.to={self._tracker}: no more rows until the next start: {why}", sys.stderr)

@@ -9,6 +9,7 @@ from tests.faults.tiny import MODEL
 from ultrascale_jax.cli import doctor_checks as checks
 from ultrascale_jax.cli.doctor_checks import Finding
 from ultrascale_jax.config import Config, DistConfig, LogConfig, MeshConfig
+from ultrascale_jax.plan.hardware import GPUS
 from ultrascale_jax.sharding.mesh import make_mesh
 
 
@@ -76,8 +77,8 @@ def test_links_are_timed_along_every_axis_that_joins_devices_and_not_judged_on_a
 
 
 def test_links_of_a_known_gpu_are_judged_by_the_cluster_that_the_planner_makes_of_it(monkeypatch):
-    planned_as_h100 = dataclasses.replace(checks.GPUS["h100"], kind=jax.devices()[0].device_kind)
-    monkeypatch.setattr(checks, "GPUS", {"h100": planned_as_h100})
+    planned_as_h100 = dataclasses.replace(GPUS["h100"], kind=jax.devices()[0].device_kind)
+    monkeypatch.setitem(GPUS, "h100", planned_as_h100)
     [found] = checks.links(make_mesh(MeshConfig(fsdp=8)))
     assert found.text.count(" of the planned ") == 1
 

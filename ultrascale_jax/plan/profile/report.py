@@ -21,7 +21,7 @@ from ultrascale_jax.hlo.collectives import Collective, find_collectives
 from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.plan.compiled.timeline import Timeline, simulate
 from ultrascale_jax.plan.formulas import pipeline
-from ultrascale_jax.plan.hardware import GPUS, Cluster, find_cluster
+from ultrascale_jax.plan.hardware import Cluster, find_cluster, gpu_of_kind
 from ultrascale_jax.plan.profile.breakdown import (
     COLLECTIVE,
     COPY,
@@ -217,13 +217,13 @@ def make_report(run_dir: Path) -> dict[str, Any]:
     name = named[1] if named else ""
     of_devices = measured(program, name, devices, context["stop"] - context["first"])
     forecast, machine, why = None, None, ""
-    gpu = next((g for g in GPUS.values() if g.kind == context["device_kind"]), None)
+    gpu = gpu_of_kind(context["device_kind"])
     if gpu is None:
         why = f"no prediction: the planner has no numbers of {context['device_kind']!r}"
     else:
-        cluster = find_cluster(None, gpu.name, math.prod(axes.values()))
+        cluster = find_cluster(None, gpu, math.prod(axes.values()))
         run = Run.of(saved_config(run_dir), cluster.num_gpus)
-        forecast, machine = predicted(program, cluster, run, streams_of(program, devices)), gpu.name
+        forecast, machine = predicted(program, cluster, run, streams_of(program, devices)), gpu
     report = {
         "schema": SCHEMA,
         **context,
