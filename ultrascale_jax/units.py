@@ -52,3 +52,26 @@ def decimal(count: float) -> str:
     """Return a count in powers of 1,000: `15 T`, `1.5 M`, `7`."""
     unit = max((u for u in "KMBT" if count >= SUFFIXES[u]), key=SUFFIXES.__getitem__, default="")
     return f"{count / SUFFIXES[unit]:.3g} {unit}".strip()
+
+
+def number(value: float) -> str:
+    """Return a number as a figure and a table of operations show it: up to two decimals, thousands separated."""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    digits = 2 if size < 10 else 1 if size < 100 else 0
+    return f"{value:.{digits}f}" if size >= 0.01 else f"{value:.2g}"
+
+
+def precise(value: float | None) -> str:
+    """Return a result as text: a count whole, another number with four decimals, `-` for none."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return a time in milliseconds without its unit, `-` for none."""
+    return "-" if seconds is None else f"{seconds * 1e3:,.2f}"

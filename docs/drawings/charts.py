@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ultrascale_jax.figures.charts import Point, name_groups
-from ultrascale_jax.figures.figure import Figure, grid, legend, number, rows_of
+from ultrascale_jax.figures.figure import Figure, grid, legend, rows_of
 from ultrascale_jax.figures.palette import INK, MARKERS, PAPER, SERIES
+from ultrascale_jax.units import number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.models import Opened, ScoreOptions, described, loaded, on_mesh
 from ultrascale_jax.config import Config, require
 from ultrascale_jax.config.section import Count, Natural
+from ultrascale_jax.units import precise
 
 BOOTSTRAPS = 1000
 """Samples for the standard error of a task's metric that has no formula for it."""
@@ -139,7 +140,7 @@ class Evaluation:
             columns = list(next(iter(self.sources.values())))
             table = output.table(["sources"], [name.replace("_", " ") for name in columns])
             for name, values in self.sources.items():
-                table.add_row(output.plain(name), *(shown(values[key]) for key in columns))
+                table.add_row(output.plain(name), *(precise(values[key]) for key in columns))
             yield table
         if self.tasks:
             table = output.table(["task"], ["metric", "value", "standard error"])
@@ -148,7 +149,7 @@ class Evaluation:
                     key, _, chosen = metric.partition(",")
                     if not key.endswith("_stderr"):
                         error = values.get(f"{key}_stderr,{chosen}")
-                        table.add_row(output.plain(name), metric, shown(value), shown(error))
+                        table.add_row(output.plain(name), metric, precise(value), precise(error))
             yield table
 
 
@@ -186,13 +187,6 @@ def evaluate(options: Options) -> Evaluation:
         opened = Opened(Path(options.model), cfg, mesh, positions, tokenizer, params)
         tasks = tasks_result(options, manager, opened)
     return Evaluation(named_model, held_out, tasks)
-
-
-def shown(value: float | None) -> str:
-    """Return a number of a table: a count whole, another with four decimals."""
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
 
 
 def main(argv: Sequence[str]) -> None:

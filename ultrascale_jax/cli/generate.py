@@ -179,9 +179,11 @@ def texts(options: Options) -> Iterator[str]:
             require(isinstance(tokenizer, JsonTokenizer), "tokenizer", name, fix)
             assert isinstance(tokenizer, JsonTokenizer)
             answers = chat(cfg, params, tokenizer, Path(name), options, typed_lines())
-            yield from map(output.printable, answers)
+            yield from map(output.without_controls, answers)
         else:
-            yield output.printable(continued(cfg, params, tokenizer, options.prompt, options))
+            yield output.without_controls(
+                continued(cfg, params, tokenizer, options.prompt, options)
+            )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -63,14 +63,14 @@ def working(text: str) -> Iterator[Tell]:
         thread.join()
 
 
-def printable(text: str) -> str:
+def without_controls(text: str) -> str:
     """Return `text` without the control characters that a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def plain(text: str) -> Text:
     """Return `text` for a table: without markup, and printable."""
-    return Text(printable(text))
+    return Text(without_controls(text))
 
 
 def verb_json(verb: str, values: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 
 from ultrascale_jax.cli import output
+from ultrascale_jax.units import milliseconds
 
 ALONE = "one device"
 """The axes of a collective whose groups have one member."""
@@ -43,7 +44,7 @@ def _shares(
             seconds = measured.get(name, 0.0)
             share = seconds / breakdown["step_s"] if breakdown["step_s"] else 0.0
             forecast_s = None if forecast is None else predicted.get(name, 0.0)
-            table.add_row(name, _ms(seconds), f"{share:.1%}", _ms(forecast_s))
+            table.add_row(name, milliseconds(seconds), f"{share:.1%}", milliseconds(forecast_s))
     return table
 
 
@@ -66,9 +67,5 @@ def _collectives(breakdown: dict[str, Any], forecast: dict[str, Any] | None) -> 
     for c in sorted(breakdown["collectives"], key=lambda c: -c["exposed_s"]):
         prediction = predictions.get((c["kind"], c["axes"]), {})
         seconds = *(c[name] for name in SECONDS), *(prediction.get(name) for name in SECONDS)
-        table.add_row(c["kind"], c["axes"] or ALONE, *map(_ms, seconds))
+        table.add_row(c["kind"], c["axes"] or ALONE, *map(milliseconds, seconds))
     return table
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.2f}"

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, grid, legend, number, resize
+from ultrascale_jax.figures.figure import Figure, grid, legend, resize
 from ultrascale_jax.figures.palette import INK, MARKERS, PAPER, SERIES, colours, is_variable
+from ultrascale_jax.units import number
 
 CLIP = 2.5
 """A stack higher than so many times the limit is cut, and its height written on it."""

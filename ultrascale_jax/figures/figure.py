@@ -92,14 +92,3 @@ def legend(canvas: Any, ax: Any, *, reverse: int = 0) -> None:
     canvas.legend(
         [handles[n] for n in picked], [labels[n] for n in picked], loc="outside right upper"
     )
-
-
-def number(value: float) -> str:
-    """Format a number: three significant digits, thousands separated."""
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    digits = 2 if size < 10 else 1 if size < 100 else 0
-    return f"{value:.{digits}f}" if size >= 0.01 else f"{value:.2g}"

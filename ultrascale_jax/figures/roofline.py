@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ultrascale_jax.figures.figure import Figure, number
+from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import INK, SERIES
+from ultrascale_jax.units import number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ultrascale_jax.figures.figure import number
+from ultrascale_jax.units import number
 
 
 def line_chart(

@@ -6,12 +6,12 @@ from PIL import Image
 
 from ultrascale_jax.config import UserError
 from ultrascale_jax.figures.charts import Areas, Bar, Bars, Cloud, Clouds, Point
-from ultrascale_jax.figures.figure import number
 from ultrascale_jax.figures.mesh_map import AxisMap, MeshMap
 from ultrascale_jax.figures.pipeline import Operation, Pipeline, Pipelines
 from ultrascale_jax.figures.roofline import Roofline, Spot
 from ultrascale_jax.figures.streams import Event, Streams
 from ultrascale_jax.figures.text import line_chart
+from ultrascale_jax.units import number
 
 TEXT = {"name": "a", "title": "Title: of <a>", "caption": "says 2 μs"}
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Group
 
-from ultrascale_jax.figures.figure import number
 from ultrascale_jax.figures.roofline import Roofline, Spot
 from ultrascale_jax.plan.formulas.roofline import Operation, roofline
 from ultrascale_jax.plan.hardware import Cluster, Gpu
 from ultrascale_jax.plan.report.layout import line, table
 from ultrascale_jax.plan.workload import Run
+from ultrascale_jax.units import MIB, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class RooflineReport:
         return 1e9 * self.gpu.hbm_gbs
 
     def __rich__(self) -> Group:
-        numbers = ("GFLOP", "MB", "FLOP/byte", "ms at the roof", "ms by formula")
+        numbers = ("GFLOP", "MiB", "FLOP/byte", "ms at the roof", "ms by formula")
         made = table(("operation",), numbers, ("limited by",))
         for n, op in enumerate(self.operations, 1):
-            sizes = (number(op.flops / 1e9), f"{op.moved / 1e6:,.0f}", f"{op.intensity:,.1f}")
+            sizes = (number(op.flops / 1e9), f"{op.moved / MIB:,.0f}", f"{op.intensity:,.1f}")
             times = (f"{1e3 * op.bound_s(self.gpu):.3f}", f"{1e3 * op.seconds:.3f}")
             made.add_row(f"{n}  {op.name}", *sizes, *times, op.limit(self.gpu))
         peaks = ", ".join(
