@@ -1,7 +1,7 @@
 """Copy a run's checkpoints to object storage, and fetch them where the disk has none: `checkpoint.store`.
 
 A run saves to its own disk, where one rename completes a checkpoint; process 0 then uploads it in a thread. (Orbax 0.12
-itself cannot save to `s3://`, in any of its modes of atomicity: `tests/e2e/storage/test_orbax.py`.) The copy of step n is
+itself cannot save to `s3://`, in any of its modes of atomicity: `tests/e2e/storage/test_orbax.py`.) Step n's copy is
 the folder n with the checkpoint's files; its metadata are written last, and without them it is no copy. The URL also
 holds the small files of the run directory, so that a run can resume from a copy alone. A fetched checkpoint is verified
 by the fingerprints of its arrays, like any other.
