@@ -62,7 +62,7 @@ def packed_forward(q, k, v, lengths, starts) -> tuple[jax.Array, jax.Array]:
       k: keys `[R, L, K, H]`.
       v: values `[R, L, K, H]`.
       lengths: `[R, M]` int32, tokens of each segment, at most L; 0 for none, and those come last.
-      starts: `[R, M + 1]` int32, first token of each segment in the R L tokens; R L behind the last segment.
+      starts: `[R, M + 1]` int32, first token of each segment in the R L tokens; R L after the last segment.
 
     Returns:
       `[R, L, N, H]` in q's type, and `[R M, N, L]` float32, by segment.

@@ -65,7 +65,7 @@ class BlockMask:
         return None if self.segment_ids is None else same_document(*self.segment_ids)
 
     def dense(self, T: int, S: int) -> jax.Array | None:
-        """Return the whole mask as `visible_keys` does; None for all keys."""
+        """Return the full mask as `visible_keys` does; None for all keys."""
         allowed = self.by_arrays()
         if self.lengths is not None:
             queries, keys = (first_places(n, x) for n, x in zip((T, S), self.lengths, strict=True))

@@ -59,7 +59,7 @@ class Loads:
     resident: list[str]
     """Inputs of which each warpgroup holds the rows of its half of the program's tile."""
     streamed: list[list[str]]
-    """Groups of inputs whose visited tiles are loaded ahead; those of a group share barriers."""
+    """Groups of inputs whose visited tiles are loaded ahead; inputs of a group share barriers."""
     where: Callable
     """`where(program, step)` gives the first row of a step's tile, and the head."""
     rows: int = HALF
@@ -133,7 +133,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `attention_forward`; a query that sees no key gets zeros, and a log-sum-exp of -1e30.
 
-    With `staged` every operand of a product passes through shared memory, as the GPU interpreter wants it. Without, the
+    With `staged` every operand of a product passes through shared memory, as the GPU interpreter needs it. Without, the
     weights stay in registers.
 
     Raises:
@@ -464,7 +464,7 @@ def _call(
     Args:
       compute: `compute(program, warpgroup)` makes half a tile of the results.
       steps: `[B, tiles, 2]` int32: the first of the tiles that a program visits, and how many.
-      scratch: buffers in shared memory beside those of `loads`.
+      scratch: buffers in shared memory in addition to `loads`.
     """
     operands = {"steps": steps, "inside": _inside(ranges), **ranges._asdict(), **inputs}
     names = [*operands, *out]
@@ -524,7 +524,7 @@ def _load_ahead(p: Program, loads: Loads) -> None:
             source = p.g[x].at[_index(x, p.batch, start, loads.rows, head)]
             plgpu.copy_gmem_to_smem(source, p.s[x].at[slot], full.at[slot])
 
-    # The last steps only wait: a barrier that still changes must not be left behind.
+    # The last steps only wait: a barrier that still changes must not be left so.
     @pl.loop(0, count + stages)
     def _(i):
         for names, full, free in zip(loads.streamed, p.full, p.free, strict=True):

@@ -1,4 +1,4 @@
-"""Fuse output head and cross-entropy without the logits in memory, for the whole vocabulary or a shard of it.
+"""Fuse output head and cross-entropy without the logits in memory, for the full vocabulary or a shard of it.
 
 A loss needs two numbers of each token: the log-sum-exp of its logits, and the logit of its target. The forward pass
 computes them a chunk of tokens at a time, or by a kernel that holds no logits (`linear_cross_entropy_mosaic.py`). The
@@ -53,7 +53,7 @@ def linear_cross_entropy(
       weight: weight of each counted token, a scalar or `[...]`; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
       offset: number of the first word of `head`; by default that of equal shards over `axes`, in their order.
-      vocab_size: columns of the whole head that are words; the others pad it. None: all.
+      vocab_size: columns of the full head that are words; the others pad it. None: all.
       axes: mesh axes over which the vocabulary is split, in a region that is manual over them.
       implementation: `xla`, `mosaic` (bfloat16, a multiple of 128 tokens, D of 64, V of 32, on a Hopper GPU; a forced
         one fails loudly), or `auto`, as `choices.py` has it.

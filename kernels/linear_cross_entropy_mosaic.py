@@ -4,7 +4,7 @@ Both kernels compute them tile by tile, 128 tokens x 256 words in float32 regist
 warpgroup:
 
     statistics    of each half tile: log-sum-exp of a token's logits, and the target's logit if it is there
-    gradient      of the logits, in bfloat16, from the log-sum-exp over the whole vocabulary
+    gradient      of the logits, in bfloat16, from the log-sum-exp over the full vocabulary
 
 The statistics of half tiles are 1/64 of the logits' bytes and are combined outside.
 

@@ -65,7 +65,7 @@ def quantize_fp8(
       x: `[..., M, K]` bfloat16 or float32; the last block or tile of a dim may be short.
       scaling: what has a scale of its own: `tensor`, `row`, `block` (1 x 128), `mx` (1 x 32) or `tile`
         (128 x 128).
-      amax: `[]`, for scaling `tensor`: the largest magnitude, where x is a piece of the tensor.
+      amax: `[]`, for scaling `tensor`: the largest magnitude, where x is a shard of the tensor.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       implementation: `xla`, `mosaic` (scaling `block` or `tile` of bfloat16 `[M, K]`, multiples of 128, on a Hopper
         GPU; a forced one fails loudly), or `auto`, as `choices.py` has it.

@@ -60,7 +60,7 @@ def separate_zeros[Tree](like: Tree) -> Tree:
 def row_major(x: jax.Array) -> jax.Array:
     """Lay out an array, and its gradient, with the last dim contiguous in memory.
 
-    XLA otherwise lays out a whole chain of operations as its last one wants it: a stack of weights as an all-gather of
+    XLA otherwise lays out a whole chain of operations as its last one needs it: a stack of weights as an all-gather of
     another dim than the first, which the optimizer copies back (1.1 GiB for Llama-3-8B on 8 GPUs); activations as the
     transpose that is quantised.
     """
@@ -69,14 +69,14 @@ def row_major(x: jax.Array) -> jax.Array:
 
 def known_options(options: Mapping[str, int | bool | str]) -> dict[str, int | bool | str]:
     """Return the options of XLA's compiler that the installed one takes; warn of each other one and leave it out."""
-    known = dict(options)
-    while known and (error := _refusal(tuple(known.items()))):
-        refused = next((name for name in known if name in error), None)
+    taken = dict(options)
+    while taken and (error := _refusal(tuple(taken.items()))):
+        refused = next((name for name in taken if name in error), None)
         if refused is None:
             raise RuntimeError(error)
-        del known[refused]
+        del taken[refused]
         warnings.warn(f"XLA runs this step without an option: {error}", stacklevel=2)
-    return known
+    return taken
 
 
 @functools.cache

@@ -11,7 +11,7 @@ Target = Literal[
     "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj",
     "experts.gate_proj", "experts.up_proj", "experts.down_proj",
 ]  # fmt: skip
-"""Projections that can have an adapter, by the names of Hugging Face and PEFT; `experts.`: those of routed experts."""
+"""Projections that can have an adapter, by the names of Hugging Face and PEFT; `experts.`: of routed experts."""
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 

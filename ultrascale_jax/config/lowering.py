@@ -4,9 +4,9 @@ No decision changes a result. `Lowering.of(cfg)` applies the rows of `RULES` tha
 `train.lowering=plain` asks for, applies none (rows of `tests/parity`). Models, scans and the planner read the
 fields, so that their text has no condition that is there for XLA.
 
-Idioms that are always on are in `kernels/xla.py`. Sizes that decide speed, and that no recipe would switch off, stand
+Idioms that are always on are in `kernels/xla.py`. Sizes that decide speed, and that no recipe would switch off, are
 with their reasons where step and planner read them: further rounds of experts (`parallel/experts/capacity.py`, and
-`in_rounds` of `dispatch.py` beside it) and a pipeline's loops (`parallel/pipeline/segments.py`).
+`in_rounds` of `dispatch.py` there) and a pipeline's loops (`parallel/pipeline/segments.py`).
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Lowering:
     bounds_written_rows: bool = False
     """Kernels, and not copy engines, write that scan's gradients."""
     sums_by_layer: bool = False
-    """Each layer's backward pass sums its gradients over dp, and not the whole step's (`train_step/zero.py`)."""
+    """Each layer's backward pass sums its gradients over dp, and not the step as one (`train_step/zero.py`)."""
     sums_late: bool = False
     """A layer's sum over dp starts one layer after its reduce-scatter."""
     gradients_together: bool = False
@@ -129,7 +129,7 @@ class Traits:
     @property
     def parameters_alone(self) -> bool:
         """Whether the only collectives of a layer move its parameters or are sp's: no ring's sends, no tensor
-        group's all-reduces, no tokens on their way to experts, which would queue behind them on XLA's one stream."""
+        group's all-reduces, no tokens on their way to experts, which would queue after them on XLA's one stream."""
         return self.mesh.tp == 1 and self.ring == 1 and not self.experts
 
 
@@ -138,7 +138,7 @@ class Rule:
     """One decision, which saves 2% of some recipe's time, or memory in equal time.
 
     `evidence` compares a step `without -> with` it, simulated for H100s.
-    docs/benchmarks/lowering.csv has the runs. What comes after "elsewhere it costs" is older, by slower rates.
+    docs/benchmarks/lowering.csv has the runs. Numbers after "elsewhere it costs" are older, by slower rates.
     """
 
     name: str
@@ -269,7 +269,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sum_by_layer",
-        # With micro-batches each would repeat the sum; with sp the layer's own reductions would wait behind it.
+        # With micro-batches each would repeat the sum; with sp the layer's own reductions would wait for it.
         applies=lambda run, lowering: (
             lowering.gathers_ahead and run.mesh.dp > 1 and run.mesh.sp == 1 and not run.accumulates
         ),

@@ -330,7 +330,7 @@ class ModelConfig(Section, name="model"):
     full_attention_every: Natural = 0
     """Every n-th layer ignores `sliding_window` (6 in Gemma 3) or `linear` (4 in Qwen3-Next); 0: none does."""
     full_attention_offset: Natural = 0
-    """Layers of `linear` behind the full one in each such group (4 of 10 in Granite 4); 0: it is the last."""
+    """Layers of `linear` after the full one in each such group (4 of 10 in Granite 4); 0: it is the last."""
     experts: Experts | None = None
     """Experts in the feed-forward layers, or none."""
     latent: LatentAttention | None = None
@@ -379,14 +379,14 @@ class ModelConfig(Section, name="model"):
     def _check_pattern(self) -> None:
         """Check that the pattern is of this model's parts, and that they are all that tells its layers apart."""
         text, most = self.pattern, patterns.MOST_HALVES
-        known = set(text) <= {*patterns.MIXERS, *patterns.FEED_FORWARDS} and len(text) <= most
-        self.require(known, "pattern", f"has M, *, - and E, at most {most} in all")
-        for letter, part, given in (
+        is_pattern = set(text) <= {*patterns.MIXERS, *patterns.FEED_FORWARDS} and len(text) <= most
+        self.require(is_pattern, "pattern", f"has M, *, - and E, at most {most} in all")
+        for letter, part, has_part in (
             ("M", "linear", self.linear is not None),
             ("E", "experts", self.experts is not None),
         ):
             fix = f"has {letter} where there is model.{part}, and nowhere else"
-            self.require((letter in text) == given, "pattern", fix)
+            self.require((letter in text) == has_part, "pattern", fix)
         fix = "has experts in all feed-forward layers or in none; use - or E"
         self.require(not {"-", "E"} <= set(text), "pattern", fix)
         layers = len(patterns.layers_of(text))
@@ -462,7 +462,7 @@ class ModelConfig(Section, name="model"):
         self.require(not beta, "rope_scaling.query_beta", fix)
 
     def _check_linear(self, linear: LinearAttention) -> None:
-        """Refuse what has no place beside linear attention."""
+        """Refuse options that linear attention does not have."""
         if not self.pattern:
             self._check_group("linear")
         for name, value in (("latent", self.latent), ("sliding_window", self.sliding_window)):

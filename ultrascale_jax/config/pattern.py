@@ -39,8 +39,8 @@ def half_numbers(pattern: str) -> tuple[tuple[int, int], ...]:
 def runs(pattern: str) -> tuple[range, ...]:
     """Return the runs of equal rows, as ranges of layers with a row's length as the step.
 
-    A row is a layer, or several that are repeated. Of all ways it is one that has the fewest layers to compile, and of
-    these one with the fewest runs.
+    A row is a layer, or several that are repeated. The division has the fewest layers to compile, and among such ones
+    the fewest runs.
     """
     layers = layers_of(pattern)
     best: list[tuple[int, int, tuple[range, ...]]] = [(0, 0, ())]
@@ -50,8 +50,10 @@ def runs(pattern: str) -> tuple[range, ...]:
             stop, row = start + step, layers[start : start + step]
             while True:
                 if step == 1 or stop - start > step:
-                    compiled, count, others = best[len(layers) - stop]
-                    ways.append((compiled + step, count + 1, (range(start, stop, step), *others)))
+                    compiled, count, later_runs = best[len(layers) - stop]
+                    ways.append(
+                        (compiled + step, count + 1, (range(start, stop, step), *later_runs))
+                    )
                 if layers[stop : stop + step] != row:
                     break
                 stop += step

@@ -54,7 +54,7 @@ class Split:
 
     The one that keeps less belongs first, as in Megatron's `--recompute-method block`: the backward pass begins with
     the last layers while everything is kept, and its working memory is smaller with less recomputation. In a pipeline
-    the first layers are those of each stage, for all ranks run one program.
+    the first layers are each stage's, for all ranks run one program.
     """
 
     first: Policy | Keep

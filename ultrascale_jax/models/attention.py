@@ -156,7 +156,7 @@ def attend(
 
 
 def _over_context(implementation, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs, sinks):
-    """Attend on this device's heads and piece of the sequence, whose ranks talk over cp."""
+    """Attend on this device's heads and shard of the sequence, whose ranks communicate over cp."""
 
     def core(q, k, v, segments, full, sinks):
         return context_attention(

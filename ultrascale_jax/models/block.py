@@ -133,7 +133,7 @@ def _joined(attention: Terms, mlp: Terms) -> Terms:
 def _summed(module: Any, y: Any) -> jax.Array:
     """Return `[B, R, D]` of an attention's partial sums `[B, T, D]`, or of these and terms `[B, R, D]`.
 
-    Refuses a whole sum: in a pipeline it would be added up once more.
+    Refuses a complete sum: in a pipeline it would be added up once more.
     """
     partial_BTD, *terms_BRD = y if isinstance(y, tuple) else (y,)
     axes = {axis for axis in TENSOR if mesh_size(axis) > 1}
@@ -193,8 +193,8 @@ class Block(nnx.Module):
         return getattr(self, "moe", None) or getattr(self, "mlp", None)
 
     def gather_params(self, inputs: LayerInputs) -> "Block":
-        """Return this layer with full parameters: ZeRO-3's all-gathers; those of products in fp8 are `Fp8Weight`s, and
-        those with an adapter `Adapted`s."""
+        """Return this layer with full parameters: ZeRO-3's all-gathers; operands of fp8 products are `Fp8Weight`s, and
+        weights with an adapter `Adapted`s."""
         return attach_adapters(gather_layer(self, self.cfg, inputs))
 
     def __call__(
@@ -205,8 +205,8 @@ class Block(nnx.Module):
         The second result is what the router of experts did, if there is one; the third the cache; the fourth the terms
         that the parts returned.
 
-        Backward, the reduce-scatter out of the MLP and the all-gather into attention run beside the MLP's weight
-        gradients, and the reduce-scatter out of attention beside attention's.
+        In the backward pass, the reduce-scatter out of the MLP and the all-gather into attention overlap with the MLP's
+        weight gradients, and the reduce-scatter out of attention with attention's.
         """
         x_BRD, cache, feed_forward, of_attention = self.attend(x_BRD, inputs)
         x_BRD, routed, _, of_mlp = self.feed(x_BRD, feed_forward, inputs.moe)

@@ -32,7 +32,7 @@ class Stored(NamedTuple):
     ids: jax.Array
     """Token ids, int32 `[B, T, k]`."""
     logps: jax.Array
-    """Their log-probabilities, and behind them that of all other tokens, float32 `[B, T, k + 1]`."""
+    """Their log-probabilities, and then that of all other tokens, float32 `[B, T, k + 1]`."""
 
 
 class Form(NamedTuple):

@@ -8,7 +8,7 @@
 
 Every product contracts dims that both operands have at their ends, so each operand is quantised along the dim that is
 contracted: x and the gradient of y once for the forward pass (or the input's gradient) and once, along the tokens, for
-the weight's gradient. The forward pass keeps fp8 for the backward pass: x in the form that the weight's gradient wants.
+the weight's gradient. The forward pass keeps fp8 for the backward pass: x in the form that the weight's gradient takes.
 
 Scales are powers of 2, made of the values at hand (current scaling), on this device's shards: another mesh changes only
 what is too small to be held. ZeRO gathers fp8 and not bfloat16 where a shard can be quantised by itself: with
@@ -165,7 +165,7 @@ def weight_amaxes(
     """Return `Fp8.amaxes` of the parameters at rest of a `Transformer`'s stacks, in one reduction over all devices.
 
     Layers without a matrix have 0 in its place. The amaxes of matrices that rest in fp8 rest too (`AMAXES`). With
-    pp > 1 call it on pieces.
+    pp > 1 call it on shards.
     """
     matrices = []
     for stack, order in zip(stacks, orders, strict=True):
@@ -201,7 +201,7 @@ def weight_amaxes(
 
 
 def fp8_product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P, **_) -> jax.Array:
-    """Compute `jnp.einsum` in fp8, on this device's pieces."""
+    """Compute `jnp.einsum` in fp8, on this device's shards."""
     inputs, out = subscripts.split("->")
     contracted = len(set(inputs.split(",")[1]) - set(out))
 
@@ -227,7 +227,7 @@ def fp8_dot(
 ) -> jax.Array:
     """Multiply `[..., K]` by `[K, N]` in fp8, forward and backward; the table of `models/fp8.py` has the scales.
 
-    Where a mesh splits x or w, call it in `jax.shard_map`: scales are those of this device's shards.
+    Where a mesh splits x or w, call it in `jax.shard_map`: each device scales its shards.
 
     Args:
       x: float array; its leading dims are rows, or tokens.

@@ -31,7 +31,7 @@ STATIC = {"static": True}
 
 
 def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
-    """Refuse token ids outside the vocabulary, where an embedding would clamp them without a word."""
+    """Refuse token ids outside the vocabulary, where an embedding would clamp them silently."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     fix = f"is outside the model's vocabulary, 0 to {vocab_size - 1}; give ids of the model's own tokenizer"
     require(outside.size == 0, name, next(iter(outside.tolist()), None), fix)

@@ -4,7 +4,7 @@
     Qwen3-Next:  stacks.0.layers.0, .1, .2 (linear attention), .3 (full attention), each [12, ...] for 48 layers
     Nemotron-H:  stacks.0.layers.0 to .5, each [4, ...], and stacks.1, [4, ...], for 28 layers (`model.pattern`)
 
-All rows of the stack are alike, so one scan runs them, ZeRO-3 gathers a row ahead, and stages of a pipeline hold whole
+All rows of the stack are equal, so one scan runs them, ZeRO-3 gathers a row ahead, and stages of a pipeline hold whole
 rows. A row is one layer to all of these, but recomputation is of one layer at a time: a row keeps the input of each.
 """
 
@@ -94,7 +94,7 @@ def with_inputs(row: Row, inputs: LayerInputs) -> list[tuple[Block, LayerInputs]
 
 
 def by_layer(statistics_Z: jax.Array) -> jax.Array:
-    """Return the rows' statistics, `[L, Z]` or of groups `[rows, layers, Z]`, as those of layers `[L, Z]`."""
+    """Return the rows' statistics, `[L, Z]` or of groups `[rows, layers, Z]`, by layer: `[L, Z]`."""
     return statistics_Z.reshape(-1, statistics_Z.shape[-1])
 
 

@@ -52,7 +52,7 @@ def param(
     std: float = INIT_STD,
     multiplier: float = 1.0,
 ) -> nnx.Param:
-    """Make a float32 parameter with these dims; `act_dims` are those of the activation that it is multiplied with.
+    """Make a float32 parameter with these dims; the activation that it is multiplied with has `act_dims`.
 
     Without a key it is made of ones, `std=1` (norm scales), or zeros, `std=0` (biases).
 
@@ -88,7 +88,7 @@ def param(
 
 
 def _padded(value: jax.Array, dims: str) -> jax.Array:
-    """Put zeros after the words of a vocabulary, whose numbers are those of any mesh, so that the mesh divides them."""
+    """Pad a vocabulary with zeros, so that the mesh divides it; the words' numbers are the same on any mesh."""
     if "V" not in dims:
         return value
     dim, parts = dims.index("V"), mesh_size(*act_axes("V"))

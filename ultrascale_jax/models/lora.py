@@ -1,7 +1,7 @@
 """Low-rank adapters of a model's weights (LoRA, arXiv 2106.09685): made, split from their base, merged into it.
 
 `models/linear.py` multiplies with them. They are parameters of the module that has the weight, as `attn.lora.w_q.a`,
-and every pass that treats parameters alike (sharding, ZeRO, checkpoints) treats them so.
+and every pass over all parameters (sharding, ZeRO, checkpoints) includes them.
 """
 
 import functools
@@ -109,7 +109,7 @@ class Place(NamedTuple):
 
 
 def places(model: Any, targets: Iterable[str] = tuple(PLACES)) -> Iterator[Place]:
-    """Yield the weights of these targets in the layers of a model, those of `model.mtp_layers` too."""
+    """Yield the weights of these targets in the layers of a model, `model.mtp_layers` included."""
     blocks = {f"stacks.{i}": stack for i, stack in enumerate(model.stacks)}
     blocks |= {f"mtp.{i}.block": module.block for i, module in enumerate(getattr(model, "mtp", ()))}
     for path, row in blocks.items():

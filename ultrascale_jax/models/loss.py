@@ -33,7 +33,7 @@ ROWS_OF_LOGITS = 256
 
 
 LOWEST = jnp.finfo(jnp.float32).min
-"""Logit of what is no word: below all others, and finite, so that two of them have a difference."""
+"""Logit of a column of padding: below all others, and finite, so that two of them have a difference."""
 
 
 def exps_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -56,10 +56,10 @@ def cross_entropy(
     Args:
       x_BTD: hidden states, `reduced` over the axes of V (`gather_sequence`).
       head_DV: output head, in the type of compute.
-      targets_BT: token ids; -1 is not counted. One that is no word of the vocabulary makes the loss NaN.
+      targets_BT: token ids; -1 is not counted. An id outside the vocabulary turns the loss into NaN.
       weight: float32 scalar, the weight of each counted token; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
-      vocab_size: columns of the whole head that are words; the others pad it. None: all.
+      vocab_size: columns of the full head that are words; the others pad it. None: all.
       cap: `model.logit_cap`; with one a chunk has float32 logits instead of exponentials.
 
     Returns:
@@ -165,7 +165,7 @@ class Head(NamedTuple):
 
     weight_DV: jax.Array
     vocab_size: int
-    """Columns of the whole head that are words; the others pad it."""
+    """Columns of the full head that are words; the others pad it."""
     cap: float = 0.0
     """The model's `logit_cap`."""
 

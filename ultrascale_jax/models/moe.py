@@ -146,7 +146,7 @@ class MoE(nnx.Module):
         returns besides.
 
         Where `dense` says so, another layer takes the place of all experts. A pipeline's ranks differ in that: the
-        exchange of tokens stays outside of the branches, empty for such a layer, and so beside other work.
+        exchange of tokens stays outside of the branches, empty for such a layer, and so overlaps with other work.
         """
         experts = self.cfg.experts
         assert experts is not None

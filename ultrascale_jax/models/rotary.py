@@ -94,7 +94,7 @@ def rotate(x_BTNH: jax.Array, rope: tuple[jax.Array, jax.Array], scale: float = 
     cos, sin = (t[:, :, None, None, :] for t in rope)
     x_f32 = x_BTNH.astype(jnp.float32)
     halves = (x_f32 if scale == 1 else x_f32 * scale).reshape(*x_BTNH.shape[:-1], 2, -1)
-    # Halves that change places, not pieces that are joined: XLA fuses that with the concatenation of q, k and v.
+    # Halves that change places, not parts that are joined: XLA fuses that with the concatenation of q, k and v.
     sign = np.array([-1, 1], np.float32).reshape(1, 1, 1, 2, 1)
     turned = halves * cos + sign * (jax.lax.rev(halves, (3,)) * sin)
     return turned.reshape(x_BTNH.shape).astype(x_BTNH.dtype)

@@ -1,4 +1,4 @@
-"""Run a stack of equal layers: one scan over its rows, or one for each piece of them that are alike."""
+"""Run a stack of equal layers: one scan over its rows, or one for each segment of equal ones."""
 
 import dataclasses
 import functools
@@ -101,7 +101,7 @@ def pieces(
 
 
 def run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
-    """Run the layers of a piece."""
+    """Run the layers of a segment."""
     num_layers = len(jax.tree.leaves(piece.block)[0])
     if piece.inputs.lowering.gathers_ahead and num_layers > 1:
         return _gathering_ahead(piece, x_BRD)

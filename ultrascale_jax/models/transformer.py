@@ -6,9 +6,9 @@
 
 Layers are equal if their parameters are. A stack is a `Block` made under `jax.vmap` over the init keys of its layers,
 so each parameter has a leading L, and `jax.lax.scan` runs it: compile time does not grow with depth. Where layers
-differ in window, precision or recomputation, a stack is run in pieces; a period of windows (every sixth layer full) is
-one piece, whose layers read a flag. Under ZeRO-3 each iteration gathers one layer's parameters
-(`Block.gather_params`): in training those of the next layer, otherwise its own.
+differ in window, precision or recomputation, a stack is run in segments; a period of windows (every sixth layer full)
+is one segment, whose layers read a flag. Under ZeRO-3 each iteration gathers one layer's parameters
+(`Block.gather_params`): in training the next layer's, otherwise its own.
 
 `model.orders` says where layers rest: the layer at each row of each stack. A pipeline's have padding
 (`schedules.stack_orders`); a checkpoint's are those above (`checkpoint/mesh_independent.py`).

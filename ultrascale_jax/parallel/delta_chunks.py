@@ -23,7 +23,7 @@ LEAST_LOG_DECAY = -512.0
 """A decay that is 0 in float32; sums of it over a chunk keep their last digits (`_decay_sums`)."""
 
 LEAF = 16
-"""Size of the triangular matrices that are inverted by products of whole matrices."""
+"""Size of the triangular matrices that are inverted by products of full matrices."""
 
 UNROLL = 8
 """Chunks of an iteration: 13.9 instead of 15.7 ms for both passes over 8,192 tokens and 32 heads (simulated, H100)."""
@@ -99,7 +99,7 @@ def prepare(tokens: Tokens, begins: jax.Array, delta: bool) -> Chunks:
 def change(chunks: Chunks, width: int) -> tuple[jax.Array, jax.Array]:
     """Return M `[c, b, k, r, h, h]` and B `[c, b, k, r, h, width]`, float32: chunks turn a state S into M S + B.
 
-    Columns beyond those of the values are those of a state to which nothing is added. Without the delta M is a number
+    Further columns than the values have belong to a state to which nothing is added. Without the delta M is a number
     `[c, b, k, r, 1, 1]`.
     """
     moves = chunks.decay[..., None, None]
@@ -227,8 +227,8 @@ def _exp(keep: jax.Array, coarse: jax.Array, fine: jax.Array) -> jax.Array:
 def unit_lower_inverse(A: jax.Array) -> jax.Array:
     """Return (I + A)^-1 of strictly lower triangular matrices `[..., C, C]` float32, C a power of 2.
 
-    By blocks, as the inverse of a triangle has those of its two halves: products of powers of A would cancel, if keys
-    repeat.
+    By blocks, as the inverse of a triangle contains the inverses of its two halves: products of powers of A would
+    cancel, if keys repeat.
     """
     return _inverse(A)
 
@@ -244,7 +244,7 @@ def _inverse(A: jax.Array) -> jax.Array:
 
 
 def _leaf_inverse(A: jax.Array) -> jax.Array:
-    """Invert I + A by the same rule on whole matrices, masked to the blocks below the diagonal."""
+    """Invert I + A by the same rule on full matrices, masked to the blocks below the diagonal."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, A.shape, A.ndim - axis) for axis in (2, 1))
 
     def below(size: int) -> jax.Array:

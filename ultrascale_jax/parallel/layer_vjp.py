@@ -19,9 +19,9 @@ class LayerVJP:
     """The two passes of `layer(params, x, context) -> (y, auxiliary loss[, statistics][, sums])`.
 
     Made from example arguments inside the region where the layer runs; only their types matter. `params` and `context`
-    are pytrees, x and y pytrees alike, the auxiliary loss a float32 scalar. `context` and statistics, any tree, are not
-    differentiated, nor are the leaves `frozen` of `params`, by number. For the leaves `in_place` the layer returns a
-    list of `sums` (`Stages.in_place`): the cotangents have one more for each.
+    are pytrees, x and y pytrees of one structure, the auxiliary loss a float32 scalar. `context` and statistics, any
+    tree, are not differentiated, nor are the leaves `frozen` of `params`, by number. For the leaves `in_place` the
+    layer returns a list of `sums` (`Stages.in_place`): the cotangents have one more for each.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LayerVJP:
         kept = dict.fromkeys(v for v in traced.outputs if is_var(v) and v in depending)
         number = {variable: n for n, variable in enumerate(kept)}
         self._places = [number[v] if is_var(v) and v in number else None for v in traced.outputs]
-        """For each residual its number among those that are kept; None if it is derived again."""
+        """The number of each residual among the kept ones; None if it is derived again."""
         self._keep = [self._places.index(n) for n in range(len(kept))]
         derived = [v for v, n in zip(traced.outputs, self._places, strict=True) if n is None]
         constants = [*traced.inputs[:x_start], *traced.inputs[context_start:]]

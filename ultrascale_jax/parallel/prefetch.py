@@ -101,14 +101,14 @@ def prefetch_scan(
         only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`.
       constants: a tree with a leading dim of layers, of any types, as of frozen parameters, whose gradient must not be
         asked for: no gathered array that follows from it alone has one.
-      context: a tree that every layer gets, whose gradient must not be asked for.
+      context: a tree that every layer gets, which must not be differentiated.
       leave_sums: `params -> params` of one layer, typed so that the transpose of `gather` leaves sums over replicas to
         the transpose of this. Without it the transpose of `gather` sums over them too.
       lowering: how XLA runs the scan.
       offload: names (`jax.ad_checkpoint.checkpoint_name`) of residuals that wait for the backward pass in host memory.
         They go there while the next layer computes, and return one layer ahead; the last layer's stay on the device.
       waits: whether the backward pass gathers its first layer only once the gradient of the result is there. XLA may
-        else gather it in the forward pass, and keep it while scans behind this one run.
+        else gather it in the forward pass, and keep it while later scans run.
 
     Returns:
       The last layer's y, and `(aux[, statistics])` of every layer, stacked; aux is 0 if the layer returns y alone.

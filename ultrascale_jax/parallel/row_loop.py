@@ -144,6 +144,6 @@ def move(space: jax.memory.Space, arrays: list) -> list:
 
 
 def _stacked(like: Any, dims: int) -> P:
-    """Return the sharding of a type behind `dims` more dims, which no axis shards."""
+    """Return the sharding of a type with `dims` more leading dims, which no axis shards."""
     spec = P() if like.sharding is None else like.sharding.spec
     return P(*(None,) * dims, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)

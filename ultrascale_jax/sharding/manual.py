@@ -65,7 +65,8 @@ def smap(
     region = jax.shard_map(
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True
     )
-    # Over one device JAX writes no region, and then trips over the type of such a cotangent.
+    # Over one device JAX 0.12.0 lowers no region, and fails where a result or a cotangent is a partial sum
+    # ("Expected last op to be sdy.sharding_constraint").
     if not alone:
         return region
 

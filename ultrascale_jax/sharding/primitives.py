@@ -147,12 +147,12 @@ def take_shard(subscripts: str, x: jax.Array) -> jax.Array:
 
 
 def sum_over_stages(x: jax.Array) -> jax.Array:
-    """Add up the parts that the ranks of a pipeline have, as of an embedding; without one `x` is whole."""
+    """Add up the parts that the ranks of a pipeline have, as of an embedding; without one `x` is complete."""
     return jax.lax.psum(vary(x, {"pp"}), "pp") if _in_pipeline() else x
 
 
 def equal_on_stages(x: jax.Array) -> jax.Array:
-    """Type `x`, which every rank of a pipeline computed alike, as the same on all of them.
+    """Type `x`, which every rank of a pipeline computed, as the same on all of them.
 
     The transpose gives each rank its share of the cotangent, so that gradients of parameters add up over the ranks.
     """

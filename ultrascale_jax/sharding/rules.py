@@ -124,12 +124,12 @@ def _axes(table: dict[str, tuple[str, ...]], dim: str) -> tuple[str, ...]:
 
 
 def _possible(axes: Iterable[str]) -> tuple[str, ...]:
-    """Return the axes that a spec may name: those of the mesh, or all without one."""
+    """Return the axes that a spec may name: all of the mesh, or all that there are without one."""
     return tuple(axes) if jax.sharding.get_abstract_mesh().empty else present(axes)
 
 
 def present(axes: Iterable[str]) -> tuple[str, ...]:
-    """Return those of these axes that the mesh has; none without a mesh."""
+    """Return which of these axes the mesh has; none without a mesh."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tuple(axis for axis in axes if axis in names)
 
@@ -179,7 +179,7 @@ def is_of_experts(dims: str) -> bool:
 
 
 def shard_axes(dims: str) -> tuple[str, ...]:
-    """Return the axes over which ZeRO splits a matrix: those of `SHARD` that split none of its dims already."""
+    """Return the axes over which ZeRO shards a matrix: all of `SHARD` that shard none of its dims already."""
     taken = {axis for dim in dims for axis in PARAMETER.get(dim, ())}
     return _possible(axis for axis in SHARD if axis not in taken)
 
@@ -241,7 +241,7 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Type `x` as varying over those of these axes that are manual: its cotangent stays a partial sum over them."""
+    """Type `x` as varying over these axes, as far as they are manual: its cotangent stays a partial sum over them."""
     check_axes(axes)
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     missing = tuple(sorted(set(axes) & set(manual_axes) - varying(x)))

@@ -54,7 +54,7 @@ def stretches(
     """Return the stretches of neighbouring tokens that each of `cp` ranks holds, one or two.
 
     Returns:
-        For each stretch its first place among the `tokens` of a rank, and the one behind its last: the same on all
+        For each stretch its first place among the `tokens` of a rank, and the one after its last: the same on all
         ranks. And int64 `[cp, stretches]`, the number of each in the order of the sequence.
 
     Raises:

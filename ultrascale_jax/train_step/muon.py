@@ -1,11 +1,11 @@
-"""Muon (arXiv 2502.16982): momentum of the blocks' matrices, orthogonalised; each matrix whole on one device.
+"""Muon (arXiv 2502.16982): momentum of the blocks' matrices, orthogonalised; each matrix complete on one device.
 
 Newton-Schulz multiplies a matrix with its transpose, over dims that ZeRO and the tensor group shard. So the matrices of
 a stack are dealt to all devices that share them:
 
     [S, D/d, W/w]     S matrices of this rank of pp and ep, sharded as the momentum
     all-to-all        over the axes of D, then over those of W
-    [S/dw, D, W]      whole matrices; each replica (dp) takes an equal part of them
+    [S/dw, D, W]      full matrices; each replica (dp) takes an equal part of them
     Newton-Schulz     without communication
     all-gather        over the replicas
     all-to-all        back
@@ -85,7 +85,7 @@ class _Layout:
     number: int
     """S, of the whole stack."""
     sizes: tuple[int, int]
-    """D and W, of whole matrices."""
+    """D and W, of full matrices."""
     axes: tuple[tuple[str, ...], ...]
     """Axes that split S, D and W."""
 
@@ -199,7 +199,7 @@ def _deal(x_SDW: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def _collect(x_SDW: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Return the shards of all matrices from whole ones; the inverse of `_deal`."""
+    """Return the shards of all matrices from full ones; the inverse of `_deal`."""
     ranks = mesh_size(*axes)
     if ranks == 1:
         return x_SDW

@@ -37,7 +37,7 @@ REFERENCE = "reference"
 
 
 class Sums(NamedTuple):
-    """Sums over the micro-batches of a step, apart from the gradients."""
+    """Sums over the micro-batches of a step, except the gradients."""
 
     loss: jax.Array
     """Bare cross-entropy, or the loss of distillation or pairs, times the weight of a position."""
@@ -245,7 +245,7 @@ def model_loss(
     """Return objective, bare loss and terms of `Transformer.loss`; None for the terms of a model without any.
 
     Raises:
-      UserError: the terms are not those that `loss_terms` names.
+      UserError: the terms have other names than `loss_terms`.
     """
     objective, nats, *terms = model.loss(x_BRD, targets_BT, weight, **options)
     terms = dict(terms[0]) if terms else {}
@@ -261,7 +261,7 @@ def sum_terms(means: Terms, positions: jax.Array | float) -> Terms:
 
 
 def join_statistics(of_layers: jax.Array | None, of_modules: jax.Array | None) -> jax.Array | None:
-    """Return the routers' statistics of the layers, and behind them those of `model.mtp_layers`."""
+    """Return the routers' statistics of the layers, and then of `model.mtp_layers`."""
     parts = [rows for rows in (of_layers, of_modules) if rows is not None]
     return jnp.concatenate(parts) if parts else None
 

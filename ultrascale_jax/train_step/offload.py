@@ -1,6 +1,6 @@
 """Keep moments of the layers' matrices in the host's memory, and update them layer by layer.
 
-Beside the other moments the device then holds those of one row of the stacks, on each rank of a pipeline one. The type
+Of the offloaded moments the device then holds one row of the stacks, on each rank of a pipeline one. The type
 of an array says in which memory it rests, so the update reads no option.
 """
 
@@ -54,7 +54,7 @@ def update(
 ) -> tuple[Transformer, Any]:
     """Return the results of `advance`, which is called for each row of the stacks with moments on the host.
 
-    There every stack has that row alone, whose number is the argument `row`; of the results those of the other stacks
+    There every stack has that row alone, whose number is the argument `row`; results for the other stacks
     are not used. Before that the arrays on the device are updated, as a whole and without a row.
     """
     arrays, form = jax.tree.flatten((params, opt_state, grads))

@@ -62,7 +62,7 @@ def optimizer(cfg: Config, row: jax.Array | None = None) -> optax.GradientTransf
     """Return the optimizer of `cfg.optim`, for models whose `make_optimizer` returns None.
 
     That is AdamW, or Muon for the blocks' matrices with AdamW for the rest; weight decay on matrices only. It updates
-    all rows of the stacks, or `row` alone of those that each rank of a pipeline has (`offload.update`).
+    all rows of the stacks, or `row` alone, of the rows of each rank of a pipeline (`offload.update`).
     """
     optim = cfg.optim
     adam: Callable = functools.partial(

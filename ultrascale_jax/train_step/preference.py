@@ -36,7 +36,7 @@ def answer_logps(
 ) -> jax.Array:
     """Return the log-likelihoods `[B, P, 2]` of chosen and rejected answers, float32; 0 where a row has no more pairs.
 
-    `x_BRD` are the model's hidden states after the final norm, and `pairs` is `most_pairs` of a whole row.
+    `x_BRD` are the model's hidden states after the final norm, and `pairs` is `most_pairs` of a full row.
     """
     with jax.named_scope("loss"):
         x_BTD, head = gather_sequence(x_BRD, "V"), model.head_weight(dtype)

@@ -47,7 +47,7 @@ def in_bfloat16(adam: Any, seed: int, row: jax.Array | None = None) -> optax.Gra
 
 
 def in_storage_type(cfg: Config, params: Transformer) -> Transformer:
-    """Return parameters in the types in which they rest: matrices of the layers in `optim.weight_dtype`."""
+    """Return parameters in the types in which they are stored: matrices of the layers in `optim.weight_dtype`."""
 
     def leaf(value, dims, act_dims):
         is_stored_so = dims.startswith("L") and is_matrix(dims) and not {"X", "U"} & set(dims)
@@ -65,7 +65,7 @@ def add_updates(
 ) -> Transformer:
     """Return the parameters after an optimizer's float32 updates; bfloat16 ones are rounded stochastically.
 
-    The random numbers are others than those of the moments, and depend on as little; `row` is that of `random_bits`.
+    The random numbers are not the moments', and depend on as little; `row` as in `random_bits`.
     """
     bits = random_bits(jax.random.fold_in(jax.random.key(seed), -1 - step), params, row)
 
@@ -79,7 +79,7 @@ def add_updates(
 def random_bits(key: jax.Array, params: Transformer, row: jax.Array | None = None) -> Transformer:
     """Return 32 random bits for each element of the parameters, in their shardings, whatever a layer's row.
 
-    The stacks have all rows, or `row` alone of those of each rank of a pipeline.
+    The stacks have all rows, or `row` alone, of the rows of each rank of a pipeline.
     """
     numbers = itertools.count()
 

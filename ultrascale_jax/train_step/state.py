@@ -1,6 +1,6 @@
 """Make the training state, and shard it at rest.
 
-In a pipeline the stacked layers rest in the order of its stages: rank after rank, and on each rank stage after stage.
+In a pipeline the stacked layers are in the order of its stages: rank after rank, and on each rank stage after stage.
 All stages have the length of the longest; layers of zeros pad the others. Zeros pad a vocabulary, too, that the mesh
 does not divide. A checkpoint does not depend on the mesh (`checkpoint/mesh_independent.py`).
 """
@@ -52,7 +52,7 @@ class TrainState:
     skipped: jax.Array
     """Steps whose loss, gradient norm or update was not finite, or that were spikes; int32."""
     skipped_in_a_row: jax.Array
-    """Skipped steps since the last good one, in float16 only those that the loss scale cannot explain; int32."""
+    """Skipped steps since the last good one, in float16 only if the loss scale does not explain them; int32."""
     loss_scale: LossScale | None
     """The loss scale, in float16."""
     spikes: Spikes | None = None
@@ -66,7 +66,7 @@ class TrainState:
 
     @property
     def model(self) -> Transformer:
-        """The whole model that is trained: what is not among `params` is frozen."""
+        """The full model that is trained: what is not among `params` is frozen."""
         return self.params if self.frozen is None else combine(self.params, self.frozen)
 
     def without_frozen(self) -> "TrainState":
@@ -131,7 +131,7 @@ def fresh_state(cfg: Config, model: Transformer) -> TrainState:
 
 
 def _in_compute_type(cfg: Config, model: Transformer) -> Transformer:
-    """Return a frozen model as it rests."""
+    """Return a frozen model as it is stored."""
     dtype = COMPUTE[cfg.train.precision]
     return map_params(lambda value, dims, act_dims: cast(value, dims, dtype), model)
 
@@ -175,7 +175,7 @@ def _check_own_layers(cfg: Config, model: type[Transformer]) -> None:
     """Trace layers of the user's without the pipeline.
 
     There JAX refuses a product or a sum over a split dim that the primitives do not make. In the pipeline's manual
-    region it would take a device's shard for the whole, in silence.
+    region it would take a device's shard for the full array, in silence.
     """
     if cfg.mesh.pp == 1 or not model.layers.own:
         return
@@ -226,7 +226,7 @@ def abstract_state(
         state = jax.eval_shape(lambda: initial_state(cfg, model))
 
     def place(s: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        # eval_shape leaves the sharding of a value out that is whole on every device.
+        # eval_shape leaves out the sharding of a replicated value.
         spec = s.sharding.spec if s.sharding else P()
         return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
 

@@ -42,7 +42,7 @@ from ultrascale_jax.train_step.zero import (
 
 
 def compiled(cfg: Config, function: Callable, **options) -> jax.stages.Wrapped:
-    """Return the jitted function, with the options that this run's lowering chooses of those that XLA has."""
+    """Return the jitted function, with the options that this run's lowering chooses, as far as XLA has them."""
     xla = known_options(Lowering.of(cfg).xla_options)
     return jax.jit(function, compiler_options=xla or None, **options)
 

@@ -14,7 +14,7 @@ sequence, in the strategy's order (`sharding/sequence_order.py`), and returns th
 With `ulysses=u` groups of u neighbouring ranks exchange heads for sequence and then act as one position of a ring of
 n/u (arXiv 2405.07719). Blocks are joined by their log-sum-exp in float32; the backward pass is a ring of its own that
 sends keys, values and the float32 sums of their gradients round once. Attention that is not causal has the same work
-for every block: it takes any order, and a ring of whole blocks under every name.
+for every block: it takes any order, and a ring of full blocks under every name.
 """
 
 import inspect

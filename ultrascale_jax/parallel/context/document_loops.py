@@ -41,8 +41,8 @@ def hops(places: int, chunks: int, piece: int, document_tokens: int | None) -> t
     chunk, _ = chunk_lengths(chunks, piece)
     reach = places if document_tokens is None else -(-document_tokens // chunk)
     both_ways = chunks == 2 and places > 2
-    ahead = min(reach, places - 1 - both_ways)
-    return ahead, min(reach, places - 1 - ahead) * both_ways
+    forward = min(reach, places - 1 - both_ways)
+    return forward, min(reach, places - 1 - forward) * both_ways
 
 
 def loop_trips(
@@ -62,6 +62,6 @@ def loop_trips(
         return 0
     if TILES in scope:
         return -(-shared_tokens(chunk, document_tokens) // tile_size(chunk, second))
-    ahead, back = hops(places, chunks, piece, document_tokens)
-    count = back if BACK in scope else ahead if AHEAD in scope else None
+    forward, backward = hops(places, chunks, piece, document_tokens)
+    count = backward if BACK in scope else forward if AHEAD in scope else None
     return count if count is None else min(count - 1, 1) if FROM_AFAR in scope else count - 1

@@ -142,8 +142,8 @@ def _over_tiles(spec: RingSpec, ends: Ends, T: int, distance, state, one: Callab
 
         def tile(carry, queries=queries, keys=keys, q_start=q_start, k_start=k_start):
             done, state = carry
-            here = jnp.clip(queries - done, 0, size)
-            mask = BlockMask(lengths=(here, jnp.where(here > 0, keys, 0)))
+            num_queries = jnp.clip(queries - done, 0, size)
+            mask = BlockMask(lengths=(num_queries, jnp.where(num_queries > 0, keys, 0)))
             return done + size, one(state, q_start + done, k_start, mask)
 
         start = match_vma(jnp.int32(0), queries, state)
@@ -197,10 +197,10 @@ def _ring_backward(spec: RingSpec, residuals, cotangents):
     # Not before the others are through: then sending the sums home is overlapped with the own block.
     q, sums = compute_together((q, sums))
     dkeys_others = bring_home(sums)
-    others = dq_others, *dkeys_others
+    from_ring = dq_others, *dkeys_others
     dq, dk, dv = (
         (x + y.astype(jnp.float32)).astype(y.dtype)
-        for x, y in zip(others, attend_back(q), strict=True)
+        for x, y in zip(from_ring, attend_back(q), strict=True)
     )
     return dq, dk, dv, None, of_sinks
 
@@ -224,9 +224,9 @@ def _attend_others(spec: RingSpec, q, k, v, segment_ids) -> tuple[jax.Array, jax
             (out, lse), queries = state, _part(q, q_start, size)
             k, v = _part(keys, k_start, length, 2)
             block = attention_forward(queries, k, v, mask, **spec.how)
-            own = _part(out, q_start, size), _part(lse, q_start, size, 2)
-            own_out, own_lse = merge(own, block)
-            return _replaced(out, own_out, q_start), _replaced(lse, own_lse, q_start, 2)
+            sum_before = _part(out, q_start, size), _part(lse, q_start, size, 2)
+            part_out, part_lse = merge(sum_before, block)
+            return _replaced(out, part_out, q_start), _replaced(lse, part_lse, q_start, 2)
 
         return _over_tiles(spec, ends, T, distance, state, one)
 
@@ -247,7 +247,7 @@ def _attend_others(spec: RingSpec, q, k, v, segment_ids) -> tuple[jax.Array, jax
 
 
 def _go(spec: RingSpec, way: Hops, keys, state, attend: Callable, step: jax.Array):
-    """Attend to keys that have made their first hop, `step` 1, and to those of the places beyond."""
+    """Attend to keys that have made their first hop, `step` 1, and to keys of the places beyond."""
 
     def one(carry):
         step, state, keys = carry
@@ -266,7 +266,7 @@ def _distance(spec: RingSpec, way: Hops, step) -> jax.Array:
 
 
 def _gradients_of_others(spec: RingSpec, q, k, v, segment_ids, out, lse, dout):
-    """Return gradients of the queries `[B, T, N, H]` float32, sums of the keys', and what brings those home."""
+    """Return gradients of the queries `[B, T, N, H]` float32, sums of the keys', and how these return."""
     ends, T = find_ends(spec, segment_ids), q.shape[1]
     length, second = chunk_lengths(spec.chunks, T)
     size = tile_size(length, second)

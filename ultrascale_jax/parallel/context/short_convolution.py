@@ -37,7 +37,7 @@ def short_convolution(
       taps: `[K, H, O]`.
       dims: letters of x and of the result.
       segment_ids_BT: the document of each token, or None for one a row.
-      context: the order in which the sequence stands, where cp splits it.
+      context: the order of the sequence, where cp shards it.
       previous: the O - 1 tokens in front of x, where cp does not split it; without them there are none.
       bias: `[K, H]`, added to the sums.
       then: a function of each token, such as silu, made of its float32 sums.
@@ -103,7 +103,7 @@ _convolve.defvjp(_forward, _backward)
 
 
 type Bounds = list[tuple[int, int]]
-"""First place of each stretch of a rank, and the one behind its last."""
+"""First place of each stretch of a rank, and the one after its last."""
 
 
 def _preceding(tokens: int, context: ContextConfig, halo: int) -> tuple[Bounds, np.ndarray]:

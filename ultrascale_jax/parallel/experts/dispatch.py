@@ -160,7 +160,7 @@ def _kind(x: jax.Array) -> jnp.dtype:
 
 
 BITS = 11
-"""Bits of one piece of a float32 weight: a small number in a type of 16 bits, and so no NaN."""
+"""Bits of one part of a float32 weight: a small number in a type of 16 bits, and so no NaN."""
 
 FIRST_BITS = np.arange(0, 32, BITS, dtype=np.uint32)[None, None]
 
@@ -208,7 +208,7 @@ def in_rounds(
       most: a bound of it.
       ints: what has no gradient.
       floats: tokens and matrices, which have.
-      exchanges: whether a round communicates. XLA lets no collective run beside a loop that has some, so that loop
+      exchanges: whether a round communicates. XLA overlaps no collective with a loop that has some, so that loop
         comes before the first round backward.
     """
     if most <= rows[0]:
@@ -235,7 +235,7 @@ _shared.defvjp(
 
 
 def _add_if_any(rows: tuple[int, int], busiest: jax.Array, first: Any, later: Any) -> Any:
-    """Add the matrices' gradients of later rounds to those of the first, in place and only if there were later ones."""
+    """Add the matrices' gradients of later rounds to the first round's, in place and only if there were later ones."""
 
     def add(state):
         return jnp.minimum(state[0], rows[0]), jax.tree.map(jnp.add, state[1], later)
@@ -254,7 +254,7 @@ def _add_later(one_round: Callable, rows: tuple[int, int], busiest: jax.Array, f
 
 
 def _later_gradients(one_round, rows, saved, g, d_tokens) -> tuple[Any, Any]:
-    """Return `d_tokens` with those of the rounds after the first, computed again, and the matrices' gradients of these.
+    """Add the rounds after the first, computed again, to `d_tokens`; return it and the matrices' gradients of these.
 
     The latter are not set if there is no such round: zeros would take time in every step.
     """

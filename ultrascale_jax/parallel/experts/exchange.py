@@ -63,7 +63,7 @@ type Axis = str | tuple[str, ...]
 """A mesh axis, or several that are as one: ranks count along the last one first."""
 
 type Tokens = tuple[jax.Array, jax.Array, jax.Array]
-"""x `[n, W]` with the tokens in its first D columns, ids `[n, k]` that count the experts at hand (those of others are
+"""x `[n, W]` with the tokens in its first D columns, ids `[n, k]` that count the experts at hand (other experts' are
 beyond), weights `[n, k]`."""
 
 type Inner = Callable[[Tokens, Any], jax.Array]
@@ -106,7 +106,7 @@ def expert_layer(
       w_down: `[E, F, D]`.
       axis: mesh axis of the experts, or several, the slowest first.
       moe: how the tokens are sent.
-      experts: numbers of experts and choices, which set the size of buffers; by default those of the shapes.
+      experts: numbers of experts and choices, which set the size of buffers; by default as the shapes have them.
       product: multiplies padded rows and matrices, as `jnp.einsum`; None: the Mosaic kernel multiplies ragged groups.
       activation: a name, or an elementwise function `(gate, up) -> hidden` in place of silu(gate) * up.
       biases: `[E, F]` each, added to x w_gate and x w_up; the Mosaic kernel takes none.
@@ -471,5 +471,5 @@ class _Exchange:
 
 
 def _pick_rows(ids: jax.Array, token: jax.Array, nowhere: int) -> jax.Array:
-    """Return the choices of the token in each slot; those of an empty slot go nowhere."""
+    """Return the choices of the token in each slot; an empty slot's go nowhere."""
     return ids.at[token].get(mode="fill", fill_value=2 * nowhere)
