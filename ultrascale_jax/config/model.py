@@ -253,6 +253,37 @@ class FullAttention(Section, name="model.full_attention"):
     """Values are the keys, as they are before norm and rotation."""
 
 
+EXCLUDED = {
+    "pattern": {
+        "full_attention_every sliding_window first_window_layer latent mtp_layers layer_scale": (
+            "has no place in a model with model.pattern; leave it out"
+        ),
+        "experts.dense_layers": "model.pattern says which layers have experts; use 0",
+        "linear.beside_attention": "model.pattern has either in a layer; use False",
+    },
+    "experts": {"norm_placement": "a model with experts has its norms before; use pre"},
+    "latent": {
+        "qk_norm": "latent attention normalises its latents; use none",
+        "query_scale": "latent attention scales by head_dim; use 0",
+        "rope_dim": "latent attention takes model.latent.rope_dim; use 0",
+        "qkv_bias o_bias attention_sinks output_gate value_norm values_are_keys": (
+            "latent attention has none; use False"
+        ),
+    },
+    "linear": {"latent sliding_window": "a model with model.linear has none; use none"},
+    "linear.beside_attention": {
+        "full_attention_every": "model.linear.beside_attention makes all layers equal; use 0",
+        "o_bias": "attention beside model.linear has none; use False",
+    },
+    "full_attention": {
+        "rope_dim nope_every mtp_layers rope_scaling.query_beta": (
+            "is not for models with model.full_attention; use 0"
+        ),
+    },
+}
+"""By part of a model: the fields that a model with it leaves at their defaults, and how to mend another value."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, name="model"):
     """Shape of one decoder; it covers the families of `huggingface/checkpoint.py`."""
@@ -365,16 +396,30 @@ class ModelConfig(Section, name="model"):
             if self.dense_layers >= self.num_layers:
                 fix = f"must be less than model.num_layers={self.num_layers}"
                 self.refuse("experts.dense_layers", fix)
-            if self.norm_placement != "pre":
-                self.refuse("norm_placement", "a model with experts has its norms before")
         if self.latent is not None:
             self._check_latent(self.latent)
         if self.linear is not None:
-            self._check_linear(self.linear)
+            if not self.pattern:
+                self._check_group("linear")
+            fix = "must be 0 or 1 in models with model.linear"
+            self.require(self.nope_every < 2, "nope_every", fix)
         if self.multipliers is not None:
             self._check_multipliers(self.multipliers)
         if self.full_attention is not None:
             self._check_full_attention(self.full_attention)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for part in filter(self._value, EXCLUDED):
+            for names, fix in EXCLUDED[part].items():
+                for name in names.split():
+                    is_default = self._value(name) in (defaults.get(name), None, 0)
+                    self.require(is_default, name, fix)
+
+    def _value(self, path: str) -> object:
+        """Return the value of a field, or of a part's field; None without that part."""
+        value: object = self
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return value
 
     def _check_pattern(self) -> None:
         """Check that the pattern is of this model's parts, and that they are all that tells its layers apart."""
@@ -392,19 +437,7 @@ class ModelConfig(Section, name="model"):
         layers = len(patterns.layers_of(text))
         fix = f"model.pattern has {layers} layers: a mixer and the feed-forward layer behind it, or either alone"
         self.require(self.num_layers == layers, "num_layers", fix)
-        for name in (
-            *("full_attention_every", "sliding_window", "latent", "mtp_layers", "layer_scale"),
-            "first_window_layer",
-        ):
-            fix = "has no place in a model with model.pattern; leave it out"
-            self.require(not getattr(self, name), name, fix)
         self.require(self.nope_every < 2, "nope_every", "must be 0 or 1 with model.pattern")
-        if self.experts is not None:
-            fix = "model.pattern says which layers have experts; use 0"
-            self.experts.require(not self.experts.dense_layers, "dense_layers", fix)
-        if self.linear is not None:
-            fix = "model.pattern has either in a layer; use False"
-            self.linear.require(not self.linear.beside_attention, "beside_attention", fix)
 
     def _check_windows(self) -> None:
         """Check which layers have a window."""
@@ -429,21 +462,13 @@ class ModelConfig(Section, name="model"):
             self.refuse("latent.v_dim", f"must be at most model.head_dim={self.head_dim}")
         if self.num_kv_heads != heads:
             self.refuse("num_kv_heads", f"latent attention has as many as model.num_heads={heads}")
-        if self.qk_norm != "none":
-            self.refuse("qk_norm", "latent attention normalises its latents; use none")
-        if self.query_scale:
-            self.refuse("query_scale", "latent attention scales by head_dim; use 0")
-        self.require(not self.rope_dim, "rope_dim", f"is model.latent.rope_dim={rope} here; use 0")
-        none = ("qkv_bias", "o_bias", "attention_sinks", "output_gate")
-        for name in (*none, "value_norm", "values_are_keys"):
-            self.require(not getattr(self, name), name, "latent attention has none; use False")
 
     def _check_group(self, section: str) -> None:
         """Refuse models whose layers are no repeated group, as `section` makes them."""
         group = f"must be a multiple of model.full_attention_every={self.layer_group}"
         self.require(self.num_layers % self.layer_group == 0, "num_layers", group)
         if self.dense_layers not in (0, self.num_layers):
-            self.refuse("experts.dense_layers", f"layers of model.{section} are alike; use 0")
+            self.refuse("experts.dense_layers", f"layers of model.{section} are equal; use 0")
 
     def _check_full_attention(self, full: FullAttention) -> None:
         self._check_group("full_attention")
@@ -454,26 +479,6 @@ class ModelConfig(Section, name="model"):
         divides = self.num_heads % full.num_kv_heads == 0
         fix = f"must divide model.num_heads={self.num_heads}"
         full.require(divides, "num_kv_heads", fix)
-        for name in ("rope_dim", "nope_every", "mtp_layers"):
-            fix = "is not for models with model.full_attention; use 0"
-            self.require(not getattr(self, name), name, fix)
-        beta = self.rope_scaling is not None and self.rope_scaling.query_beta
-        fix = "is not for models with model.full_attention; use 0"
-        self.require(not beta, "rope_scaling.query_beta", fix)
-
-    def _check_linear(self, linear: LinearAttention) -> None:
-        """Refuse options that linear attention does not have."""
-        if not self.pattern:
-            self._check_group("linear")
-        for name, value in (("latent", self.latent), ("sliding_window", self.sliding_window)):
-            self.require(value is None, name, "a model with model.linear has none; use none")
-        fix = "must be 0 or 1 in models with model.linear"
-        self.require(self.nope_every < 2, "nope_every", fix)
-        if linear.beside_attention:
-            fix = "model.linear.beside_attention makes all layers alike; use 0"
-            self.require(not self.full_attention_every, "full_attention_every", fix)
-            fix = "attention beside model.linear has none; use False"
-            self.require(not self.o_bias, "o_bias", fix)
 
     def _check_multipliers(self, multipliers: Multipliers) -> None:
         """Refuse multipliers of matrices that no layer has."""
