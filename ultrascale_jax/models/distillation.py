@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ultrascale_jax.config import Distill
 from ultrascale_jax.models.loss import (
     LOWEST,
+    Visited,
     exps_type,
     is_target,
     log_sum_exp,
@@ -109,7 +110,7 @@ def _scan(form, vocab_size, x_BTD, head_DV, targets_BT, weight, teacher, *, trai
 
 
 def _gradients(form, teacher_logps, x_MD, targets_M, weights_M, head, *teacher):
-    """Visit one chunk of a device's tokens: return dhead in float32, and (dx, nll, divergence)."""
+    """Visit one chunk of a device's tokens: return the gradients, and (nll, divergence)."""
     dtype, tau, f32 = exps_type(x_MD.dtype), form.temperature, jnp.float32
     logits_MV = head.logits(x_MD)
     logp_MV = _log_softmax(head, logits_MV / tau)
@@ -128,8 +129,8 @@ def _gradients(form, teacher_logps, x_MD, targets_M, weights_M, head, *teacher):
     dlogits_MV = (jnp.where(counted_M, weights_M, 0.0)[:, None] * dlogits_MV).astype(dtype)
     dx = jnp.einsum("MV,DV->MD", dlogits_MV, head.weight_DV, preferred_element_type=f32)
     dhead = jnp.einsum("MD,MV->DV", x_MD, dlogits_MV, preferred_element_type=f32)
-    losses = (jnp.where(counted_M, v, 0.0) for v in (lse_M - picked_M, divergence_M))
-    return dhead, (dx.astype(x_MD.dtype), *losses)
+    losses = tuple(jnp.where(counted_M, v, 0.0) for v in (lse_M - picked_M, divergence_M))
+    return Visited(losses, dx.astype(x_MD.dtype), dhead)
 
 
 def _computed(tau, logp_MV, head, teacher_MD, teacher_head):
@@ -169,7 +170,7 @@ def largest(
     visit = functools.partial(_largest, k, temperature)
     arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), vocab_size
     how = {"width": DISTILLED, "trained": False, "with_gradients": False}
-    ids, (logps, ghosts) = scan_chunks(visit, *arguments, **how)
+    _, (ids, logps, ghosts) = scan_chunks(visit, *arguments, **how)
     return Stored(ids, jnp.concatenate([logps, ghosts], axis=2))
 
 
@@ -183,7 +184,7 @@ def _largest(k, tau, x_MD, targets_M, weights_M, head):
     logps_MK, places_MK = jax.lax.top_k(logps_MK, k)
     ids_MK = jnp.take_along_axis(ids_MK, places_MK, axis=1)
     logps_MK, ids_MK = all_reduce((logps_MK, ids_MK), "V", "max")
-    return ids_MK, logps_MK, _of_others(logq_MV, ids_MK)[:, None]
+    return Visited((ids_MK, logps_MK, _of_others(logq_MV, ids_MK)[:, None]))
 
 
 def _log_softmax(head, logits_MV):

@@ -67,7 +67,7 @@ def cross_entropy(
       device's part of the batch and the sequence.
     """
     arguments = x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, cap
-    _, (nll, z) = _scan(*arguments, with_gradients=False)
+    _, (_, nll, z) = _scan(*arguments, with_gradients=False)
     return weight * jnp.sum(nll + z), weight * jnp.sum(nll)
 
 
@@ -84,7 +84,7 @@ def row_losses(
       The sums, float32 `[B]`, and whether no token is likelier than a target anywhere in the row, bool `[B]`.
     """
     arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size, cap
-    best, (nll, _) = _scan(*arguments, with_gradients=False)
+    _, (best, nll, _) = _scan(*arguments, with_gradients=False)
     return jnp.sum(nll, axis=1), jnp.all(best, axis=1)
 
 
@@ -102,7 +102,8 @@ def token_losses(
     computes the logits again.
     """
     arguments = x_BTD, head_DV, targets_BT, jnp.float32(1.0), 0.0, vocab_size, cap
-    return _scan(*arguments, with_gradients=False)[1][0]
+    _, (_, nll, _) = _scan(*arguments, with_gradients=False)
+    return nll
 
 
 def _token_losses_forward(x_BTD, head_DV, targets_BT, vocab_size, cap):
@@ -194,10 +195,7 @@ def capped(logits: jax.Array, cap: float) -> jax.Array:
 def _scan(
     x_BTD, head_DV, targets_BT, weight, z_loss, vocab_size, cap, *, with_gradients, trained=True
 ):
-    """Return (dx, dhead), and each token's (nll, z-loss term), as `scan_chunks` does.
-
-    Without gradients each token's `best` of `_losses`, `[B, T]`, is in their place.
-    """
+    """Return (dx, dhead), and each token's (nll, z-loss term), or without gradients `by_token` of `_losses`."""
     of_chunk = _capped_gradients if cap else _gradients
     visit = functools.partial(of_chunk if with_gradients else _losses, z_loss)
     width = CAPPED if cap else exps_type(x_BTD.dtype).itemsize
@@ -205,8 +203,18 @@ def _scan(
     return scan_chunks(visit, x_BTD, head_DV, targets_BT, weight, vocab_size, **how)
 
 
+class Visited(NamedTuple):
+    """Results of a function of a chunk of M tokens; without gradients only `by_token`."""
+
+    by_token: tuple[jax.Array, ...]
+    """`[M, ...]` each."""
+    dx: jax.Array | None = None
+    dhead: jax.Array | None = None
+    """In float32; its sum over the chunks counts."""
+
+
 def scan_chunks(
-    function: Callable,
+    function: Callable[..., Visited],
     x_BTD: jax.Array,
     head_DV: jax.Array,
     targets_BT: jax.Array,
@@ -220,15 +228,15 @@ def scan_chunks(
     with_gradients: bool = True,
     cap: float = 0.0,
 ) -> Any:
-    """Visit the chunks of each device's tokens: return (dx, dhead), and two losses of each token, `[B, T]`.
+    """Visit the chunks of each device's tokens: return (dx, dhead), and `Visited.by_token` of all, `[B, T, ...]`.
 
     Args:
       function: takes a chunk's hidden states, targets and weights, the `Head`, and a chunk of each of `by_token`, and
-        `heads`; it returns dhead, and (dx, loss, loss), or without gradients three arrays `[M, ...]` alone.
+        `heads`.
       x_BTD, head_DV, targets_BT, vocab_size, cap: as of `cross_entropy`; weight: a scalar, or `[B, T]`.
       by_token, heads: other arrays `[B, T, ...]`, and the heads of other models with the same vocabulary.
       width: bytes of a chunk for each logit.
-      trained, with_gradients: whether the head is, dhead is none if not; and as `function` has them.
+      trained, with_gradients: whether the head is, dhead is none if not; and whether `function` has dx.
     """
     of_x, of_head = axes_of("V"), gradient_axes("DV", "BTD")
     partial = act("BTD", unreduced=of_x), act("DV", unreduced=of_head)
@@ -245,33 +253,32 @@ def scan_chunks(
         tokens += tuple(_cut(vary(value, of_x), n) for value in by_token)
 
         def visit(dhead, chunk):
-            results = function(*chunk[:3], head, *chunk[3:], *heads)
-            dhead_chunk, by_token = results if with_gradients else (None, results)
-            if dhead is None or not trained:
-                return dhead_chunk if trained else None, by_token
-            return dhead + dhead_chunk, by_token
+            visited = function(*chunk[:3], head, *chunk[3:], *heads)
+            rows = visited.dx, visited.by_token
+            if not trained:
+                return None, rows
+            return visited.dhead if dhead is None else dhead + visited.dhead, rows
 
         dhead, chunks = _visit_each(visit, tokens)
-        dx, *losses = (_join(values, B, T) for values in zip(*chunks, strict=True))
-        if not with_gradients:  # which has another result in the place of dx
-            return dx, tuple(losses)
+        dx, by_token = jax.tree.map(lambda *parts: _join(parts, B, T), *chunks)
         if dhead is not None:
             # XLA would leave the head's gradient for the end of the backward pass, and keep the exponentials for it.
             dx, dhead = compute_together((dx, dhead.astype(head_DV.dtype)))
             dhead = leave_partial(dhead, partial[1].unreduced)
-        return (leave_partial(dx, partial[0].unreduced), dhead), tuple(losses)
+        if dx is not None:
+            dx = leave_partial(dx, partial[0].unreduced)
+        return (dx, dhead), by_token
 
     inputs = x_BTD, head_DV, place(targets_BT, act("BT")), weight, tuple(by_token), tuple(heads)
-    results = (partial[0], partial[1] if trained else None) if with_gradients else act("BT")
-    results = results, (act("BT"), act("BT"))
-    return smap(local, in_specs=specs(inputs), out_specs=results)(*inputs)
+    gradients = partial[0] if with_gradients else None, partial[1] if trained else None
+    return smap(local, in_specs=specs(inputs), out_specs=(gradients, act("BT")))(*inputs)
 
 
-def _visit_each(visit: Callable, tokens: Sequence[jax.Array]) -> tuple[Any, list[tuple]]:
-    """Return the sum of the head's gradients over the chunks `[chunks, ...]`, and what each token has, in parts."""
+def _visit_each(visit: Callable, tokens: Sequence[jax.Array]) -> tuple[Any, list[Any]]:
+    """Return the sum of the head's gradients over the chunks `[chunks, ...]`, and the tokens' results, in parts."""
     # The scan starts from the first chunk's gradient of the head, and not from zeros.
     dhead, first = visit(None, tuple(value[0] for value in tokens))
-    chunks = [tuple(value[None] for value in first)]
+    chunks = [jax.tree.map(lambda value: value[None], first)]
     if len(tokens[0]) > 1:
         # The barrier keeps XLA from computing the exponentials of two chunks at once.
         later_tokens = tuple(value[1:] for value in tokens)
@@ -298,7 +305,7 @@ def _cut(value_BT: jax.Array, chunks: int, fill: float = 0) -> jax.Array:
 
 
 def _gradients(z_loss, x_MD, targets_M, weights_M, head):
-    """Visit one chunk of a device's tokens: return dhead in float32, and (dx, nll, z-loss term).
+    """Visit one chunk of a device's tokens: return the gradients, and (nll, z-loss term).
 
     The softmax of a token is its exponentials over their sum. Both products take the exponentials, and the factor is
     put to their few other rows, so that no pass computes the gradient of the logits.
@@ -322,7 +329,7 @@ def _gradients(z_loss, x_MD, targets_M, weights_M, head):
     scaled_MD = (x_MD * factor_M1).astype(dtype)
     dhead = jnp.einsum("MD,MV->DV", scaled_MD, exps_MV, preferred_element_type=f32)
     z_M = z_loss * jnp.square(lse_M)  # 0 where no token counts
-    return dhead, (dx, nll_M, z_M)
+    return Visited((nll_M, z_M), dx, dhead)
 
 
 def _capped_gradients(z_loss, x_MD, targets_M, weights_M, head):
@@ -339,7 +346,7 @@ def _capped_gradients(z_loss, x_MD, targets_M, weights_M, head):
     dlogits_MV = materialised(dlogits_MV.astype(dtype))
     dx = jnp.einsum("MV,DV->MD", dlogits_MV, head.weight_DV, preferred_element_type=f32)
     dhead = jnp.einsum("MD,MV->DV", x_MD, dlogits_MV, preferred_element_type=f32)
-    return dhead, (dx.astype(x_MD.dtype), nll_M, z_M)
+    return Visited((nll_M, z_M), dx.astype(x_MD.dtype), dhead)
 
 
 def _of_lse(z_loss, lse_M):
@@ -410,7 +417,7 @@ def _losses(z_loss, x_MD, targets_M, weights_M, head):
     logits_MV = head.fill(head.logits(x_MD), LOWEST)
     lse_M, picked_M, highest_M = log_sum_exp(logits_MV, is_target(targets_M, logits_MV))
     counted_M, picked_M, nll_M, z_M = _of_targets(z_loss, lse_M, picked_M, targets_M, head)
-    return ~counted_M | (picked_M >= highest_M), nll_M, z_M
+    return Visited((~counted_M | (picked_M >= highest_M), nll_M, z_M))
 
 
 def _of_targets(z_loss, lse_M, picked_M, targets_M, head):

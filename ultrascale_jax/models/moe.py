@@ -6,7 +6,7 @@ over its tokens, added up over micro-batches like gradients, and over devices on
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -150,26 +150,9 @@ class MoE(nnx.Module):
         """
         experts = self.cfg.experts
         assert experts is not None
-        biased = experts.biases
-        router = (
-            self.w_router,
-            self.bias if experts.bias else None,
-            (self.b_router, self.b_down) if biased else None,
-        )
-        matrices = (self.w_gate if self.cfg.is_gated else None, self.w_up, self.w_down)
-        matrices += (self.b_gate, self.b_up) if biased else ()
-        params = jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
-        fused = takes("grouped_matmul", self.kernels.grouped_matmul, "mosaic")
-        router, matrices = params
-        # The kernel adds no adapters.
-        fused &= not any(isinstance(w, Adapted) for w in matrices)
-        product: Product | None = None if fused else jnp.einsum
-        if isinstance(base_of(matrices[1]), Fp8Weight):
-            product = functools.partial(_fp8_product, base_of(matrices[1]).recipe)
-            values = (getattr(base_of(w), "value", base_of(w)) for w in matrices)
-            params = router, [with_base(*pair) for pair in zip(matrices, values, strict=True)]
-
-        partial = act("Z", unreduced=axes_of(STATISTICS_AXES))
+        router, matrices = self._parameters()
+        product, matrices = self._product(matrices)
+        params, partial = (router, matrices), act("Z", unreduced=axes_of(STATISTICS_AXES))
 
         def run(x_BRD, params, is_dense):
             arguments = self.cfg, moe, act_axes(self.w_up.dims[0]), product, x_BRD, *params
@@ -189,6 +172,28 @@ class MoE(nnx.Module):
         elif experts.shared:
             y_BRD = y_BRD + self.shared(x_BRD)
         return y_BRD, routed, dense_extra
+
+    def _parameters(self) -> tuple[tuple, tuple]:
+        """Return the values of the router (its matrix, the balancing bias, the biases of logits and of results), and
+        of the experts (gate, up and down, and the biases of gate and up)."""
+        experts, cfg = self.cfg.experts, self.cfg
+        assert experts is not None
+        biases = (self.b_router, self.b_down) if experts.biases else None
+        router = self.w_router, self.bias if experts.bias else None, biases
+        matrices = self.w_gate if cfg.is_gated else None, self.w_up, self.w_down
+        matrices += (self.b_gate, self.b_up) if experts.biases else ()
+        return jax.tree.map(lambda p: p[...], (router, matrices), is_leaf=is_variable)
+
+    def _product(self, matrices: Sequence) -> tuple[Product | None, Sequence]:
+        """Return the product of the experts, None for the grouped kernel, and the matrices as it takes them."""
+        if isinstance(base_of(matrices[1]), Fp8Weight):
+            values = (getattr(base_of(w), "value", base_of(w)) for w in matrices)
+            placed = [with_base(*pair) for pair in zip(matrices, values, strict=True)]
+            return functools.partial(_fp8_product, base_of(matrices[1]).recipe), placed
+        # The kernel adds no adapters.
+        adapted = any(isinstance(w, Adapted) for w in matrices)
+        fused = takes("grouped_matmul", self.kernels.grouped_matmul, "mosaic") and not adapted
+        return None if fused else jnp.einsum, matrices
 
 
 FOLDED = str.maketrans("EFT", "YWR")
@@ -242,7 +247,7 @@ def _experts(
     logits = jnp.dot(x.astype(jnp.float32), w_router, precision="highest")
     logits = logits if biases is None else logits + biases[0][None]
     ids, weights, probabilities = route(logits, experts, bias)
-    # A pipeline's idle ticks and padding are zeros: all alike, they would all go to the same experts.
+    # A pipeline's idle ticks and padding are zeros: being equal, they would all go to the same experts.
     routed = jnp.any(x != 0, axis=1, keepdims=True)
     ids = jnp.where(routed if is_dense is None else routed & ~is_dense, ids, -1)
     w_gate, w_up, w_down, *hidden_biases = matrices
@@ -260,17 +265,24 @@ def _experts(
         weights_X = jnp.sum(jnp.where(is_chosen, weights[:, :, None], 0), axis=1)
         y = (y + jnp.dot(weights_X, biases[1], precision="highest")).astype(y.dtype)
     chosen_BRX = jnp.sum(is_chosen, axis=1, dtype=jnp.float32).reshape(B, R, -1)
-    aux_BR = jnp.zeros((B, R), jnp.float32)
-    if moe.aux_weight:
-        probabilities_BRX = probabilities.reshape(B, R, -1)
-        aux_BR += moe.aux_weight * _imbalance(probabilities_BRX, chosen_BRX, moe.aux_over)
-    if moe.z_loss:
-        lse = jax.nn.logsumexp(logits, axis=1)
-        aux_BR += moe.z_loss * jnp.square(lse).reshape(B, R)
+    balance_BR = _balance(moe, logits, probabilities, chosen_BRX)
     entropy = -jnp.sum(probabilities * jnp.log(probabilities + 1e-20))
     statistics = jnp.concatenate([chosen_BRX.sum((0, 1)), entropy[None]])
     statistics = vary(jax.lax.stop_gradient(statistics), axes)
-    return y.reshape(B, R, D), vary(aux_BR, axes), statistics
+    return y.reshape(B, R, D), vary(balance_BR, axes), statistics
+
+
+def _balance(moe: MoEConfig, logits, probabilities, chosen_BRX: jax.Array) -> jax.Array:
+    """Return `Routed.balance_BR`; logits and probabilities are `[B * R, X]`."""
+    B, R, _ = chosen_BRX.shape
+    balance_BR = jnp.zeros((B, R), jnp.float32)
+    if moe.aux_weight:
+        probabilities_BRX = probabilities.reshape(B, R, -1)
+        balance_BR += moe.aux_weight * _imbalance(probabilities_BRX, chosen_BRX, moe.aux_over)
+    if moe.z_loss:
+        lse = jax.nn.logsumexp(logits, axis=1)
+        balance_BR += moe.z_loss * jnp.square(lse).reshape(B, R)
+    return balance_BR
 
 
 def _imbalance(p_BRX: jax.Array, chosen_BRX: jax.Array, over: str) -> jax.Array:
