@@ -40,6 +40,27 @@ def random(tree):
     )
 
 
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def save(run):
+    """Save the run at step 3 with random parameters, and return these."""
+    state = dataclasses.replace(run.state, params=random(run.state.params))
+    meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
+    with Checkpoints(run.cfg) as checkpoints:
+        checkpoints.save(state, meta, wait=True)
+    return state.params
+
+
+def assert_equal(tree, expected):
+    for mine, theirs in zip(leaves(tree), leaves(expected), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+OTHER_MESH = "fsdp=2,dp=4", "fsdp=4,tp=2"
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     """A run of adapters that stands at step 3, and the words that began it."""
@@ -49,20 +70,15 @@ def run_dir(tmp_path_factory):
     words += " --train.precision fp8"  # the base rests in it
     with opened(words) as run:
         assert run.step == 0 and not np.any(np.asarray(run.state.params.stacks[0].attn.lora.w_q.b))
-        state = dataclasses.replace(run.state, params=random(run.state.params))
-        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
-        with Checkpoints(run.cfg) as checkpoints:
-            checkpoints.save(state, meta, wait=True)
-    return folder / "run", words, [np.asarray(x) for x in jax.tree.leaves(state.params)]
+        expected = leaves(save(run))
+    return folder / "run", words, expected
 
 
 def test_adapters_resume_exactly_on_the_base_where_they_began(run_dir):
     _, words, expected = run_dir
-    with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
+    with opened(words.replace(*OTHER_MESH)) as run:
         assert run.step == 3
-        found = [np.asarray(x) for x in jax.tree.leaves(run.state.params)]
-        for mine, theirs in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        assert_equal(run.state.params, expected)
         embed = np.asarray(run.state.frozen.embed[...].astype("float32"))
         mlp = run.state.frozen.stacks[0].mlp
         rests, amaxes = (np.asarray(m.w_down[...], np.float32) for m in (mlp, mlp.amaxes))
@@ -125,18 +141,14 @@ def test_the_reference_is_loaded_anew_where_the_run_began(tmp_path):
         ):
             assert mine is not theirs  # a step reuses the memory of both
             np.testing.assert_array_equal(mine.astype(theirs.dtype), theirs)
-        state = dataclasses.replace(run.state, params=random(run.state.params))
-        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
-        with Checkpoints(run.cfg) as checkpoints:
-            checkpoints.save(state, meta, wait=True)
-        expected, reference = (np.asarray(x.embed[...]) for x in (state.params, state.reference))
-    with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
+        expected, reference = leaves(save(run)), leaves(run.state.reference)
+    with opened(words.replace(*OTHER_MESH)) as run:
         assert run.step == 3
-        np.testing.assert_array_equal(run.state.model.embed[...], expected)
-        np.testing.assert_array_equal(run.state.reference.embed[...], reference)
+        assert_equal(run.state.params, expected)
+        assert_equal(run.state.reference, reference)
     cfg, params = load_params(tmp_path / "run", make_mesh(MeshConfig.of(pp=2), jax.devices()[:2]))
     assert not cfg.train.dpo.enabled  # any mesh reads it
-    np.testing.assert_array_equal(params.embed[...], expected)
+    assert_equal(params, expected)
     with pytest.raises(UserError, match=r"train.dpo.beta: saved 0.1, now 0.2"):
         with opened(words.replace("beta 0.1", "beta 0.2")):
             pass
@@ -146,14 +158,11 @@ def test_a_teacher_of_another_size_is_loaded_anew_from_its_folder(tmp_path):
     words = f"{TINY} --train.distill.teacher hf:{FOLDER} --log.run-dir {tmp_path}/run"
     embed = load_file(FOLDER / "model.safetensors")["model.embed_tokens.weight"]
     with opened(words) as run:
-        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
-        with Checkpoints(run.cfg) as checkpoints:
-            checkpoints.save(run.state, meta, wait=True)
-        expected = np.asarray(run.state.params.embed[...])
+        expected = leaves(save(run))
         assert run.cfg.model.num_layers != run.cfg.train.distill.model.num_layers
-    with opened(words.replace("fsdp=2,dp=4", "fsdp=4,tp=2")) as run:
+    with opened(words.replace(*OTHER_MESH)) as run:
         assert run.step == 3
-        np.testing.assert_array_equal(run.state.params.embed[...], expected)
+        assert_equal(run.state.params, expected)
         np.testing.assert_array_equal(
             run.state.reference.embed[...].astype("float32"), embed.astype("float32")
         )
@@ -162,15 +171,10 @@ def test_a_teacher_of_another_size_is_loaded_anew_from_its_folder(tmp_path):
 def test_modules_that_predict_ahead_are_left_out_of_a_run_without_them(tmp_path):
     words = f"{TINY} --model.num-layers 2"
     with opened(f"{words} --model.mtp-layers 1 --log.run-dir {tmp_path}/ahead") as run:
-        meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
-        with Checkpoints(run.cfg) as checkpoints:
-            checkpoints.save(run.state, meta, wait=True)
-        expected = [np.asarray(x) for x in jax.tree.leaves(run.state.params.without_mtp())]
+        expected = leaves(save(run).without_mtp())
     begin = f"--train.init-from {tmp_path}/ahead --log.run-dir {tmp_path}/tuned"
     with opened(f"{words} {begin} --model.mtp-layers 0") as run:
-        found = [np.asarray(x) for x in jax.tree.leaves(run.state.params)]
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        assert_equal(run.state.params, expected)
 
 
 def test_adapters_without_a_model_that_has_learned_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """The command `ultrascale`: what it can run, and what the end of a command tells the shell."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -18,7 +19,10 @@ def test_every_command_is_listed_and_has_its_own_help(capsys):
     assert names == list(main.COMMANDS)
     for name in names:
         assert ultrascale(name, "--help") in (None, 0), name
-        assert f"ultrascale {name}" in capsys.readouterr().out, name
+        said = capsys.readouterr().out
+        assert f"ultrascale {name}" in said, name
+        for words in ("llama3_8b", "--mesh AXIS=SIZE", "Peak learning") if name == "train" else ():
+            assert words in said
 
 
 def test_the_version_is_that_of_the_package_and_an_unknown_command_is_one_line(capsys):
@@ -41,6 +45,32 @@ def test_what_ends_a_command_is_an_exit_code(error, code, said, monkeypatch, cap
     monkeypatch.setattr(plan, "main", fail)
     assert ultrascale("plan", "memory") == code
     assert capsys.readouterr().err.endswith(said)
+
+
+COMPLETED = {
+    "ultrascale insp": "inspect",
+    "ultrascale plan mem": "memory",
+    "ultrascale train llama3_70": "llama3_70b",
+    "ultrascale plan memory gpt_o": "gpt_oss_20b",
+    "ultrascale train debug --train.st": "--train.steps",
+    "ultrascale convert-hf --max": "--max-shard-gib",
+    "ultrascale train --train.precision f": "fp8",
+}
+"""What bash offers for the last word of a line."""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_verbs_recipes_options_and_values(capsys):
+    assert ultrascale("--completion", "bash") in (None, 0)
+    script = capsys.readouterr().out
+    assert "auto: what `plan search` recommends" in script, "a text of several lines is one line"
+    for line in COMPLETED:
+        last = len(line.split()) - 1
+        script += f"\nCOMP_WORDS=({line}); COMP_CWORD={last}; _tyro_ultrascale"
+        script += '\necho "${COMPREPLY[*]}"'
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True)
+    for (line, word), offered in zip(COMPLETED.items(), done.stdout.splitlines(), strict=True):
+        assert word in offered.split(), line
 
 
 def test_a_host_without_a_gpu_starts_on_the_cpu_unless_somebody_says_otherwise(tmp_path):

@@ -1,7 +1,5 @@
 """Every example of `docs/parts.md` runs alone, is short, and prints the text under it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,10 +40,3 @@ def test_the_example_prints_its_text(heading, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(block.source), f"docs/parts.md, {heading}", "exec"), {})
     assert capsys.readouterr().out == "".join(f"{line}\n" for line in block.output.lines)
-
-
-def test_the_search_needs_no_jax():
-    check = "import sys", "assert 'jax' not in sys.modules and cfg.check(8)"
-    code = "\n".join([*EXAMPLES["Search"].source, *check])
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")

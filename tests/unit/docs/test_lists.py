@@ -7,6 +7,7 @@ from pathlib import Path
 from tests import exercises
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.cli.main import COMMANDS
+from ultrascale_jax.config import AXES, FP8, REMAT_POLICIES, SCHEDULES
 from ultrascale_jax.launch import exit_codes
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +23,12 @@ def test_the_table_of_recipes_has_every_recipe():
     page = (DOCS / "recipes.md").read_text()
     names = re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", page, re.MULTILINE)  # four columns
     assert sorted(names) == sorted(command_line.recipes())
+
+
+def test_the_glossary_explains_every_axis_schedule_and_policy():
+    text = " ".join((DOCS / "course/glossary.md").read_text().lower().split())
+    words = {*AXES, *SCHEDULES, *REMAT_POLICIES, *FP8, "bf16", "fp16", "fp32"}
+    assert [word for word in words if not re.search(rf"\b{word}\b", text)] == []
 
 
 def test_the_page_has_every_constant_with_its_text(monkeypatch):

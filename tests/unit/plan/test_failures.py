@@ -47,15 +47,6 @@ def test_no_other_interval_is_better(mean_s, save_s):
         assert failures.goodput(factor * best) <= highest * (1 + 1e-12)
 
 
-def test_where_saves_are_cheap_it_is_youngs_interval_and_dalys_more_closely():
-    failures = Failures(mean_s=1e5, restart_s=0, save_s=60)
-    young = math.sqrt(2 * 60 * 1e5)
-    root = math.sqrt(60 / 2e5)
-    daly = young * (1 + root / 3 + root**2 / 9) - 60
-    assert failures.best_interval_s == pytest.approx(young, rel=0.03)
-    assert failures.best_interval_s == pytest.approx(daly, rel=1e-5)
-
-
 def test_a_save_that_is_written_for_long_is_lost_longer_and_not_begun_before_it_ends():
     quick = Failures(mean_s=1e4, restart_s=100, save_s=1)
     slow = Failures(mean_s=1e4, restart_s=100, save_s=1, write_s=500)

@@ -52,19 +52,18 @@ def test_a_gpu_is_what_its_data_sheet_says(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "num_gpus", "message"),
     [
-        (
-            "tpu",
-            r"gpu='tpu': choose one of a100,.*l40s,.*rtx-4090, give the file .*, or write GIB,",
-        ),
-        ("h100-sxm6", r"gpu='h100-sxm6': did you mean h100 or h100-96gb or h100-pcie\? choose"),
-        ("/nowhere/h100.txtpb", r"gpu='/nowhere/h100.txtpb': there is no such file"),
+        ("tpu", 1, "'tpu': choose one of a100,.*l40s,.*rtx-4090, give the file .*, or write GIB,"),
+        ("h100-sxm6", 1, r"'h100-sxm6': did you mean h100 or h100-96gb or h100-pcie\? choose"),
+        ("/nowhere/h100.txtpb", 1, "'/nowhere/h100.txtpb': there is no such file"),
+        ("48,768", 1, "'48,768': choose one of .*, or write GIB,GBS,TFLOPS"),
+        ("48,768,154.8", 8, "nothing tells the links of 8 of them; add --cluster NODESxGPUS"),
     ],
 )
-def test_a_gpu_that_there_is_not(name, message):
+def test_a_gpu_that_there_is_not_is_refused(name, num_gpus, message):
     with pytest.raises(UserError, match=message):
-        find_gpu(name)
+        find_cluster(None, name, num_gpus)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +159,3 @@ def test_every_named_cluster_is_found_without_its_gpu_and_refuses_another():
         other = "l40s" if gpu != "l40s" else "h100"
         with pytest.raises(UserError, match=f"its GPUs are {gpu}, not {other}; add --gpu {gpu}"):
             find_cluster(name, other, 16)
-
-
-@pytest.mark.parametrize(
-    ("text", "gpus", "message"),
-    [
-        ("48,768", 1, r"gpu='48,768': choose one of .*, or write GIB,GBS,TFLOPS"),
-        ("48,768,154.8", 8, r"nothing tells the links of 8 of them; add --cluster NODESxGPUS"),
-    ],
-)
-def test_a_gpu_that_is_not_written_out_in_full_is_refused(text, gpus, message):
-    with pytest.raises(UserError, match=message):
-        find_cluster(None, text, gpus)

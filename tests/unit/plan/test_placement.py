@@ -4,9 +4,12 @@
 elements by bytes a second.
 """
 
+import dataclasses
+
 import pytest
 
 from ultrascale_jax.config import Experts, MeshConfig
+from ultrascale_jax.configs.shapes import MIXTRAL_8X7B
 from ultrascale_jax.plan.flops import flops_per_token
 from ultrascale_jax.plan.formulas.placement import place
 from ultrascale_jax.plan.hardware import Cluster, find_gpu
@@ -92,3 +95,9 @@ def test_gradients_are_summed_over_the_ranks_that_share_parameters_and_no_others
         width = 8 if zero == 0 else 6
         assert alone.sent_bytes == pytest.approx(width * SQUARE.num_params * 7 / 8)
         assert len(replicated.group) == (16 if zero == 0 else 8)
+    # Experts are split over ep already: 4 GPUs of 16 share one, with two gathers and a scatter of bfloat16.
+    shape = ModelShape.of(dataclasses.replace(MIXTRAL_8X7B, num_layers=2))
+    routed, dense = shape.routed_params, shape.num_params - shape.routed_params
+    rows = placed(shape, dp=2, fsdp=2, ep=4, cp=2)
+    assert rows["fsdp"].sent_bytes == pytest.approx(6 * (routed / 4 * 3 / 4 + dense * 15 / 16))
+    assert rows["dp"].sent_bytes == pytest.approx(4 * (routed + dense) / 16)

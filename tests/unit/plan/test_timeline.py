@@ -108,18 +108,6 @@ def test_two_collectives_slow_a_product_twice_if_they_run_at_once(options, produ
     assert busy == pytest.approx({"gemm": PRODUCT_S * product, "other": NORM_S * norm})
 
 
-def test_each_collective_beside_a_product_costs_its_multiprocessors_as_long_as_it_runs():
-    sizes = 8192 * 2, 8192
-    both = gather(1, sizes[0], groups="[2,8]<=[16]") + gather(2, sizes[1], groups=ACROSS)
-    dones = gather(1, sizes[0], DONE), gather(2, sizes[1], DONE)
-    module = program(both, PRODUCT, *dones, gathered=sizes[0])
-    groups = Group(ranks=8, per_node=8), Group(ranks=2, per_node=1)
-    running = [gather_s(size, CLUSTER, group) for size, group in zip(sizes, groups, strict=True)]
-    assert max(running) < PRODUCT_S
-    timeline = simulate(module, {"fsdp": 2, "sp": 8}, CLUSTER)
-    assert timeline.step_s == pytest.approx(PRODUCT_S + 16 / 132 * sum(running))
-
-
 def test_collectives_of_different_links_run_side_by_side():
     rows = 8192
     near, far = Group(ranks=8, per_node=8), Group(ranks=2, per_node=1)
@@ -146,11 +134,9 @@ def test_collectives_of_different_links_run_side_by_side():
     [
         # cp = 16: pairs of a ring, of which one of eight crosses to the other node.
         ("{{0,1},{1,2},{7,8},{15,0}}", "collective-permute", Group(ranks=2, per_node=1)),
-        # Heads for sequence among neighbours of cp, and a gather around the ring of their places.
-        ("{{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}", "all-to-all", Group(ranks=8, per_node=8)),
+        # A gather around the ring of places whose neighbours exchange heads.
         ("{{0,4,8,12},{1,5,9,13}}", "all-gather", Group(ranks=4, per_node=2)),
-        # Tokens once to each of two nodes, and to the ranks of a node.
-        ("[8,2]<=[2,8]T(1,0)", "all-to-all", Group(ranks=2, per_node=1)),
+        # Tokens to the ranks of a node.
         ("mesh['cp'=16] {'cp':(2)8}", "all-to-all", Group(ranks=8, per_node=8)),
     ],
 )
@@ -461,16 +447,3 @@ def test_a_piece_of_a_real_program():
     layer = max(convert, gathered) + slowed + scattered
     assert timeline.step_s == pytest.approx(exchanged + 32 * layer)
     assert timeline.exposed_s["sp"] == pytest.approx(exchanged - convert + 32 * scattered)
-
-
-@pytest.mark.parametrize(("precision", "peak"), [("bf16", 989.4e12), ("fp8_rowwise", 1978.9e12)])
-def test_speed_is_that_of_the_run(precision, peak):
-    words = "llama3_8b --mesh fsdp=8 --train.remat full --train.microbatches 1 --train.precision"
-    cfg, _ = command_line.parse([*words.split(), precision], prog="test")
-    planned, timeline = Run.of(cfg, 8), run(program(PRODUCT))
-    step = step_of(text_of(PRODUCT), run=planned, fsdp=8)
-    found = compile.predict_step(step, timeline, GPU)
-    assert found.tokens_per_s_gpu == planned.step_tokens / 8 / timeline.step_s
-    assert found.mfu == pytest.approx(planned.step_flops / 8 / timeline.step_s / peak)
-    assert found.parts["matrix products"] == timeline.busy_s["gemm"]
-    assert sum(found.parts.values()) == pytest.approx(found.step_s)

@@ -23,12 +23,3 @@ def test_a_stack_is_as_high_as_the_breakdown_at_one_sequence():
     run = Run.of(cfg, 64)
     assert run.sequences == 1
     assert bars["4Ki"].total == pytest.approx(breakdown(run).peak_bytes / GIB, rel=1e-6)
-
-
-def test_a_variant_that_is_not_legal_is_left_out():
-    words = "llama3_8b --gpus {x} --mesh {panel}={x} --data.seq-len 2048".split()
-    study = studies.Study(words=words, panels=["tp", "dp"], xs=["8", "64"])
-    steps = study.steps()
-    assert {panel: list(by_x) for panel, by_x in steps.items()} == {"tp": ["8"], "dp": ["8", "64"]}
-    figure = studies.heat(study)
-    assert set(figure.cells) <= {("tp", "8"), ("dp", "8"), ("dp", "64")}

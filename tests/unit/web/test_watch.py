@@ -52,32 +52,35 @@ def test_a_question_about_what_is_not_there_is_refused(server, query):
     assert get(server, f"/state?{query}")[0] == 400
 
 
-@pytest.mark.parametrize(
-    ("kind", "details", "text"),
-    [
-        ("start", {"restarts": 2}, "restarts 2"),
-        ("failure", {"summary": "out of memory", "traceback": "x", "code": 1, "first": True}, ""),
-        ("saved", {"bytes": 3 << 30, "write_s": 12.345, "hash_s": 0.5}, ""),
-        ("replicas", {"certain": True, "devices": [{"device": 3, "arrays": ["a.w", "b.w"]}]}, ""),
-        ("gave_up", {"ranks": [0, 1], "reason": "stopped"}, ""),
-        ("rerun", {"verdict": "persistent", "loss": [None, 2.5]}, ""),
-        ("skipped", {"reason": "spike", "loss": None, "grad_norm": 1234.56, "rows": [1, 2]}, ""),
-    ],
-)
+DEVICES = [{"device": 3, "arrays": ["a.w", "b.w"]}]
+SENTENCES = [
+    ("start", {"restarts": 2}, "restarts 2"),
+    (
+        "failure",
+        {"summary": "out of memory", "traceback": "x", "code": 1, "first": True},
+        "out of memory, code 1, first yes",
+    ),
+    (
+        "saved",
+        {"bytes": 3 << 30, "write_s": 12.345, "hash_s": 0.5},
+        "3.0 GiB, write 12.3 s, hash 0.5 s",
+    ),
+    (
+        "replicas",
+        {"certain": True, "devices": DEVICES},
+        "certain yes, devices device 3 arrays a.w b.w",
+    ),
+    ("gave_up", {"ranks": [0, 1], "reason": "stopped"}, "ranks 0 1, stopped"),
+    ("rerun", {"verdict": "persistent", "loss": [None, 2.5]}, "persistent, loss not finite 2.5"),
+    ("skipped", {"reason": "spike", "loss": None, "grad_norm": 1234.56}, "spike, grad norm 1235"),
+]
+
+
+@pytest.mark.parametrize(("kind", "details", "text"), SENTENCES)
 def test_an_event_is_a_sentence_and_no_python(kind, details, text, tmp_path):
-    texts = {
-        "failure": "out of memory, code 1, first yes",
-        "saved": "3.0 GiB, write 12.3 s, hash 0.5 s",
-        "replicas": "certain yes, devices device 3 arrays a.w b.w",
-        "gave_up": "ranks 0 1, stopped",
-        "rerun": "persistent, loss not finite 2.5",
-        "skipped": "spike, grad norm 1235",
-    }
     Events(tmp_path, 2).record(kind, **details)
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    said = watch.sentence(event | {"host": "node-1"})
-    assert said == f"{texts.get(kind, text)} (rank 2 on node-1)"
-    assert not set("{}[]'") & set(said)
+    assert watch.sentence(event | {"host": "node-1"}) == f"{text} (rank 2 on node-1)"
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
