@@ -281,10 +281,21 @@ def check_split(
     moe: MoEConfig,
 ) -> None:
     """Refuse a mesh whose axes do not divide what they split of a model and its sequences; no axis is -1."""
+    if model.experts is not None:
+        moe.check_mesh(model.experts, mesh)
+    _check_tensor_group(model, mesh, context)
+    _check_shards(model, mesh.shards if zero else 1, zero)
+    parts = mesh.cp * mesh.sp
+    if seq_len % parts:
+        fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
+        refuse("data", "seq_len", seq_len, fix)
+
+
+def _check_tensor_group(model: ModelConfig, mesh: MeshConfig, context: ContextConfig) -> None:
+    """Refuse sizes that the tensor group does not divide, and heads that it and cp cannot share."""
     tensor, group = mesh.tensor, f"mesh.sp*mesh.tp={mesh.tensor}"
     sizes = {name: getattr(model, name) for name in ("num_heads", "d_ff", "d_model")}
     if model.experts is not None:
-        moe.check_mesh(model.experts, mesh)
         sizes["experts.d_ff"] = model.expert_d_ff
     for name, size in sizes.items():
         if size % tensor:
@@ -302,21 +313,21 @@ def check_split(
         fix = f"must be divisible by {group}; use a smaller group"
         linear.require(linear.value_heads % tensor == 0, "value_heads", fix)
         linear.require(keys % tensor == 0 or keys == 1, "key_heads", f"{fix}, or one head")
-    shards, latent = mesh.shards if zero else 1, model.latent
+
+
+def _check_shards(model: ModelConfig, shards: int, zero: int) -> None:
+    """Refuse sizes that the ranks of ZeRO do not divide."""
     sizes = {"d_model": model.d_model}
-    if latent is not None:
-        sizes |= {"latent.q_rank": latent.q_rank, "latent.kv_rank": latent.kv_rank}
+    if model.latent is not None:
+        sizes["latent.q_rank"] = model.latent.q_rank
+        sizes["latent.kv_rank"] = model.latent.kv_rank
     for name, size in sizes.items():
         if size % shards:
             most = math.gcd(size, shards)
-            whole = "or its matrices would rest whole on every GPU"
+            replicated = "or its matrices would be replicated on all GPUs"
             ways = f"use {most} of them, and mesh.dp={shards // most} too"
             product = f"mesh.fsdp*mesh.cp*mesh.ep={shards} with train.zero={zero}"
-            model.refuse(name, f"must be divisible by {product}, {whole}; {ways}")
-    parts = mesh.cp * mesh.sp
-    if seq_len % parts:
-        fix = f"must be divisible by mesh.cp*mesh.sp={parts}; change the length or an axis"
-        refuse("data", "seq_len", seq_len, fix)
+            model.refuse(name, f"must be divisible by {product}, {replicated}; {ways}")
 
 
 def with_changes(

@@ -122,24 +122,9 @@ def _generate(
 
     A step takes the token of `given_SB` where there is one. The result leaves out the first `skipped_B` steps of a row.
     """
-    cfg, (rows, padded), steps = model.cfg, prompt_BP.shape, given_SB.shape[0]
-    empty = empty_cache(cfg, rows, padded + steps, dtype)
-    head = model.head_weight(dtype)
-
-    def advance(tokens_BT, cache, count=1):
-        """Return logits `[B, V]` of the last of the first `count` tokens, and the cache with these."""
-        start = cache[-1]
-        places = start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-        positions_BT = jax.reshard(jnp.broadcast_to(places, tokens_BT.shape), act("BT"))
-        inputs = LayerInputs.of(
-            cfg, positions_BT, context=NATURAL, dtype=dtype, cache=cache, length=jnp.int32(count)
-        )
-        out = model(tokens_BT, inputs)
-        assert out.cache is not None  # the inputs have one
-        x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(out.x_BRD, count - 1, 1, 1), "V")
-        logits = model.unembed(x_BTD, head)
-        logits = jax.reshard(logits[:, 0], act("B_"))[:, : cfg.vocab_size]
-        return logits, (*out.cache[:-1], start + count)
+    (rows, padded), steps = prompt_BP.shape, given_SB.shape[0]
+    empty = empty_cache(model.cfg, rows, padded + steps, dtype)
+    advance = functools.partial(_advance, model, model.head_weight(dtype), dtype)
 
     def choose(logits, key, given_B):
         sampled_B = _sample(logits, key, temperature, top_k)
@@ -159,6 +144,22 @@ def _generate(
     tokens_BS = jnp.concatenate([first_B[:, None], jnp.moveaxis(later_SB, 0, 1)], axis=1)
     take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=num_tokens)
     return jax.vmap(take)(tokens_BS, skipped_B)
+
+
+def _advance(model, head_DV, dtype, tokens_BT, cache, count=1) -> tuple[jax.Array, tuple]:
+    """Return logits `[B, V]` of the last of the first `count` tokens, and the cache with these."""
+    start = cache[-1]
+    places = start + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    positions_BT = jax.reshard(jnp.broadcast_to(places, tokens_BT.shape), act("BT"))
+    inputs = LayerInputs.of(
+        model.cfg, positions_BT, context=NATURAL, dtype=dtype, cache=cache, length=jnp.int32(count)
+    )
+    out = model(tokens_BT, inputs)
+    assert out.cache is not None  # the inputs have one
+    x_BTD = gather_sequence(jax.lax.dynamic_slice_in_dim(out.x_BRD, count - 1, 1, 1), "V")
+    logits = model.unembed(x_BTD, head_DV)
+    logits = jax.reshard(logits[:, 0], act("B_"))[:, : model.cfg.vocab_size]
+    return logits, (*out.cache[:-1], start + count)
 
 
 def empty_cache(

@@ -72,6 +72,17 @@ def param(
     require(key is not None or std in (0, 1), "key", key, fix)
     check_letters("dims", dims)
     check_letters("act_dims", act_dims)
+    _check_shape(dims, shape)
+    spec = out_sharding(stored_spec(dims, shape))
+    if key is None:
+        value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
+    else:
+        value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec)
+    return nnx.Param(_padded(value, dims), dims=dims, act_dims=act_dims, multiplier=multiplier)
+
+
+def _check_shape(dims: str, shape: tuple[int, ...]) -> None:
+    """Refuse another number of sizes than letters, and sizes that the mesh does not divide."""
     fix = f"dims={dims!r} has {len(dims)} letters; give as many sizes"
     require(len(dims) == len(shape), "shape", shape, fix)
     for letter, size in zip(dims, shape, strict=True):
@@ -79,12 +90,6 @@ def param(
         axes = () if letter in "KV" else act_axes(letter)
         fix = f"{letter} is {size}, and must be divisible by mesh.{'*mesh.'.join(axes)}={mesh_size(*axes)}"
         require(size % mesh_size(*axes) == 0, "shape", shape, fix)
-    spec = out_sharding(stored_spec(dims, shape))
-    if key is None:
-        value = jnp.full(shape, std, jnp.float32, out_sharding=spec)
-    else:
-        value = std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec)
-    return nnx.Param(_padded(value, dims), dims=dims, act_dims=act_dims, multiplier=multiplier)
 
 
 def _padded(value: jax.Array, dims: str) -> jax.Array:

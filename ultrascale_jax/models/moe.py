@@ -266,10 +266,14 @@ def _experts(
         y = (y + jnp.dot(weights_X, biases[1], precision="highest")).astype(y.dtype)
     chosen_BRX = jnp.sum(is_chosen, axis=1, dtype=jnp.float32).reshape(B, R, -1)
     balance_BR = _balance(moe, logits, probabilities, chosen_BRX)
+    statistics_Z = vary(_statistics(probabilities, chosen_BRX), axes)
+    return y.reshape(B, R, D), vary(balance_BR, axes), statistics_Z
+
+
+def _statistics(probabilities, chosen_BRX: jax.Array) -> jax.Array:
+    """Return `Routed.statistics_Z`."""
     entropy = -jnp.sum(probabilities * jnp.log(probabilities + 1e-20))
-    statistics = jnp.concatenate([chosen_BRX.sum((0, 1)), entropy[None]])
-    statistics = vary(jax.lax.stop_gradient(statistics), axes)
-    return y.reshape(B, R, D), vary(balance_BR, axes), statistics
+    return jax.lax.stop_gradient(jnp.concatenate([chosen_BRX.sum((0, 1)), entropy[None]]))
 
 
 def _balance(moe: MoEConfig, logits, probabilities, chosen_BRX: jax.Array) -> jax.Array:

@@ -212,17 +212,7 @@ class Transformer(nnx.Module):
 
         `remat` says what the backward pass of the layer with a number recomputes.
         """
-        require_type(
-            "inputs", inputs, LayerInputs, "as LayerInputs.of(cfg.model, positions, segment_ids)"
-        )
-        fix = "the layers lie in the order of a pipeline's stages; gather_stages(model) has all of them on each rank"
-        require(not self.staged, "mesh.pp", mesh_size("pp"), fix)
-        require_type("capture", capture, Collection, "as (2,) for the layer with number 2")
-        ends = {start - 1 for start in self.cfg.row_starts[1:]} | {self.cfg.num_layers - 1}
-        unknown = sorted(set(capture) - ends)
-        last = ", the last ones of the stacks' rows" if self.cfg.layer_group > 1 else ""
-        fix = f"must be layers from 0 to {self.cfg.num_layers - 1}{last}"
-        require(not unknown, "capture", unknown, fix)
+        self._check_call(inputs, capture)
         with jax.named_scope("embedding"):
             x_BRD = self.embedding(reshard("BT->BT", tokens_BT), inputs.dtype)
         outputs: list[LayerOutputs] = []
@@ -248,6 +238,19 @@ class Transformer(nnx.Module):
         terms = _mean_over_layers(outputs)
         self.check_layer_terms(terms)
         return ModelOutputs(self.normed(x_BRD), balance, statistics_LZ, cache, captured, terms)
+
+    def _check_call(self, inputs: LayerInputs, capture: Collection[int]) -> None:
+        """Refuse arguments of `__call__` of another type, layers to capture that end no row, and a pipeline's model."""
+        fix = "as LayerInputs.of(cfg.model, positions, segment_ids)"
+        require_type("inputs", inputs, LayerInputs, fix)
+        fix = "the layers are in the order of a pipeline's stages; gather_stages(model) has all of them on each rank"
+        require(not self.staged, "mesh.pp", mesh_size("pp"), fix)
+        require_type("capture", capture, Collection, "as (2,) for the layer with number 2")
+        ends = {start - 1 for start in self.cfg.row_starts[1:]} | {self.cfg.num_layers - 1}
+        unknown = sorted(set(capture) - ends)
+        last = ", the last ones of the stacks' rows" if self.cfg.layer_group > 1 else ""
+        fix = f"must be layers from 0 to {self.cfg.num_layers - 1}{last}"
+        require(not unknown, "capture", unknown, fix)
 
     def check_layer_terms(self, terms: Collection[str]) -> None:
         """Refuse names of terms, as the parts of the layers returned them, that are not those of `layer_terms`."""

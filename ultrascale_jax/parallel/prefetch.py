@@ -193,18 +193,8 @@ class _Scan:
         vjp = self.vjp(last, x, (context, read_row(constants, 0)))
         # A layer's gradients are finished one iteration after it, or two with a sum over replicas.
         lag = 1 if self.layer.leave_sums is None else 2
-
-        def compute(gathered, constants, kept, dy, daux):
-            trained, fixed = self.split(gathered)
-            static = fixed, (context, constants)
-            return vjp.backward(trained, static, self.join(vjp, *kept), (dy, daux))
-
-        scatter = functools.partial(self.layer.scatter, stacks, self.trained)
-
-        def reduce(unscattered, unsummed):
-            """Return shards that are summed in the next iteration, and a layer's finished gradients."""
-            shards = scatter(unscattered)
-            return ((), shards) if lag == 1 else (shards, self.layer.sum(stacks, unsummed))
+        compute = functools.partial(self.pull_back, vjp, context)
+        reduce = functools.partial(self.reduce, stacks)
 
         def body(i, row, carry: Backward) -> Backward:
             constant, kept, aux, preceding_on_host = row
@@ -225,6 +215,7 @@ class _Scan:
         constant, row = read_row((constants, kept), 0)
         daux_row = jax.tree.map(lambda a: a[0], daux)
         dgathered, _ = jax.eval_shape(compute, last, constant, (row, last_on_host), dy, daux_row)
+        scatter = functools.partial(self.layer.scatter, stacks, self.trained)
         shards = jax.eval_shape(scatter, dgathered)
         unsummed, finished = jax.eval_shape(reduce, dgathered, shards)
         gradients = jax.tree.map(lambda like: empty_stack(like, self.num), finished)
@@ -236,6 +227,19 @@ class _Scan:
         if lag == 2:
             gradients = write_row(gradients, self.layer.sum(stacks, unsummed), 0)
         return gradients, None, end.dy, None
+
+    def pull_back(self, vjp: LayerVJP, context, gathered, constants, kept, dy, daux):
+        """Return gradients of a layer's gathered parameters and of x; `kept` are its residuals as `part` has them."""
+        trained, fixed = self.split(gathered)
+        static = fixed, (context, constants)
+        return vjp.backward(trained, static, self.join(vjp, *kept), (dy, daux))
+
+    def reduce(self, stacks, unscattered, unsummed):
+        """Return shards that are summed in the next iteration, and a layer's finished gradients."""
+        shards = self.layer.scatter(stacks, self.trained, unscattered)
+        if self.layer.leave_sums is None:
+            return (), shards
+        return shards, self.layer.sum(stacks, unsummed)
 
     def part(self, vjp: LayerVJP, kept: list) -> tuple[list, list]:
         """Part a layer's residuals: on the device, and on the host."""
@@ -258,10 +262,8 @@ class _Scan:
 
         `dgathered` are the gradients of the current layer's parameters `gathered`.
         """
-        delay, parts = (
-            self.delay,
-            [_part(p) for p, _ in jax.tree.leaves_with_path(self.split(gathered)[0])],
-        )
+        delay, trained = self.delay, self.split(gathered)[0]
+        parts = [_part(path) for path, _ in jax.tree.leaves_with_path(trained)]
         if delay is None or delay.until not in parts:  # a norm may have no parameters
             return row, unscattered
         until = dgathered[parts.index(delay.until)]

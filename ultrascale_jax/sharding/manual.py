@@ -47,23 +47,11 @@ def smap(
     if not axes:
         return fn
     alone = _is_one_device(on, axes)
-
-    def keep(spec: P) -> P:
-        parts = (
-            part if isinstance(part, tuple) or part is None else (part,) for part in spec.partitions
-        )
-        return P(
-            *(part and (tuple(axis for axis in part if axis in axes) or None) for part in parts),
-            reduced=frozenset() if alone else spec.reduced & axes,
-            unreduced=frozenset() if alone else spec.unreduced & axes,
-        )
-
-    partial = out_specs
-    in_specs, out_specs = jax.tree.map(
-        keep, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
+    kept_in, kept_out = jax.tree.map(
+        lambda spec: _only(spec, axes, sums=not alone), (in_specs, out_specs), is_leaf=_is_spec
     )
     region = jax.shard_map(
-        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=True
+        fn, mesh=mesh, in_specs=kept_in, out_specs=kept_out, axis_names=axes, check_vma=True
     )
     # Over one device JAX 0.12.0 lowers no region, and fails where a result or a cotangent is a partial sum
     # ("Expected last op to be sdy.sharding_constraint").
@@ -76,9 +64,25 @@ def smap(
         def leave(spec: P, part: Any) -> Any:
             return jax.tree.map(lambda x: _partial(x, spec.unreduced & axes), part)
 
-        return jax.tree.map(leave, partial, results, is_leaf=lambda x: isinstance(x, P))
+        return jax.tree.map(leave, out_specs, results, is_leaf=_is_spec)
 
     return plain
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, P)
+
+
+def _only(spec: P, axes: Collection[str], *, sums: bool) -> P:
+    """Return what a spec says of `axes`; without `sums` no dim is reduced or unreduced."""
+    parts = (
+        part if isinstance(part, tuple) or part is None else (part,) for part in spec.partitions
+    )
+    return P(
+        *(part and (tuple(axis for axis in part if axis in axes) or None) for part in parts),
+        reduced=spec.reduced & axes if sums else frozenset(),
+        unreduced=spec.unreduced & axes if sums else frozenset(),
+    )
 
 
 def _is_one_device(mesh: Mesh | AbstractMesh, axes: Collection[str]) -> bool:

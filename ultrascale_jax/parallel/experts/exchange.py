@@ -312,20 +312,25 @@ def _outer(
     agreed = _names(axis) + (("sp",) if shared > 1 else ())
     outer: Outer = functools.partial(_in_turn, run)
     for stage, first in reversed(list(zip(stages, rows_held[:-1], strict=True))):
-        stride = ranks * stage.experts // experts.num
-        span = stage.parts * stride
-        groups = [
-            [rank + part * stride for part in range(stage.parts)]
-            for start in range(0, ranks, span)
-            for rank in range(start, start + stride)
-        ]
         exchange = functools.partial(
             jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True,
-            axis_index_groups=groups if len(groups) > 1 else None,
+            axis_index_groups=_groups(stage, ranks, experts.num),
         )  # fmt: skip
         one = _Exchange(stage, first, D, exchange, run, agreed)
         run, outer = one.run, one.run_parts
     return outer
+
+
+def _groups(stage: A2AStage, ranks: int, num_experts: int) -> list[list[int]] | None:
+    """Return the groups of ranks that exchange in a stage, the same place in each part; None if it is one of all."""
+    stride = ranks * stage.experts // num_experts
+    span = stage.parts * stride
+    groups = [
+        [rank + part * stride for part in range(stage.parts)]
+        for start in range(0, ranks, span)
+        for rank in range(start, start + stride)
+    ]
+    return groups if len(groups) > 1 else None
 
 
 def _in_turn(
