@@ -8,32 +8,18 @@ import threading
 
 import pytest
 
+from tests.processes import wait_for
 from ultrascale_jax.cli import output, plan
-
-
-class Listener(io.StringIO):
-    """A stderr that is no terminal, and tells of each write."""
-
-    def __init__(self):
-        super().__init__()
-        self.written = threading.Event()
-
-    def write(self, text):
-        count = super().write(text)
-        self.written.set()
-        return count
 
 
 def test_work_that_takes_longer_is_told_with_its_last_text(monkeypatch):
     monkeypatch.setattr(output, "FIRST_S", 0)
     monkeypatch.setattr(output, "EVERY_S", 0.01)
-    stderr = Listener()
+    stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr), output.working("listing [meshes]") as tell:
-        assert stderr.written.wait(60)
+        wait_for(stderr.getvalue)
         tell("by formula: 3 of 7")
-        while "by formula" not in stderr.getvalue():
-            stderr.written.clear()
-            assert stderr.written.wait(60)
+        wait_for(lambda: "by formula" in stderr.getvalue())
     lines = stderr.getvalue().splitlines()
     assert lines[0] == "listing [meshes] (0 s)" and lines[-1].startswith("by formula: 3 of 7 (")
 

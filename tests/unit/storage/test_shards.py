@@ -3,11 +3,11 @@
 import json
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
 
+from tests.processes import wait_for
 from ultrascale_jax.cli import prepare_data
 from ultrascale_jax.config import DataConfig, UserError
 from ultrascale_jax.data import corpus as corpora
@@ -131,10 +131,7 @@ def test_the_files_of_a_block_are_fetched_ahead(shards, monkeypatch):
     folder, _ = open_remote(shards)
     remote.read_ahead(np.array([1, 3]))
     wanted = {f"shard_0000{number}.{kind}" for number in (1, 3) for kind in ("documents", "tokens")}
-    until = time.monotonic() + 60
-    while {path.name for path in folder.glob("shard_*")} < wanted and time.monotonic() < until:
-        time.sleep(0.01)
-    assert {path.name for path in folder.glob("shard_*")} == wanted
+    wait_for(lambda: {path.name for path in folder.glob("shard_*")} == wanted)
     monkeypatch.setattr(Remote, "download", None)
     assert len(remote.documents[3])
 
