@@ -160,11 +160,8 @@ def test_never_resume_moves_earlier_checkpoints_aside_and_must_asks_for_one(stat
     ("name", "value"),
     [
         ("model.d_ff", 128),
-        ("model.sliding_window", 8),
         ("model.rope_scaling", RopeScaling()),
         ("data.seq_len", 16),
-        ("data.document_mask", False),
-        ("data.eval_fraction", 0.2),
         ("train.seed", 1),
         ("train.global_batch", 16),
         ("optim.name", "muon"),
@@ -183,13 +180,8 @@ def test_another_model_or_data_order_is_refused_by_field(name, value):
     ("name", "value", "told"),
     [
         ("mesh.tp", 2, False),
-        ("pp.schedule", "zb_v", False),
-        ("kernels.attention", "xla", False),
         ("log.run_dir", "elsewhere", False),
-        ("checkpoint.every", 3, False),
         ("train.zero", 1, True),
-        ("train.microbatches", 2, True),
-        ("train.steps", 99, True),
         ("optim.lr", 0.5, True),
         ("data.source", "text:the/same/tokens", True),
     ],
@@ -217,13 +209,10 @@ def test_a_field_that_is_named_may_change_and_is_told():
     assert [note.partition(":")[0] for note in notes] == fields
 
 
-KEEP = Keep(saved=("q",), offloaded=("gate",))
-
-
-@pytest.mark.parametrize("remat", ["dots", KEEP, Split(first="full", layers=2, last=KEEP)])
-def test_a_config_survives_json_with_its_nested_parts(remat):
+def test_a_config_survives_json_with_its_nested_parts():
+    keep = Keep(saved=("q",), offloaded=("gate",))
     cfg = Config(
-        train=TrainConfig(remat=remat),
+        train=TrainConfig(remat=Split(first="full", layers=2, last=keep)),
         model=ModelConfig(rope_scaling=RopeScaling(factor=32.0)),
         checkpoint=CheckpointConfig(every=5),
         log=LogConfig(run_dir="x"),

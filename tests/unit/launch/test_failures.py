@@ -17,7 +17,6 @@ from ultrascale_jax.launch.failures import Failures, NotNow, exit_code, redact
         (Diverged("x"), 3),
         (RuntimeError("x"), 70),
         (OSError(errno.EACCES, "Permission denied", "run/metrics.jsonl"), 2),
-        (OSError(errno.EROFS, "Read-only file system", "run/metrics.jsonl"), 2),
         (OSError(errno.EACCES, "Permission denied"), 70),
         (OSError(errno.EIO, "Input/output error", "run/metrics.jsonl"), 70),
         (KeyboardInterrupt(), 130),
