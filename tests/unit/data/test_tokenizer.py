@@ -106,7 +106,6 @@ def changed(path, change):
     ("ids", "config", "said"),
     [
         ([256, 300, 301], {}, "tokenizer.json gives the added token '<a>' the id 300, but it gets"),
-        ([256, 257, 257], {}, "the added token '<b>' the id 257, but it gets the id 258"),
         ([256, 257, 258], {"258": {"content": "<a>"}}, "tokenizer_config.json gives the added"),
         ([256, 257, 258], {"300": {"content": "<pad>"}}, "the id 300, but tokenizer.json has no"),
         ([256, 257, 258], {"257": {"content": "<a>"}}, None),
@@ -132,11 +131,9 @@ def test_added_tokens_with_another_id_than_the_files_say_are_refused(tmp_path, i
     ("post", "config", "special_tokens", "begins"),
     [
         ("<s> $A </s>", {}, "bos", True),
-        ("$A", {}, "bos", False),
         ("<s> $A", {"add_bos_token": True, "bos_token": "<s>"}, "bos", True),
         ("<s> $A", {"add_bos_token": False, "bos_token": "<s>"}, "bos", False),
         ("<s> $A", {}, "none", False),
-        ("<s> $A", {}, "all", True),
     ],
 )
 def test_every_text_begins_as_the_tokenizer_says(tmp_path, post, config, special_tokens, begins):

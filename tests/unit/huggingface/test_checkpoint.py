@@ -104,8 +104,6 @@ REFUSED = [
     # Missing, unknown and misshapen tensors.
     ("llama3", {f"{LAYER}mlp.up_proj.weight": None}, r"layers\.1\.mlp\.up_proj.*missing"),
     ("llama3", {"score.weight": (2, 64)}, r"score\.weight.*not part of this model"),
-    ("llama3", {f"{LAYER}self_attn.q_proj.bias": (64,)}, r"q_proj\.bias.*not part"),
-    ("llama3", {"model.norm.weight": (65,)}, r"model\.norm\.weight\.shape=\(65,\).*\(64,\)"),
     ("llama3", {f"{LAYER}mlp.up_proj.weight": (64, 128)}, r"up_proj.*\(64, 128\).*\(128, 64\)"),
     ("llama3", {"model.norm.weight": np.ones(64, np.int8)}, r"model\.norm\.weight\.dtype='I8'"),
     # Unknown ones are told before those that are missing, as where one was renamed.
@@ -122,11 +120,8 @@ REFUSED = [
     ),
     # Experts and latent attention.
     ("deepseek_v3", {"model.layers.2.mlp.experts.7.up_proj.weight": None}, "experts.7.*missing"),
-    ("deepseek_v3", {f"{LAYER}mlp.experts.8.up_proj.weight": (16, 32)}, r"experts\.8.*not part"),
-    ("deepseek_v3", {f"{LAYER}self_attn.kv_b_proj.weight": (16, 112)}, r"kv_b_proj.*\(112, 16\)"),
     # The module of multi-token prediction.
     ("deepseek_v3", {f"{MTP}eh_proj.weight": None}, r"layers\.3\.eh_proj.*missing"),
-    ("deepseek_v3", {f"{MTP}enorm.weight": (31,)}, r"enorm.*config.json makes it \(32,\)"),
     ("deepseek_v3", {f"{MTP}embed_tokens.weight": (64, 32)}, "differs from model.embed_tokens"),
     ("deepseek_v3", {f"{MTP}shared_head.head.weight": (64, 32)}, "differs from lm_head.*share it"),
     # Blocks of MXFP4.
@@ -168,7 +163,6 @@ def test_tensors_that_say_nothing_may_be_there_or_missing(tmp_path):
     [
         ("llama3", np.nan, np.float32),
         ("llama3", np.inf, np.float16),
-        ("llama3", -np.inf, ml_dtypes.bfloat16),
         ("mixtral", np.nan, np.float32),
     ],
 )
