@@ -462,7 +462,7 @@ def _call(
     """Run a kernel with a program for each tile and head of the first of `out`; the results vary as the operands do.
 
     Args:
-      compute: `compute(program, warpgroup)` makes half a tile of the results.
+      compute: `compute(program, warpgroup)` computes half a tile of the results.
       steps: `[B, tiles, 2]` int32: the first of the tiles that a program visits, and how many.
       scratch: buffers in shared memory in addition to `loads`.
     """

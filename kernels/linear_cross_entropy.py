@@ -2,9 +2,9 @@
 
 A loss needs two numbers of each token: the log-sum-exp of its logits, and the logit of its target. The forward pass
 computes them a chunk of tokens at a time, or by a kernel that holds no logits (`linear_cross_entropy_mosaic.py`). The
-backward pass computes the logits again, and makes their gradient for a chunk of the vocabulary at a time, which two
-plain products take. A run's other implementation, `models/loss.py`, makes the gradients in the forward pass by chunks
-of tokens: three products, not four.
+backward pass computes the logits again, and their gradient for a chunk of the vocabulary at a time, which two
+plain products take. A run's other implementation, `models/loss.py`, computes the gradients in the forward pass by
+chunks of tokens: three products, not four.
 """
 
 import functools
@@ -49,7 +49,7 @@ def linear_cross_entropy(
     Args:
       x: `[..., D]` hidden states.
       head: `[D, V]` in x's type; with `axes` this device's words.
-      targets: `[...]` integers, numbers of words; -1 is not counted. One that is no word makes the loss NaN.
+      targets: `[...]` integers, token ids; -1 is not counted. An id outside the vocabulary turns the loss into NaN.
       weight: weight of each counted token, a scalar or `[...]`; 1 / number of tokens gives the mean.
       z_loss: adds `z_loss * logsumexp(logits)^2` for each counted token (arXiv 2204.02311, section 5).
       offset: number of the first word of `head`; by default that of equal shards over `axes`, in their order.

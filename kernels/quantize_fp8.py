@@ -163,7 +163,7 @@ def kernel(x, scaling: Scaling, dtype, *, both: bool) -> tuple[Quantized, ...]:
 
 def scale_of(amax: jax.Array, dtype) -> jax.Array:
     """Return the float32 scales of parts whose largest magnitudes are `amax`."""
-    # Not a division, of which XLA makes this only where it compiles it.
+    # Not a division, which XLA turns into this only where it compiles it.
     scale = amax * (1 / float(jnp.finfo(dtype).max))
     scale = jnp.where(scale < TINY, 1.0, scale)
     # One less than a power of 2 is added and the mantissa dropped; infinity stays, but NaN would not.
@@ -173,7 +173,7 @@ def scale_of(amax: jax.Array, dtype) -> jax.Array:
 
 
 def cast(x: jax.Array, inverse: jax.Array, dtype) -> jax.Array:
-    """Multiply x by the inverse scales, and clip it: a cast makes NaN or infinity of larger numbers."""
+    """Multiply x by the inverse scales, and clip it: a cast turns larger numbers into NaN or infinity."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(x * inverse, -largest, largest).astype(dtype)
 

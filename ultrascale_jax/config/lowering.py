@@ -310,8 +310,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="fp8_products",
         applies=lambda run, _: run.fp8,
-        # XLA makes a product bfloat16 where Triton may take it, and where it merges products of one activation, whose
-        # matrices have a scale each.
+        # XLA multiplies in bfloat16 where Triton may take a product, and where it merges products of one activation,
+        # whose matrices have a scale each.
         xla={"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0},
         effect="products in fp8 are cuBLASLt's",
         evidence="8B on 8, `fp8`: 1,048 -> 764 ms; docs/precision.md has each product",

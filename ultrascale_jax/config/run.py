@@ -201,7 +201,7 @@ class Config(Section, name=""):
 
     @property
     def frozen_in_fp8(self) -> bool:
-        """Whether the layers' matrices below adapters rest in fp8: all are multiplied so, with one scale for each."""
+        """Whether the layers' matrices below adapters are stored in fp8: all are multiplied so, with a scale each."""
         ends = self.fp8.bf16_first or self.fp8.bf16_last
         return self.train.lora.enabled and self.train.precision == "fp8" and not ends
 

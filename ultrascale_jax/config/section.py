@@ -151,7 +151,7 @@ class _Field(NamedTuple):
     words: str
     bounds: tuple[Bound, ...]
     accepted: set[tuple[type, Any]]
-    """Plain values that have passed, with their types: a search makes configurations by the ten thousand."""
+    """Plain values that have passed, with their types: a search builds configurations by the ten thousand."""
 
 
 @functools.cache

@@ -326,7 +326,7 @@ def _children(module: Any) -> list[tuple[str, Any]]:
 
 @jax.named_scope("norm")
 def normed(x_BRD: jax.Array, norm: Any, cfg: ModelConfig, kernels: KernelsConfig) -> jax.Array:
-    """Apply a norm as `Layers.make_norm` makes it, its parameters unsharded."""
+    """Apply a norm of `Layers.make_norm`, its parameters unsharded."""
     if is_variable(norm):
         return rms_norm(x_BRD, norm[...], "D", "BRD", cfg.norm_eps, kernels.norm)
     y_BRD = norm(x_BRD)

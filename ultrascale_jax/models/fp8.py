@@ -55,12 +55,12 @@ Implementation = Literal["auto", "xla", "mosaic"]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 AMAXES = "amaxes"
-"""Name in a module of the largest magnitudes of its matrices that rest in fp8."""
+"""Name in a module of the largest magnitudes of its matrices that are stored in fp8."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Settings of the products with parameters in fp8; `train_step/precision.py` makes them of a run's."""
+    """Settings of the products with parameters in fp8; `train_step/precision.py` has a run's."""
 
     scaling: Scaling
     gradients: Gradient
@@ -95,8 +95,8 @@ class Fp8Weight:
     """A matrix as it is used in fp8."""
 
     value: jax.Array | None
-    """In the type of compute; None: it rests in fp8 and has no gradient. With `quantised` only its gradient is of use,
-    and XLA drops what made it."""
+    """In the type of compute; None: it is stored in fp8 and has no gradient. With `quantised` only its gradient is of
+    use, and XLA drops its operations."""
     quantised: tuple[Quantized, ...]
     """The same in e4m3 as bytes (`as_bits`), where it was quantised before it was gathered: with one scale, or with
     `mx` along the dims that products contract, and along the others."""
@@ -131,11 +131,11 @@ def in_fp8(dims: str) -> bool:
 def quantise_shards(
     w: jax.Array, contracted: int, recipe: Recipe, amax: jax.Array | None
 ) -> tuple[Quantized, ...]:
-    """Return `Fp8Weight.quantised` of a matrix at rest, whose first `contracted` dims products contract.
+    """Return `Fp8Weight.quantised` of a stored matrix, whose first `contracted` dims products contract.
 
-    `amax` is its largest magnitude, for one scale, with which it may rest in fp8. No block of `mx` may cross shards, so
-    each device's size of the last dim of either kind must be a multiple of 32; else, and with other scales, the result
-    is empty.
+    `amax` is its largest magnitude, for one scale, with which it may be stored in fp8. No block of `mx` may cross
+    shards, so each device's size of the last dim of either kind must be a multiple of 32; else, and with other scales,
+    the result is empty.
     """
     if amax is not None:
         at_rest = Quantized(w, scale_of(amax, E4M3)) if w.dtype == E4M3 else None
@@ -162,9 +162,9 @@ def quantise_shards(
 def weight_amaxes(
     stacks: Sequence[Any], orders: Sequence[Sequence[int | None]], num_layers: int
 ) -> dict[str, jax.Array]:
-    """Return `Fp8.amaxes` of the parameters at rest of a `Transformer`'s stacks, in one reduction over all devices.
+    """Return `Fp8.amaxes` of the stored parameters of a `Transformer`'s stacks, in one reduction over all devices.
 
-    Layers without a matrix have 0 in its place. The amaxes of matrices that rest in fp8 rest too (`AMAXES`). With
+    Layers without a matrix have 0 in its place. The amaxes of matrices in fp8 are stored with them (`AMAXES`). With
     pp > 1 call it on shards.
     """
     matrices = []
@@ -209,7 +209,7 @@ def fp8_product(subscripts: str, x: jax.Array, w: Fp8Weight, *, out_sharding: P,
         tokens, features = x.shape[:-contracted], w.shape[contracted:]
         w = w.map(lambda a: a.reshape(math.prod(a.shape[:contracted]), -1))
         x, w = match_vma(x.reshape(-1, w.shape[0]), w)
-        # JAX would make cotangents of the wrong type for float8 values.
+        # JAX would give float8 values cotangents of the wrong type.
         y = multiply(w.recipe, x, w.value, *jax.lax.stop_gradient(w.quantised))
         return leave_partial(y.reshape(*tokens, *features), out_sharding.unreduced)
 
@@ -233,9 +233,9 @@ def fp8_dot(
       x: float array; its leading dims are rows, or tokens.
       w: float matrix.
       scaling: `tensor`, `row`, `block` or `mx`, with one scale for a tensor, a row, 128 or 32 elements of a row.
-      gradients: type of the gradient of the result; `mx` wants e4m3.
+      gradients: type of the gradient of the result; `mx` needs e4m3.
       wgrad: type in which the gradient of w is multiplied.
-      implementation: of products with `block`: Mosaic's kernel wants a Hopper GPU and sizes in multiples of 128.
+      implementation: of products with `block`: Mosaic's kernel needs a Hopper GPU and sizes in multiples of 128.
 
     Returns:
       `[..., N]` in x's type. Gradients have the types of x and w. On GPUs with fp8 the products are cuBLASLt's.
@@ -296,7 +296,7 @@ multiply.defvjp(_forward, _backward)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """View float8 as bytes: `jax.checkpoint` keeps values by `reduce_precision`, which makes NaN of 256 to 448."""
+    """View float8 as bytes: `jax.checkpoint` keeps values by `reduce_precision`, which turns 256 to 448 into NaN."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype in (E4M3, E8M0) else x
 
 
@@ -355,7 +355,7 @@ def _weight(recipe: Recipe, w, quantised) -> tuple[Quantized, Quantized]:
 def _product_of(recipe: Recipe, a: Quantized, b: Quantized, dtype, exact: bool = False):
     """Multiply a `[..., M, K]` by the transpose of b `[..., N, K]`, in `dtype`.
 
-    XLA makes an fp8 product of this on GPUs: types and a scalar scale outside of it, in `dtype`, other scales after
+    XLA compiles this to an fp8 product on GPUs: types and a scalar scale outside of it, in `dtype`, other scales after
     it. `exact` asks cuBLASLt for sums in float32 (gradients), else it takes fewer bits and is faster.
     """
     if recipe.scaling == "mx":

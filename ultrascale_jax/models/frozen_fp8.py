@@ -1,6 +1,6 @@
-"""Matrices below adapters that rest in fp8: quantised once, and not in every step, to the same values.
+"""Matrices below adapters that are stored in fp8: quantised once, and not in every step, to the same values.
 
-A matrix of a stack rests as e4m3, and the largest magnitudes of its layers, which give their scales, beside it:
+A matrix of a stack is stored as e4m3, with the largest magnitudes of its layers, which give their scales:
 `attn.w_q` `[L, D, N, H]` and `attn.amaxes.w_q` `[L]`. ZeRO gathers it as it is, 1 byte a parameter.
 """
 
@@ -22,7 +22,7 @@ class Amaxes(nnx.Module):
 
 
 class Resting(NamedTuple):
-    """A stacked matrix as it rests, in place of its parameter's value."""
+    """A stacked matrix as it is stored, in place of its parameter's value."""
 
     values: jax.Array
     """`[L, ...]`, e4m3."""
@@ -31,12 +31,12 @@ class Resting(NamedTuple):
 
 
 def quantised[M](model: M) -> M:
-    """Return a `Transformer` whose stacks' matrices rest in fp8; they are in the type of compute."""
+    """Return a `Transformer` whose stacks' matrices are stored in fp8; they are in the type of compute."""
     return with_amaxes(jax.tree.map(rest, model, is_leaf=is_variable))
 
 
 def rest(param: Any) -> Any:
-    """Return a frozen parameter, with `Resting` in place of its value if it rests in fp8: a matrix of a stack.
+    """Return a frozen parameter, with `Resting` in place of its value if it is stored in fp8: a matrix of a stack.
 
     Experts' products quantise what was gathered: they stay as they are.
     """

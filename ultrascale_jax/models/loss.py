@@ -450,7 +450,7 @@ def _join_sums(a, b):
     return jnp.maximum(high_a, high_b), total
 
 
-def cross_entropy_of_pieces(
+def cross_entropy_of_shards(
     x_BTD: jax.Array,
     head_DV: jax.Array,
     targets_BT: jax.Array,

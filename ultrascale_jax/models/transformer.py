@@ -10,7 +10,7 @@ differ in window, precision or recomputation, a stack is run in segments; a peri
 is one segment, whose layers read a flag. Under ZeRO-3 each iteration gathers one layer's parameters
 (`Block.gather_params`): in training the next layer's, otherwise its own.
 
-`model.orders` says where layers rest: the layer at each row of each stack. A pipeline's have padding
+`model.orders` says where layers are stored: the layer at each row of each stack. A pipeline's have padding
 (`schedules.stack_orders`); a checkpoint's are those above (`checkpoint/mesh_independent.py`).
 """
 
@@ -38,7 +38,7 @@ from ultrascale_jax.models.layers import (
     param,
     zero_sizes,
 )
-from ultrascale_jax.models.loss import capped, cross_entropy, cross_entropy_of_pieces
+from ultrascale_jax.models.loss import capped, cross_entropy, cross_entropy_of_shards
 from ultrascale_jax.models.mtp import MTPModule
 from ultrascale_jax.models.stack import LayerOutputs, Recomputation, keep_all, pieces, run
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
@@ -52,7 +52,7 @@ from ultrascale_jax.sharding.rules import act, mesh_size, place, stored_spec
 
 
 def stacked(make: Callable, cfg: ModelConfig, key: jax.Array, order: LayerOrder) -> Any:
-    """Stack `make(key)` of the layers in `order`, each made where it rests, the same on any mesh and in any order."""
+    """Stack `make(key)` of the layers in `order`, each made where it is stored, the same on any mesh, in any order."""
     layers = np.array([layer or 0 for layer in order])
     spec = stored_spec("L", layers.shape)
     keys = place(jax.random.split(key, cfg.num_layers)[layers], spec)
@@ -141,7 +141,7 @@ class Transformer(nnx.Module):
         *,
         kernels: KernelsConfig = AUTO,
     ):
-        """`orders`: of a pipeline's stacks (`schedules.stack_orders`); without it layers rest in their order."""
+        """`orders`: of a pipeline's stacks (`schedules.stack_orders`); without it layers are in their order."""
         self.cfg, self.kernels, self.staged = cfg, kernels, orders is not None
         self.orders = tuple(tuple(layers) for layers in cfg.stacks) if orders is None else orders
         k_embed, k_stacks, k_head = jax.random.split(key, 3)
@@ -298,7 +298,7 @@ class Transformer(nnx.Module):
             x_BTD, head = gather_sequence(x_BRD, "V"), self.head_weight(dtype)
             arguments = x_BTD, head, targets_BT, weight, z_loss, self.cfg.vocab_size
             if not self.cfg.logit_cap and takes("loss", self.kernels.loss, "mosaic"):
-                return cross_entropy_of_pieces(*arguments)
+                return cross_entropy_of_shards(*arguments)
             return cross_entropy(*arguments, self.cfg.logit_cap)
 
     def logits(

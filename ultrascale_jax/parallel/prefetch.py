@@ -94,7 +94,7 @@ def prefetch_scan(
       layer: `(gathered, x[, context][, constants]) -> y` or `-> (y, aux[, statistics])`, with those of the two that are
         given, and no closure over a value that is differentiated. y has x's type; aux is a tree of float arrays, and is
         differentiated; statistics, any tree, are not.
-      params: a tree of float arrays with a leading dim of layers, sharded as they rest.
+      params: a tree of float arrays with a leading dim of layers, sharded as they are stored.
       x: the first layer's input, one array.
       gather: `(params[, constants]) -> gathered` of one layer: its all-gathers, whose transpose is the reduce-scatters.
         On an Explicit mesh `jax.reshard(p, P(None, None))`, or `P(None, None, reduced={axis})` if p is in products

@@ -1,4 +1,4 @@
-"""The two memories in which an array may rest: the device's and the host's."""
+"""The two memories of an array: the device's and the host's."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array rests in the host's memory, as its type says."""
+    """Return whether an array is in the host's memory, as its type says."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

@@ -219,7 +219,7 @@ def contracted_axes(subscripts: str) -> frozenset[str]:
 
 def cast(value: jax.Array, dims: str, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Cast a parameter to the type of compute; vectors (norm scales and biases) and the router stay float32, and a
-    matrix that rests in fp8 as it is."""
+    matrix that is stored in fp8 as it is."""
     stays = not is_matrix(dims) or "X" in dims or value.dtype == jnp.float8_e4m3fn
     return value if stays else value.astype(dtype)
 

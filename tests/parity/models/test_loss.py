@@ -14,7 +14,7 @@ from ultrascale_jax.models import loss_chunks
 from ultrascale_jax.models.layers import gather_sequence
 from ultrascale_jax.models.loss import (
     cross_entropy,
-    cross_entropy_of_pieces,
+    cross_entropy_of_shards,
     row_losses,
     token_losses,
 )
@@ -86,7 +86,7 @@ def ours(x, head, targets, z_loss, loss=cross_entropy):
 LOSSES = {
     "one_chunk": (2**29, cross_entropy),
     "a_chunk_for_each_position": (4 * V, cross_entropy),
-    "pieces": (2**29, functools.partial(cross_entropy_of_pieces, implementation="xla")),
+    "pieces": (2**29, functools.partial(cross_entropy_of_shards, implementation="xla")),
 }
 
 
