@@ -63,17 +63,6 @@ def test_the_groups_of_an_exchange_and_of_a_ring():
     )
 
 
-def test_kv_heads_are_repeated_where_the_ranks_of_a_place_outnumber_them():
-    tokens = 131072 / 8
-    assert context.query_key_values(split(8)) == (tokens * 4096, tokens * 1024)
-    assert context.query_key_values(split(8, sp=4)) == (tokens * 1024, tokens * 256)
-    assert context.query_key_values(split(8, sp=4, strategy="ulysses")) == (
-        tokens * 1024,
-        tokens * 1024,
-    )
-    assert context.query_key_values(split(8, sp=16)) == (tokens * 256, tokens * 128)
-
-
 def test_a_hop_waits_for_what_its_block_does_not_hide():
     run, cluster = split(16), find_cluster(None, "h100", 16)
     ring = Group(ranks=16, per_node=8)
@@ -86,24 +75,6 @@ def test_a_hop_waits_for_what_its_block_does_not_hide():
     forward, backward = context.exposed_seconds(run, cluster, 16 * hop / 2, 16 * hop)
     assert forward == pytest.approx(15 * hop / 2)
     assert backward == pytest.approx(15 * back)
-
-
-def test_gathered_keys_wait_for_the_scatter_of_their_gradients():
-    run, cluster = split(8, strategy="allgather"), find_cluster(None, "h100", 8)
-    forward, backward = context.exposed_seconds(run, cluster, 1.0, 1.0)
-    node = Group(ranks=8, per_node=8)
-    scattered = costs.collective_seconds(cluster, "reduce-scatter", 8 * 131072 * 1024, node)
-    assert (forward, backward) == (0, pytest.approx(scattered))
-
-
-def test_heads_are_exchanged_four_times_each_way():
-    run, cluster = split(8, strategy="ulysses"), find_cluster(None, "h100", 8)
-    node, tokens = Group(ranks=8, per_node=8), 131072 / 8
-    seconds = sum(
-        2 * costs.collective_seconds(cluster, "all-to-all", 2 * tokens * width, node)
-        for width in (4096, 1024)
-    )
-    assert context.exposed_seconds(run, cluster, 1.0, 1.0) == (pytest.approx(seconds),) * 2
 
 
 def test_a_document_mask_is_that_of_a_place():

@@ -9,7 +9,7 @@ from ultrascale_jax.plan.formulas.framework import ULTRASCALE
 from ultrascale_jax.plan.formulas.layer_time import LayerTime
 from ultrascale_jax.plan.formulas.memory import host_bytes
 from ultrascale_jax.plan.formulas.step_time import Step, estimate, update_bytes
-from ultrascale_jax.plan.hardware import find_cluster, find_gpu
+from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 from ultrascale_jax.plan.prediction import StepPrediction
 from ultrascale_jax.plan.workload import Run
@@ -58,30 +58,6 @@ def test_the_optimizer_writes_no_copy_of_bfloat16_weights():
     assert speed(half).parts["optimizer"] < 0.8 * speed(whole).parts["optimizer"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"fsdp": 8},
-        {"fsdp": 4, "sp": 2, "zero": 1},
-        {"dp": 8, "zero": 0},
-        {"pp": 4, "fsdp": 2, "sp": 8, "microbatches": 8},
-        {"cp": 8, "sequences": 1},
-        {"shape": MIXTRAL, "ep": 8},
-        {"fsdp": 8, "remat": Keep(saved=("q", "k", "v"), offloaded=("gate", "up"))},
-        {"fsdp": 8, "precision": "fp8"},
-    ],
-    ids=str,
-)
-def test_parts_are_the_step(fields):
-    planned = run(**fields)
-    found = speed(planned)
-    assert sum(found.parts.values()) == pytest.approx(found.step_s)
-    assert all(seconds > 0 for seconds in found.parts.values())
-    assert found.tokens_per_s_gpu * planned.num_gpus * found.step_s == pytest.approx(
-        planned.step_tokens
-    )
-
-
 def test_copies_to_the_host_are_waited_for_beyond_a_layer():
     # Forward pass and backward pass each move what a layer offloads once; a pass hides what its work takes the time of.
     planned = run(
@@ -119,46 +95,6 @@ def test_what_travels_between_nodes_shares_the_link_to_the_host():
     params = (LLAMA3_8B.dense_params) / LLAMA3_8B.layers
     sent = 2 * params * 3 / 4 / 8
     assert waited(32) - waited(8) == pytest.approx(32 * 3 * sent / 17e9, rel=0.1)
-
-
-OUTSIDE = ("bubble", "exposed pp", "exposed fsdp", "optimizer", "step overhead")
-
-
-def bubble_of(**fields) -> float:
-    """The bubble over what a rank itself computes."""
-    parts = dict(speed(run(pp=4, fsdp=2, microbatches=32, zero=1, **fields)).parts)
-    return parts["bubble"] / sum(s for name, s in parts.items() if name not in OUTSIDE)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "virtual_stages", "least"),
-    [
-        ("afab", 1, 3 / 32),
-        ("1f1b", 1, 3 / 32),
-        ("interleaved", 4, 3 / (4 * 32)),
-    ],
-)
-def test_the_bubble_in_lock_step_is_the_published_one(schedule, virtual_stages, least):
-    # A little less for the head, which has no bubble; a little more where idle ticks run it too.
-    found = bubble_of(schedule=schedule, virtual_stages=virtual_stages)
-    assert found == pytest.approx(least, rel=0.1)
-
-
-def test_fp8_gathers_a_byte_of_a_parameter_and_scatters_two():
-    def moved(planned: Run) -> tuple[float, float]:
-        step = Step(planned, find_cluster(None, "h100", 512))
-        return step.moved(step.layer_params)
-
-    dense, low = (moved(run(fsdp=512, precision=precision)) for precision in ("bf16", "fp8"))
-    params = LLAMA3_8B.dense_params / LLAMA3_8B.layers
-    link = 1e9 * find_gpu("h100").nvlink_gbs * costs.LINK_SHARE  # 8 GPUs' network is faster
-    assert dense[0] - low[0] == pytest.approx(params * 511 / 512 / link)
-    assert dense[1] == low[1]
-    # Experts' matrices are gathered in bfloat16.
-    dense, low = (
-        moved(run(MIXTRAL, fsdp=64, ep=8, precision=precision)) for precision in ("bf16", "fp8")
-    )
-    assert low[0] > 0.9 * dense[0]
 
 
 def test_a_norm_behind_the_mlp_repeats_its_product_unless_that_is_kept():

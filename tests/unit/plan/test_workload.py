@@ -16,7 +16,7 @@ from ultrascale_jax.config import (
 from ultrascale_jax.configs import llama3_8b, llama3_70b, llama32_1b, shapes
 from ultrascale_jax.parallel.pipeline import schedules
 from ultrascale_jax.plan.schedules.text import write_csv
-from ultrascale_jax.plan.workload import Group, Run, group
+from ultrascale_jax.plan.workload import Run
 
 LLAMA3_8B, LLAMA3_70B = pinned(llama3_8b.config), pinned(llama3_70b.config)
 LLAMA32_1B = pinned(llama32_1b.config, "selective", 8)
@@ -87,31 +87,3 @@ def test_a_run_has_the_stages_of_the_users_table(tmp_path):
     )
     with pytest.raises(UserError, match="16"):
         Run.of(other, 8)
-
-
-@pytest.mark.parametrize(
-    ("layers", "virtual", "chunk", "rank"),
-    [(16, 1, 4, 4), (81, 1, 21, 21), (81, 2, 11, 22), (8, 2, 1, 2)],
-)
-def test_a_rank_holds_as_many_layers_as_the_fullest(layers, virtual, chunk, rank):
-    cfg = piped(schedule="interleaved" if virtual > 1 else "1f1b")
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_layers=layers))
-    run = Run.of(cfg, 8)
-    assert (run.chunk_layers, run.rank_layers) == (chunk, rank)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "axes", "expected"),
-    [
-        ({"fsdp": 8}, ("fsdp",), Group(ranks=8, per_node=8)),
-        ({"fsdp": 64}, ("fsdp",), Group(ranks=64, per_node=8)),
-        ({"dp": 8, "fsdp": 8}, ("dp",), Group(ranks=8, per_node=1)),
-        ({"fsdp": 16, "sp": 4}, ("fsdp",), Group(ranks=16, per_node=2)),
-        ({"fsdp": 16, "sp": 4}, ("sp",), Group(ranks=4, per_node=4)),
-        ({"fsdp": 16, "sp": 4}, ("fsdp", "sp"), Group(ranks=64, per_node=8)),
-        ({"pp": 2, "fsdp": 2, "tp": 16}, ("tp",), Group(ranks=16, per_node=8)),
-        ({"pp": 2, "fsdp": 2, "tp": 16}, ("pp",), Group(ranks=2, per_node=1)),
-    ],
-)
-def test_a_group_knows_how_many_of_its_ranks_share_a_node(mesh, axes, expected):
-    assert group(MeshConfig.of(**mesh), axes, gpus_per_node=8) == expected
