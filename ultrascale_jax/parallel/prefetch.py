@@ -196,20 +196,16 @@ class _Scan:
         compute = functools.partial(self.pull_back, vjp, context)
         reduce = functools.partial(self.reduce, stacks)
 
-        def body(i, row, carry: Backward) -> Backward:
-            constant, kept, aux, preceding_on_host = row
+        def body(i, rows, carry: Backward) -> Backward:
+            constant, kept, aux, preceding_on_host = rows
             returning = move(jax.memory.Space.Device, preceding_on_host)
             kept = kept, carry.kept_on_host
             dgathered, dx = compute(carry.gathered, constant, kept, carry.dy, aux)
-            preceding, unscattered = self.delayed(
-                read_row(stacks, self.loop.neighbour(i - 1)),
-                carry.unscattered,
-                carry.gathered,
-                dgathered,
-            )
+            row = read_row(stacks, self.loop.neighbour(i - 1))
+            row, unscattered = self.delayed(row, carry.unscattered, carry.gathered, dgathered)
             unsummed, finished = reduce(unscattered, carry.unsummed)
             gradients = write_row(carry.gradients, finished, self.loop.written(i + lag))
-            gathered = self.layer.gather(*preceding)
+            gathered = self.layer.gather(*row)
             return Backward(dx, gathered, dgathered, unsummed, gradients, returning)
 
         constant, row = read_row((constants, kept), 0)

@@ -192,9 +192,8 @@ def apply_gradients(
         else:
             new, opt_state = offload.update(advance, trained, state.opt_state, grads)
         new = guards.keep(balance.rebalanced(cfg, new, sums.routed), new, verdict)
-        params = combine(new, fixed)
     next_state = guards.after(state, verdict, loss, norm, terms)
-    next_state = dataclasses.replace(next_state, params=params, opt_state=opt_state)
+    next_state = dataclasses.replace(next_state, params=combine(new, fixed), opt_state=opt_state)
     lr = jnp.asarray(schedule(cfg)(state.step - state.skipped), jnp.float32)
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": count(batch)}
     metrics |= guards.metrics(state, verdict)
