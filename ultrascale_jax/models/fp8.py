@@ -11,7 +11,11 @@ contracted: x and the gradient of y once for the forward pass (or the input's gr
 the weight's gradient. The forward pass keeps fp8 for the backward pass: x in the form that the weight's gradient takes.
 
 Scales are powers of 2, made of the values at hand (current scaling), on this device's shards: another mesh changes only
-what is too small to be held. ZeRO gathers fp8 and not bfloat16 where a shard can be quantised by itself: with
+what is too small to be held. A key head that `tp` replicates is the exception: each replica quantises the gradient of
+its query heads. Two replicas give a weight gradient that is as near to the exact one as one device's, and 4% (e4m3) or
+7% (e5m2) from that one.
+
+ZeRO gathers fp8 and not bfloat16 where a shard can be quantised by itself: with
 per-tensor scales, which `weight_amaxes` finds once a step, in one reduction, and with blocks of 32 that lie within
 shards, in the orientation that the pass multiplies. Experts' matrices are gathered in bfloat16. Matrices below adapters
 do not change: `frozen_fp8.py` quantises them once.
