@@ -3,6 +3,7 @@
 The formulas and the numbers equal the ones of `ultrascale plan memory` and `search`.
 """
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,22 +14,16 @@ from ultrascale_jax.cli.plan_commands.words import plan_command, train_command
 from ultrascale_jax.config import Config, UserError, require
 from ultrascale_jax.plan.auto import choose_auto
 from ultrascale_jax.plan.formulas.memory import breakdown
-from ultrascale_jax.plan.formulas.placement import place
 from ultrascale_jax.plan.formulas.step_time import estimate
-from ultrascale_jax.plan.hardware import GPUS, Cluster
+from ultrascale_jax.plan.hardware import GPUS
 from ultrascale_jax.plan.report.memory import MemoryReport
+from ultrascale_jax.plan.report.mesh import MeshReport
 from ultrascale_jax.plan.search.search_space import divisors
-from ultrascale_jax.plan.workload import Run, group
+from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.web.fields import FIELDS, Asked, Bases, State, rest_of
 
 MOST_POINTS = 16
 """Values of a sweep."""
-
-DOUBLINGS = range(-3, 5)
-"""Powers of two by which a sweep multiplies the GPUs, and the tokens of a sequence."""
-
-WIDEST = 64
-"""The largest axis of a sweep."""
 
 SWEEPS = (
     *("data.seq_len", "gpus", "train.microbatches", "train.remat", "train.zero"),
@@ -37,8 +32,17 @@ SWEEPS = (
 """Fields over which the page shows a sweep."""
 
 
-LINK = ("axis", "size", "splits", "sends", "nodes", "gb_per_second", "sent_bytes", "ratio")
-"""Fields of a `Placement` that the page shows."""
+def answered[**P](work: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
+    """Return `work` with its `UserError`, and the field that this names, as an answer."""
+
+    @functools.wraps(work)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        try:
+            return work(*args, **kwargs)
+        except UserError as error:
+            return {"error": {"field": str(error).partition("=")[0], "text": str(error)}}
+
+    return answer
 
 
 class Answers:
@@ -53,16 +57,9 @@ class Answers:
         """Answer /form: the fields of the page, the sweeps, and the state that it begins with."""
         return self.bases.form() | {"sweeps": SWEEPS}
 
+    @answered
     def plan(self, state: State) -> dict[str, Any]:
         """Answer /plan: all about one configuration."""
-        return answered(lambda: self._plan(state))
-
-    def sweep(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Answer /sweep: memory and time for other values of the field `over`."""
-        state = dict(query)
-        return answered(lambda: self._sweep(state, state.pop("over", "")))
-
-    def _plan(self, state: State) -> dict[str, Any]:
         request = self.bases.ask(state)
         cluster = request.cluster
         with self._lock, warnings.catch_warnings(record=True) as caught:
@@ -71,6 +68,7 @@ class Answers:
             hints = find_hints(cfg, request.options, cluster, meshes=False)
             step = estimate(Run.of(cfg, request.options.gpus), cluster)
         run, memory = step.run, MemoryReport.of(step, cluster, hints=hints)
+        mesh = MeshReport.of(run, cluster)
         return {
             "state": request.state,
             "memory": memory.asdict(),
@@ -78,23 +76,26 @@ class Answers:
             "parameters": run.shape.num_params,
             "experts": run.shape.experts is not None,
             "chosen": {"train.remat": str(run.remat), "train.microbatches": str(run.microbatches)},
-            "mesh": mesh_of(run, cluster, step.parts),
+            "mesh": mesh.asdict() | {"sizes": run.mesh.sizes, "rows": mesh.rows},
             "notes": [why, *sorted({str(one.message) for one in caught})],
             "commands": commands(request, cfg),
         }
 
-    def _sweep(self, state: State, over: str) -> dict[str, Any]:
+    @answered
+    def sweep(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Answer /sweep: memory and time for other values of the field `over`."""
+        state = dict(query)
+        over = state.pop("over", "")
         require(over in SWEEPS, "over", over, f"choose one of {', '.join(SWEEPS)}")
         request = self.bases.ask(state)
         points = []
         for value in values_of(over, request)[:MOST_POINTS]:
             change = {over: value} | takes_rest(over, request)
             change |= {"cluster": ""} if over == "gpu" else {}
-            changed = {**state, **change}
-            point = answered(lambda changed=changed: self._point(changed))
-            points.append({"value": value, "change": change} | point)
+            points.append({"value": value, "change": change} | self._point({**state, **change}))
         return {"over": over, "points": points}
 
+    @answered
     def _point(self, state: State) -> dict[str, Any]:
         request = self.bases.ask(state)
         with self._lock, warnings.catch_warnings():
@@ -104,48 +105,19 @@ class Answers:
         return {"parts": breakdown(run).parts} | estimate(run, request.cluster).summary()
 
 
-def answered(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `work`, or its `UserError` and the field that it names."""
-    try:
-        return work()
-    except UserError as error:
-        return {"error": {"field": str(error).partition("=")[0], "text": str(error)}}
-
-
-def mesh_of(run: Run, cluster: Cluster, parts: Mapping[str, float]) -> dict[str, Any]:
-    """Return how the axes map to the nodes; `parts` are the seconds of the step."""
-    return {
-        "axes": [{"name": axis, "size": size} for axis, size in run.mesh.sizes.items()],
-        "gpus": cluster.num_gpus,
-        "gpus_per_node": cluster.gpus_per_node,
-        "links": [
-            {name: getattr(axis, name) for name in LINK}
-            | {"per_node": group(run.mesh, (axis.axis,), cluster.gpus_per_node).per_node}
-            | {"exposed_s": sum(s for n, s in parts.items() if axis.axis in exposed_axes(n))}
-            for axis in place(run, cluster)
-        ],
-    }
-
-
-def exposed_axes(part: str) -> list[str]:
-    """Return the axes whose communication a part of the step waits for, as `fsdp` and `cp` of `exposed fsdp*cp`."""
-    name, _, axes = part.partition(" ")
-    return axes.split("*") if name == "exposed" else []
-
-
 def values_of(over: str, request: Asked) -> list[str]:
     """Return the values of a sweep over a field, the present one among them where it can be."""
     cfg, num_gpus = request.cfg, request.cluster.num_gpus
     if over in ("data.seq_len", "gpus"):
         now = num_gpus if over == "gpus" else cfg.data.seq_len
-        scaled = (now * 2.0**n for n in DOUBLINGS)
+        scaled = (now * 2.0**n for n in range(-3, 5))
         return [str(int(value)) for value in scaled if value == int(value)]
     if over == "train.microbatches":
         mesh = cfg.mesh.resolve(num_gpus)
         counts = divisors(max(1, cfg.train.global_batch // mesh.batch))
         return [str(n) for n in counts if n >= mesh.pp]  # a pipeline has no fewer
     if over.startswith("mesh."):
-        return [str(n) for n in divisors(num_gpus) if n <= WIDEST]
+        return [str(n) for n in divisors(num_gpus) if n <= 64]
     choices = GPUS if over == "gpu" else FIELDS[over].choices
     return [choice for choice in choices if choice != "auto"]
 

@@ -52,9 +52,6 @@ CHOICES = {"gpu": tuple(GPUS), "pp.schedule": SCHEDULES}
 MACHINE = ("gpus", "gpu", "cluster")
 """Fields that describe the machine and are none of the configuration."""
 
-RECIPE = "recipe"
-"""Name of a state that is none of `FIELDS`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
@@ -97,7 +94,7 @@ class Asked:
         """The texts of all fields."""
         machine = {name: str(getattr(self.options, name) or "") for name in MACHINE}
         machine["gpu"] = self.cluster.gpu.name
-        return {RECIPE: self.options.recipe} | machine | state_of(self.cfg)
+        return {"recipe": self.options.recipe} | machine | state_of(self.cfg)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +133,10 @@ class Bases:
     def ask(self, state: State) -> Asked:
         """Return the request of `state`; raise a `UserError` that begins with the name of a wrong field."""
         for name, text in state.items():
-            require(name == RECIPE or name in FIELDS, name, text, "is no field of the page")
-        recipe = state.get(RECIPE, self.options.recipe)
+            require(name == "recipe" or name in FIELDS, name, text, "is no field of the page")
+        recipe = state.get("recipe", self.options.recipe)
         fix = f"choose one of {', '.join(self.recipes)}"
-        require(recipe in self.recipes, RECIPE, recipe, fix)
+        require(recipe in self.recipes, "recipe", recipe, fix)
         cfg = self.cfg if recipe == self.options.recipe else command_line.load_recipe(recipe)
         defaults = state_of(cfg)
         changes = {n: state[n] for n in defaults if state.get(n, defaults[n]) != defaults[n]}
@@ -182,12 +179,11 @@ def text_of(name: str, value: object) -> str:
 def _value(name: str, text: str) -> Any:
     """Return the value of a field that the text says; raise a `UserError` for one that it cannot have."""
     field = FIELDS[name]
-    if field.choices == FLAG:
-        require(text in FLAG, name, text, f"must be one of {', '.join(FLAG)}")
-        return text == FLAG[1]
     if field.choices and not field.is_open:
         fix = f"must be one of {', '.join(field.choices)}"
         require(text in field.choices, name, text, fix)
+    if field.choices == FLAG:
+        return text == FLAG[1]
     if (name, text) == ("train.microbatches", "auto"):
         return AUTO
     if name == "train.remat":

@@ -8,7 +8,6 @@ import math
 import os
 from array import array
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from ultrascale_jax.launch.run_files import METRICS
 
 BLOCK = 1 << 24
 """Bytes that are read at once."""
-
-EVALUATION = "eval_loss"
-"""Field of the rows that an evaluation writes; rows of training lack it."""
 
 
 class RunMetrics:
@@ -35,8 +31,6 @@ class RunMetrics:
     def _clear(self) -> None:
         self.columns: dict[str, array] = {}
         self.length = 0
-        self.last: dict[str, Any] = {}
-        """Newest row of training, with all columns."""
         self.damaged = 0
         """Lines that hold no row."""
         self._inode: int | None = None
@@ -63,7 +57,6 @@ class RunMetrics:
     def _add(self, lines: list[bytes]) -> None:
         rows = [row for line in lines if is_number((row := parse_object(line)).get("step"))]
         self.damaged += len(lines) - len(rows)
-        self.last = next((row for row in reversed(rows) if EVALUATION not in row), self.last)
         for field in dict.fromkeys(field for row in rows for field in row):
             values = [_float(row.get(field)) for row in rows]
             if field not in self.columns:
@@ -79,6 +72,10 @@ class RunMetrics:
     def fields(self) -> list[str]:
         """Names of all fields that have numbers, in the order in which a run writes them."""
         return [name for name in self.columns if name not in ("step", "time")]
+
+    def newest(self, field: str) -> float | None:
+        """Return the last number of a field."""
+        return next(filter(math.isfinite, reversed(self.columns.get(field, ()))), None)
 
     def thinned(
         self, field: str, x: str, first: float, last: float, points: int

@@ -5,7 +5,6 @@ The search of many GPUs takes a minute; a process of its own can be ended, and l
 
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +15,6 @@ from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.web.answers import answered
 from ultrascale_jax.web.fields import Asked, Bases, rest_of, text_of
 
-TOP = 8
-"""Meshes that the page lists."""
-
-STOPPED = "the search was stopped"
-
 
 class Suggestions:
     """At most one search at a time; another question ends the one before."""
@@ -30,18 +24,13 @@ class Suggestions:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
+    @answered
     def suggest(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Answer /suggest: the best meshes for a state, when they are found; `keep` pins fields as `--fixed` does."""
         state = dict(query)
         keep = state.pop("keep", "").strip()
-
-        def work() -> dict[str, Any]:
-            if keep:
-                parse_choices("keep", keep)
-            fixed = ["--fixed", keep] if keep else []
-            return self._search(search_words(self.bases.ask(state)) + fixed)
-
-        return answered(work)
+        fixed = ["--fixed", keep] if keep and parse_choices("keep", keep) else []
+        return self._search(search_words(self.bases.ask(state)) + fixed)
 
     def end(self) -> None:
         """End the search that runs, if one does."""
@@ -49,15 +38,14 @@ class Suggestions:
             self._process.kill()
 
     def _search(self, command: list[str]) -> dict[str, Any]:
-        words = [sys.executable, "-m", "ultrascale_jax", "plan", "search", *command]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with self._lock:
             self.end()
-            self._process = process = subprocess.Popen(words, text=True, **pipes)
+            self._process = process = words.start("search", command)
         output, errors = process.communicate()
         if not output:
-            last = errors.strip().splitlines()[-1:] if process.returncode > 0 else [STOPPED]
-            raise UserError("".join(last).removeprefix("error: ").replace("fixed=", "keep=", 1))
+            code = process.returncode
+            problem = words.last_error(errors, code) if code > 0 else "the search was stopped"
+            raise UserError(problem.replace("fixed=", "keep=", 1))
         result = json.loads(output)
         rows = [row | {"state": state_of_row(row)} for row in result["rows"]]
         return {"rows": rows, "answer": result["answer"], "counts": result["counts"]}
@@ -67,7 +55,7 @@ def search_words(request: Asked) -> list[str]:
     """Return the arguments of `plan search` for a request, with every field open that a search chooses."""
     machine = machine_words(request.options)
     open_words = words.search_words(request.options.recipe, request.cfg)
-    return [*open_words, *machine, "--compile", "0", "--top", str(TOP), "--json"]
+    return [*open_words, *machine, "--compile", "0", "--top", "8"]
 
 
 def state_of_row(row: Mapping[str, Any]) -> dict[str, str]:

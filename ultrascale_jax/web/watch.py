@@ -8,6 +8,7 @@ open it, by the address that is printed; `--host` opens it to others.
     ultrascale watch out/a out/b
 """
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from ultrascale_jax import units
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.config import UserError, require
 from ultrascale_jax.launch.events import FILE_NAME, is_number, read_events
-from ultrascale_jax.launch.goodput import CLASSES, read_ledger
+from ultrascale_jax.launch.goodput import CLASSES, Ledger, read_ledger
 from ultrascale_jax.launch.run_files import METRICS
 from ultrascale_jax.storage.foreign import read_json
 from ultrascale_jax.web.metrics import RunMetrics
@@ -33,17 +34,11 @@ FAULTS = (
 SHOWN = (*FAULTS, "start", "anew", "lock", "saved", "end")
 """Kinds of events that the page shows."""
 
-MOST_EVENTS, MOST_SAMPLES = 200, 10
-"""The newest events and texts of a run that the page shows."""
-
-LONGEST_TEXT = 4000
-"""Characters of an event or a text that a model wrote."""
+MOST_EVENTS, MOST_SAMPLES, LONGEST_TEXT = 200, 10, 4000
+"""The newest events of a run, and texts that its model wrote, that the page shows, and the characters of each."""
 
 MOST_POINTS = 4000
 """Points of one field in one answer."""
-
-AXES = ("step", "time")
-"""Fields that a chart may have along its x axis."""
 
 UNTOLD = {
     *("kind", "time", "pid", "attempt", "step", "traceback", "rows", "batch_hash", "rank", "host"),
@@ -97,13 +92,28 @@ def live_server(run_dirs: Sequence[Path], host: str, port: int) -> Server:
 
     def state(query: Mapping[str, str]) -> dict[str, Any]:
         x, points = query["x"], min(MOST_POINTS, max(1, int(query["points"])))
-        if x not in AXES:
+        if x not in ("step", "time"):
             raise ValueError(f"x={x!r}")
         first, last = float(query.get("first", "-inf")), float(query.get("last", "inf"))
         shown = [run.state(x, first, last, points) for run in runs]
         return {"runs": shown, "classes": CLASSES, "faults": FAULTS}
 
     return Server("live.html", {"/state": state}, host, port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The newest numbers of a run: a row of the page's table, whose columns are these fields."""
+
+    step: float | None
+    of: float | None
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    goodput: float
+    restarts: int
+    unreadable_rows: int | None
 
 
 class WatchedRun:
@@ -113,61 +123,53 @@ class WatchedRun:
         self.run_dir = run_dir
         self.metrics = RunMetrics(run_dir)
         self._lock = threading.Lock()
-        self._seen: tuple[int, int] | None = None
-        self._events: list[dict[str, Any]] = []
-        self._ledger: dict[str, Any] = {}
 
     def state(self, x: str, first: float, last: float, points: int) -> dict[str, Any]:
         """Return the state for the page, with the rows since the last call.
 
-        Every metric has at most so many `points` over `x` from `first` to `last`, as `Columns.thinned` has them.
+        Every metric has at most so many `points` over `x` from `first` to `last`, as `RunMetrics.thinned` has them.
         """
         with self._lock:
-            metrics = self.metrics
+            metrics, ledger, events = (
+                self.metrics,
+                read_ledger(self.run_dir),
+                read_events(self.run_dir),
+            )
             metrics.update()
-            self._read_events()
             return {
                 "path": str(self.run_dir),
                 "series": {
                     name: metrics.thinned(name, x, first, last, points) for name in metrics.fields
                 },
-                "last": metrics.last,
-                "total": self._total(),
-                "damaged": metrics.damaged,
-                "events": self._told(SHOWN)[-MOST_EVENTS:],
-                "samples": self._told(("sample",))[-MOST_SAMPLES:],
-                "ledger": self._ledger,
+                "summary": dataclasses.asdict(self._summary(ledger)),
+                "events": self._texts(events, SHOWN, MOST_EVENTS),
+                "samples": self._texts(events, ("sample",), MOST_SAMPLES),
+                "goodput": ledger.goodput,
+                "seconds": ledger.seconds,
             }
 
-    def _read_events(self) -> None:
-        """Read the ledger, and the events again if their file has changed."""
-        ledger = read_ledger(self.run_dir)
-        self._ledger = {
-            "goodput": ledger.goodput,
-            "seconds": ledger.seconds,
-            "restarts": ledger.restarts,
-        }
-        try:
-            status = (self.run_dir / FILE_NAME).stat()
-        except OSError:
-            return
-        if (seen := (status.st_ino, status.st_size)) == self._seen:
-            return
-        self._seen = seen
-        self._events = read_events(self.run_dir)
-
-    def _told(self, kinds: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the events of some kinds, each with its step and a text."""
+    def _texts(self, events: list[dict], kinds: Sequence[str], most: int) -> list[dict[str, Any]]:
+        """Return the newest events of some kinds, each with its step and a text."""
+        newest = [event for event in events if event["kind"] in kinds][-most:]
         return [
             {"step": self._step(event), "time": event["time"], "kind": event["kind"]}
             | {"text": str(event.get("text") or sentence(event))[:LONGEST_TEXT]}
-            for event in self._events
-            if event["kind"] in kinds
+            for event in newest
         ]
 
     def _step(self, event: Mapping[str, Any]) -> float | None:
         step = event.get("step")
         return step if is_number(step) else self.metrics.step_at(event["time"])
+
+    def _summary(self, ledger: Ledger) -> Summary:
+        names = ("step", "loss", "eval_loss", "tokens_per_s", "mfu")
+        return Summary(
+            **{name: self.metrics.newest(name) for name in names},
+            of=self._total(),
+            goodput=ledger.goodput,
+            restarts=ledger.restarts,
+            unreadable_rows=self.metrics.damaged or None,
+        )
 
     def _total(self) -> float | None:
         """Return the steps of the run, by its configuration."""

@@ -30,7 +30,7 @@ def test_rows_are_read_once_as_they_come(metrics):
     metrics.update()
     assert metrics.length == 0
     append(metrics, rows(1, 3) + '{"step": 4, "lo')
-    assert (metrics.length, metrics.last["step"]) == (3, 3)
+    assert (metrics.length, metrics.newest("step")) == (3, 3)
     append(metrics, 'ss": 1.5, "time": 104.0}\n' + rows(5, 5, mfu=0.5))
     assert list(metrics.columns["loss"]) == [10.0, 5.0, 10 / 3, 1.5, 2.0]
     assert metrics.thinned("mfu", "step", 0, 9, 9) == [[5.0, 0.5, 0.5, 0.5]]
@@ -68,7 +68,7 @@ def test_a_point_has_the_mean_and_the_extremes_of_its_rows(metrics):
 
 def test_an_evaluation_is_a_point_of_its_own_and_events_find_their_step_by_time(metrics):
     append(metrics, rows(1, 4) + '{"step": 4, "eval_loss": 2.5, "eval_tokens": 9, "time": 105.0}\n')
-    assert metrics.last["step"] == 4 and "eval_loss" not in metrics.last
+    assert metrics.newest("step") == 4
     assert len(metrics.thinned("loss", "step", 0, 9, 9)) == 4
     assert metrics.thinned("eval_loss", "step", 0, 9, 9) == [[4.0, 2.5, 2.5, 2.5]]
     assert [metrics.step_at(time) for time in (0.0, 102.5, 999.0)] == [0.0, 2.0, 4.0]

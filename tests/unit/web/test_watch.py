@@ -25,12 +25,12 @@ def server(run_dir):
 def test_state_and_series_are_those_of_the_run(server, run_dir):
     status, _, text = get(server, "/state?x=step&points=4000")
     (run,) = json.loads(text)["runs"]
-    assert status == 200 and (run["total"], run["last"]["step"]) == (400, 300)
+    assert status == 200 and (run["summary"]["of"], run["summary"]["step"]) == (400, 300)
     assert [(event["kind"], event["step"]) for event in run["events"]] == [
         ("start", 300),
         ("failure", 200),
     ]
-    assert run["ledger"]["goodput"] == 0 and [*run["series"]] == [
+    assert run["goodput"] == 0 and [*run["series"]] == [
         "loss",
         "eval_loss",
         "eval_tokens",

@@ -5,7 +5,6 @@ Formulas rank every legal configuration; the best few are compiled and timed. Fi
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +15,10 @@ import tyro
 from ultrascale_jax.cli import command_line, output
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.words import (
+    last_error,
     machine_words,
     parse_choices,
+    start,
     train_command,
     words,
 )
@@ -107,10 +108,7 @@ def compiler(options: Options) -> Evaluate:
     """Return a function that compiles one configuration by the verb `compile`, in its own process: XLA may crash."""
 
     def evaluate(cfg: Config) -> StepPrediction:
-        command = [sys.executable, "-m", "ultrascale_jax", "plan", "compile"]
-        command += [*words(options.recipe, cfg), *machine_words(options), "--json"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, text=True, **pipes) as process:
+        with start("compile", [*words(options.recipe, cfg), *machine_words(options)]) as process:
             try:
                 result, errors = process.communicate()
             except KeyboardInterrupt:
@@ -118,8 +116,7 @@ def compiler(options: Options) -> Evaluate:
                 process.wait()
                 raise
         if process.returncode:
-            lines = errors.strip().splitlines() or [f"it ended with code {process.returncode}"]
-            raise NotCompiled(lines[-1].removeprefix("error: "))
+            raise NotCompiled(last_error(errors, process.returncode))
         values = json.loads(result)
         return StepPrediction.read(values, Run.of(cfg, options.gpus), find_gpu(values["gpu"]))
 

@@ -1,9 +1,11 @@
-"""Write a configuration as words of the command line (`--train.zero 3`); parse a search's choices (`tp=8,pp=1`)."""
+"""Write a configuration as words of the command line (`--train.zero 3`), run them, and parse choices (`tp=8,pp=1`)."""
 
 import dataclasses
 import math
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +64,19 @@ def machine_words(options: Options) -> list[str]:
     machine = ["--gpus", str(options.gpus)]
     machine += ["--gpu", options.gpu] if options.gpu else []
     return machine + (["--cluster", options.cluster] if options.cluster else [])
+
+
+def start(verb: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a verb of `plan` in a process of its own, which prints JSON."""
+    command = [sys.executable, "-m", "ultrascale_jax", "plan", verb, *arguments, "--json"]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **pipes)
+
+
+def last_error(stderr: str, code: int) -> str:
+    """Return the last line of a failed process, its error."""
+    lines = stderr.strip().splitlines() or [f"it ended with code {code}"]
+    return lines[-1].removeprefix("error: ")
 
 
 NAMES = {"schedule": SCHEDULES, "stash": STASHES}

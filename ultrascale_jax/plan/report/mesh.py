@@ -1,5 +1,6 @@
 """Show what each axis of a mesh splits, between which GPUs of which nodes, over which link: `--explain mesh`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +35,31 @@ class MeshReport:
         nodes = f"{counted(count, 'node')} of {self.cluster.gpus_per_node}"
         return Group(line(f"mesh {self.run.mesh.text} on {nodes}"), *self._tables())
 
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """A row for each axis: texts by column, of which the first five are words and the others numbers."""
+        return [
+            {
+                "axis": a.axis,
+                "size": str(a.size),
+                "splits": a.splits,
+                "group of GPU 0": members(a.group),
+                "link": link(a),
+                "GB/s": f"{a.gb_per_second:g}",
+                "GiB a step": "" if a.sent_bytes is None else f"{a.sent_bytes / GIB:,.1f}",
+                "comm. / comp.": "" if a.ratio is None else f"{a.ratio:.2f}",
+            }
+            for a in self.axes
+        ]
+
     def _tables(self) -> list[Table]:
-        if not self.axes:
+        rows = self.rows
+        if not rows:
             return []
-        words = ("axis", "size", "splits", "group of GPU 0", "link")
-        made = table(words, ("GB/s", "GiB a step", "comm. / comp."))
-        for a in self.axes:
-            first, second, *others = map(str, a.group)
-            members = [first, second, "...", others[-1]] if len(others) > 1 else map(str, a.group)
-            sent = "" if a.sent_bytes is None else f"{a.sent_bytes / GIB:,.1f}"
-            ratio = "" if a.ratio is None else f"{a.ratio:.2f}"
-            words = (a.axis, str(a.size), a.splits, ", ".join(members), link(a))
-            made.add_row(*words, f"{a.gb_per_second:g}", sent, ratio)
+        columns = [*rows[0]]
+        made = table(columns[:5], columns[5:])
+        for row in rows:
+            made.add_row(*row.values())
         return [made]
 
     def asdict(self) -> dict[str, Any]:
@@ -79,3 +93,9 @@ class MeshReport:
 def link(a: Placement) -> str:
     """Say over which link the groups of an axis talk."""
     return "in the node" if a.nodes == 1 else f"over {a.nodes} nodes"
+
+
+def members(group: Sequence[int]) -> str:
+    """Write a group of two GPUs or more, the middle of a large one left out."""
+    first, second, *others = map(str, group)
+    return ", ".join([first, second, "...", others[-1]] if others[1:] else [first, second, *others])

@@ -8,20 +8,8 @@ const TITLES = {
   moe_entropy: "entropy of the router (nats)", tflops_per_device: "TFLOP/s of a device",
 };
 const HIDDEN = new Set(["tokens", "eval_tokens", "batch_hash", "skipped", "spike"]);
+const SHARES = new Set(["mfu", "goodput"]);
 const POINTS = 600, PERIOD_MS = 2000, HOUR_S = 3600;
-
-// Columns of the table of runs: name, text of a run, whose column is left out where every run's is empty.
-const COLUMNS = [
-  ["step", (run) => number(run.last.step)],
-  ["of", (run) => number(run.total)],
-  ["loss", (run) => number(run.last.loss)],
-  ["held-out loss", (run) => number(run.series.eval_loss?.at(-1)?.[1])],
-  ["tokens/s", (run) => number(run.last.tokens_per_s)],
-  ["MFU", (run) => percent(run.last.mfu)],
-  ["goodput", (run) => percent(run.ledger.goodput)],
-  ["restarts", (run) => number(run.ledger.restarts)],
-  ["unreadable rows", (run) => number(run.damaged || NaN)],
-];
 
 const charts = new Map();
 let state = { runs: [], classes: {}, faults: [] };
@@ -57,8 +45,11 @@ function show() {
 }
 
 function showRuns() {
-  const shown = COLUMNS.filter(([, say]) => state.runs.some(say));
-  fillTable(byId("runs"), ["run", ...shown.map(([name]) => name)], state.runs.map((run, n) => [keyed(colour(n), run.path), ...shown.map(([, say]) => say(run))]));
+  const say = (column, value) => SHARES.has(column) ? percent(value ?? NaN) : number(value);
+  // A column is left out where every run's is empty.
+  const columns = Object.keys(state.runs[0].summary).filter((column) => state.runs.some(({ summary }) => say(column, summary[column])));
+  const rows = state.runs.map(({ path, summary }, n) => [keyed(colour(n), path), ...columns.map((column) => say(column, summary[column]))]);
+  fillTable(byId("runs"), ["run", ...columns.map((column) => TITLES[column] ?? column.replaceAll("_", " "))], rows);
 }
 
 function showChart(field) {
@@ -94,15 +85,15 @@ function showSamples() {
 }
 
 function showLedger() {
-  byId("ledger").replaceChildren(...state.runs.map((run, n) => [run, n]).filter(([run]) => run.ledger.seconds).map(([run, n]) => {
-    const box = element("div"), key = element("div", undefined, "key"), all = run.ledger.seconds, total = sum(all);
+  byId("ledger").replaceChildren(...state.runs.map((run, n) => [run, n]).filter(([run]) => sum(run.seconds)).map(([run, n]) => {
+    const box = element("div"), key = element("div", undefined, "key"), all = run.seconds, total = sum(all);
     const parts = Object.fromEntries(Object.entries(all).filter(([, s]) => s >= 0.05));
     key.append(...Object.entries(parts).map(([name, s]) => {
       const made = keyed(partColour(name), `${name} ${number(s)} s (${percent(s / total)})`);
       made.title = state.classes[name];
       return made;
     }));
-    box.append(keyed(colour(n), `${run.path}: goodput ${percent(run.ledger.goodput)} of ${number(total)} s`), bar(parts, total, seconds), key);
+    box.append(keyed(colour(n), `${run.path}: goodput ${percent(run.goodput)} of ${number(total)} s`), bar(parts, total, seconds), key);
     return box;
   }));
 }

@@ -63,8 +63,8 @@ function change(name, text) {
   if (name === "cluster") delete changes.gpu;
   if (name === "gpu" && changes.cluster) changes.cluster = "";
   // One axis takes the rest: the one that did so keeps the size that it had.
-  if (name.startsWith("mesh.") && text === "-1") answers[0]?.mesh.axes.filter((axis) => name !== `mesh.${axis.name}` && answers[0].state[`mesh.${axis.name}`] === "-1")
-    .forEach((axis) => { changes[`mesh.${axis.name}`] = String(axis.size); });
+  if (name.startsWith("mesh.") && text === "-1") Object.entries(answers[0]?.mesh.sizes ?? {}).map(([axis, size]) => [`mesh.${axis}`, size])
+    .filter(([axis]) => axis !== name && answers[0].state[axis] === "-1").forEach(([axis, size]) => { changes[axis] = String(size); });
   refresh();
 }
 
@@ -73,8 +73,7 @@ function take(state) {
   refresh();
 }
 
-function showForm({ state, chosen, mesh, experts, step }) {
-  const sizes = Object.fromEntries(mesh.axes.map((axis) => [axis.name, axis.size]));
+function showForm({ state, chosen, mesh: { sizes }, experts, step }) {
   document.querySelectorAll("fieldset").forEach((box) => {
     const when = box.dataset.when;
     box.hidden = !(when === "" || (when === "experts" ? experts : sizes[when] > 1));
@@ -86,7 +85,7 @@ function showForm({ state, chosen, mesh, experts, step }) {
     now.textContent = state[name] === "-1" ? `= ${whole(sizes[title(name)])}` : state[name] === "auto" ? `= ${chosen[name]}` : "";
   }
   fields.get("train.global_batch").now.textContent = `${whole(step.tokens)} tokens`;
-  const divisors = Array.from({ length: Math.min(mesh.gpus, 65536) }, (_, n) => n + 1).filter((n) => mesh.gpus % n === 0);
+  const divisors = Array.from({ length: Math.min(step.gpus, 65536) }, (_, n) => n + 1).filter((n) => step.gpus % n === 0);
   byId("divisors").replaceChildren(...["rest", ...divisors].map((n) => new Option(n, n)));
 }
 
@@ -146,7 +145,7 @@ function show(plan, sweep) {
   showSummary();
   showParts("memory", "parts", "GiB", answers.map(({ memory }) => memory.parts), gib, plan.memory.usable_bytes);
   showParts("time", "seconds", "time", answers.map(({ step }) => step.time_s), seconds);
-  showMesh(plan.mesh);
+  showMesh();
   showSweep(plan, sweep);
   showCommands(plan.commands);
   byId("notes").textContent = plan.notes.filter(Boolean).join("\n");
@@ -194,30 +193,30 @@ function showParts(box, table, unit, lists, say, limit = 0) {
 }
 
 // Ranks are laid out with the last axis fastest, as the trainer makes its mesh.
-function coordinates(rank, axes) {
-  const found = {};
-  for (const axis of [...axes].reverse()) {
-    found[axis.name] = rank % axis.size;
-    rank = Math.floor(rank / axis.size);
+function coordinates(rank, sizes) {
+  const places = {};
+  for (const [axis, size] of Object.entries(sizes).reverse()) {
+    places[axis] = rank % size;
+    rank = Math.floor(rank / size);
   }
-  return found;
+  return places;
 }
 
-function showMesh(mesh) {
-  const { axes, gpus, gpus_per_node: perNode, links } = mesh, nodes = Math.ceil(gpus / perNode), drawnNodes = Math.min(nodes, MOST_NODES);
+function showMesh() {
+  const { mesh: { axes, sizes, rows, nodes, gpus_per_node: perNode }, step: { gpus, time_s } } = answers[0], drawnNodes = Math.min(nodes, MOST_NODES);
   chosenGpu = Math.max(0, Math.min(gpus - 1, chosenGpu));
-  const own = coordinates(chosenGpu, axes), used = axes.filter((axis) => axis.size > 1);
+  const chosen = coordinates(chosenGpu, sizes), used = Object.keys(sizes).filter((axis) => sizes[axis] > 1);
   const columns = Math.min(perNode, perNode > 16 ? 12 : 4), width = columns * GPU_PX + 12, height = Math.ceil(perNode / columns) * GPU_PX + 12;
   const room = Math.max(byId("map").clientWidth, width), across = Math.floor(room / width), tall = Math.ceil(drawnNodes / across) * height;
   const svg = drawn("svg", { viewBox: `0 0 ${room} ${tall}`, height: tall, tabindex: 0, role: "group", "aria-label": "GPUs; the arrow keys choose one" });
   for (let rank = 0; rank < Math.min(gpus, drawnNodes * perNode); rank++) {
     const node = Math.floor(rank / perNode), local = rank % perNode, x = (node % across) * width, y = Math.floor(node / across) * height;
     if (local === 0) svg.append(drawn("rect", { x: x + 1, y: y + 1, width: width - 6, height: height - 6, rx: 4, fill: "none", stroke: "var(--line)" }));
-    const at = coordinates(rank, axes), other = used.filter((axis) => at[axis.name] !== own[axis.name]);
-    const fill = rank === chosenGpu ? "var(--ink)" : other.length === 1 ? AXIS_COLOURS[other[0].name] : "var(--line)";
+    const at = coordinates(rank, sizes), other = used.filter((axis) => at[axis] !== chosen[axis]);
+    const fill = rank === chosenGpu ? "var(--ink)" : other.length === 1 ? AXIS_COLOURS[other[0]] : "var(--line)";
     const cell = drawn("rect", { x: x + 5 + (local % columns) * GPU_PX, y: y + 5 + Math.floor(local / columns) * GPU_PX, width: GPU_PX - 2, height: GPU_PX - 2, rx: 2, fill, class: "gpu" });
-    cell.append(drawn("title", {}, `GPU ${rank}: ${used.map((axis) => `${axis.name} ${at[axis.name]}`).join(", ")}`));
-    cell.addEventListener("click", () => { chosenGpu = rank; showMesh(mesh); });
+    cell.append(drawn("title", {}, `GPU ${rank}: ${used.map((axis) => `${axis} ${at[axis]}`).join(", ")}`));
+    cell.addEventListener("click", () => { chosenGpu = rank; showMesh(); });
     svg.append(cell);
   }
   svg.addEventListener("keydown", (event) => {
@@ -225,17 +224,17 @@ function showMesh(mesh) {
     if (!step) return;
     event.preventDefault();
     chosenGpu += step;
-    showMesh(mesh);
+    showMesh();
     byId("map").firstChild.focus();
   });
   byId("map").replaceChildren(svg, nodes > drawnNodes ? `and ${whole(nodes - drawnNodes)} more nodes` : "");
-  const where = used.map((axis) => `${axis.name} ${own[axis.name] + 1} of ${axis.size}`).join(", ");
+  const where = used.map((axis) => `${axis} ${chosen[axis] + 1} of ${sizes[axis]}`).join(", ");
   byId("gpu").textContent = `GPU ${chosenGpu} in node ${Math.floor(chosenGpu / perNode)} of ${whole(nodes)} is ${where || "alone"}; in colour, whom it talks to. Choose another by click or arrow keys.`;
-  fillTable(byId("axes"), ["axis", "size", "splits", "sends", "link", "GB/s", "GiB a step", "comm./comp.", "waits"], links.map((link) => [
-    keyed(AXIS_COLOURS[link.axis], link.axis), whole(link.size), link.splits, link.sends,
-    link.nodes === 1 ? "in the node" : `over ${whole(link.nodes)} nodes, ${link.per_node} in each`, number(link.gb_per_second),
-    link.sent_bytes === null ? "" : gib(link.sent_bytes), link.ratio === null ? "" : link.ratio.toFixed(2), link.exposed_s ? seconds(link.exposed_s) : "",
-  ]), ["splits", "sends", "link"]);
+  // The table of `plan memory --explain mesh`, and for each axis the traffic and the time of the step that waits for it.
+  const waits = (axis) => sum(Object.entries(time_s).filter(([part]) => part.startsWith("exposed ") && part.slice(8).split("*").includes(axis)).map(([, value]) => value));
+  const table = rows.map((row, n) => ({ ...row, sends: axes[n].sends, waits: waits(row.axis) ? seconds(waits(row.axis)) : "" }));
+  fillTable(byId("axes"), Object.keys(table[0] ?? {}), table.map(({ axis, ...cells }) => [keyed(AXIS_COLOURS[axis], axis), ...Object.values(cells)]),
+    ["splits", "group of GPU 0", "link", "sends"]);
 }
 
 function showSweep(plan, { over, points, error }) {
@@ -294,7 +293,7 @@ async function start() {
   byId("reset").addEventListener("click", () => { [changes, kept] = [{ ...form.start }, null]; refresh(); });
   byId("over").addEventListener("change", refresh);
   addEventListener("hashchange", () => { readAddress(); refresh(); });
-  new ResizeObserver(() => { if (answers.length) showMesh(answers[0].mesh); }).observe(byId("results"));
+  new ResizeObserver(() => { if (answers.length) showMesh(); }).observe(byId("results"));
   refresh();
 }
 
