@@ -4,6 +4,7 @@ Orbax writes in its own threads, and one rename completes a checkpoint; a thread
 wrong is a text that the next save, or the end of the run, asks for: nothing is raised into the training loop.
 """
 
+import itertools
 import os
 import shutil
 import threading
@@ -16,7 +17,7 @@ import jax
 
 from ultrascale_jax.checkpoint.copies import FETCHING
 from ultrascale_jax.checkpoint.restoring import first_line
-from ultrascale_jax.checkpoint.step_dirs import DELETED, PARTIAL, files
+from ultrascale_jax.checkpoint.step_dirs import DELETED, PARTIAL, files, rename_free
 from ultrascale_jax.launch.disk import Disk
 from ultrascale_jax.launch.events import Events, say
 from ultrascale_jax.launch.exit_codes import CRASHED
@@ -119,10 +120,7 @@ def move_aside(path: Path) -> None:
     """Rename a folder or file to the first free name of path.1, path.2, ..., unless it is empty or not there."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    os.replace(path, aside)
+    aside = rename_free(path, (f"{path.name}.{number}" for number in itertools.count(1)))
     say(f"checkpoint.resume=never: moved the earlier {path.name} to {aside}")
 
 

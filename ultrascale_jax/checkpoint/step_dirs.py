@@ -3,11 +3,12 @@
 import errno
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ultrascale_jax.config import require
@@ -103,10 +104,13 @@ def quarantined(folder: Path) -> list[str]:
 
 def quarantine(place: Path) -> Path:
     """Rename the checkpoint at `place` so that nothing takes it for one; returns its new path."""
-    number, aside = 1, place.with_name(place.name + CORRUPT)
-    while os.path.lexists(aside):
-        number += 1
-        aside = place.with_name(f"{place.name}{CORRUPT}.{number}")
+    numbered = (f"{place.name}{CORRUPT}.{number}" for number in itertools.count(2))
+    return rename_free(place, itertools.chain([f"{place.name}{CORRUPT}"], numbered))
+
+
+def rename_free(place: Path, names: Iterable[str]) -> Path:
+    """Rename a file or folder to the first of `names` that its folder does not have; return its new path."""
+    aside = next(path for path in map(place.with_name, names) if not os.path.lexists(path))
     os.rename(place, aside)
     return aside
 

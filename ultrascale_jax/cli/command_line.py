@@ -261,7 +261,8 @@ def parse[O: Options](
         # The fields of a model that comes from a folder are checked with the folder's, not with the recipe's.
         default, init_from = recipe, ""
         if "train.init_from" in names or recipe.train.init_from:
-            cfg = read_over(recipe, _without_model(arguments)).config
+            others = without_options(arguments, re.compile(r"--(no-)?model\.").match)
+            cfg = read_over(recipe, others).config
             if cfg.train.init_from:
                 default, init_from = _with_model_of(cfg, recipe)
         command = read_over(default, arguments)
@@ -324,13 +325,13 @@ def _with_named_parts(cfg: Config, arguments: Sequence[str]) -> Config:
     return dataclasses.replace(cfg, model=model)
 
 
-def _without_model(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` without the options of the model and their values."""
-    kept, is_model = [], False
+def without_options(arguments: Sequence[str], is_dropped: Callable[[str], object]) -> list[str]:
+    """Return `arguments` without the options for which `is_dropped` is true, and their values."""
+    kept, dropping = [], False
     for word in arguments:
         if word.startswith("--"):
-            is_model = re.match(r"--(no-)?model\.", word) is not None
-        if not is_model:
+            dropping = bool(is_dropped(word))
+        if not dropping:
             kept.append(word)
     return kept
 

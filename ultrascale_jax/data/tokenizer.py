@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from ultrascale_jax.data.tokenizer_files import (
     end_of_text,
     read_tokenizer,
 )
+from ultrascale_jax.launch.run_files import write_atomic
 from ultrascale_jax.storage.remote import is_url
 
 QUOTE = "\ufdd4"
@@ -302,6 +302,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    tokenizer.save(str(unfinished))
-    os.replace(unfinished, path)
+    write_atomic(path, tokenizer.to_str(pretty=True).encode())

@@ -2,8 +2,8 @@
 
 from ultrascale_jax.config import Config
 from ultrascale_jax.parallel.pipeline import schedules
-from ultrascale_jax.plan.schedules.measures import bubble, formula
-from ultrascale_jax.units import counted
+from ultrascale_jax.plan.schedules.measures import bubbles
+from ultrascale_jax.plan.schedules.text import bubble_text, describe
 
 
 def pipeline_notes(cfg: Config) -> list[str]:
@@ -11,16 +11,7 @@ def pipeline_notes(cfg: Config) -> list[str]:
     if cfg.mesh.pp == 1:
         return []
     table = schedules.of_config(cfg)
-    bubbles = {
-        "in lock step": bubble(table),
-        "with true dependencies": bubble(table, runtime="dependencies"),
-    }
-    if (closed := formula(table)) is not None:
-        bubbles = {"by formula": closed, **bubbles}
-    stages = f"{table.ranks} ranks with {counted(table.virtual, 'stage')} each"
-    bubble_text = ", ".join(f"{share:.1%} {how}" for how, share in bubbles.items())
-    count = counted(table.microbatches, "micro-batch", "micro-batches")
-    notes = [f"pipeline {table.name}: {stages}, {count}; bubble {bubble_text}"]
+    notes = [f"pipeline {describe(table)}; bubble: {bubble_text(bubbles(table))}"]
     if table.microbatches < table.ranks:
         notes.append(f"most ranks idle: raise train.microbatches to {table.ranks} or more")
     return notes

@@ -47,7 +47,7 @@ def test_the_same_command_chooses_again_and_continues_on_other_devices(tmp_path)
     options = f"{TINY} --fake-devices 2 --mesh pp=2 --train.microbatches 2 --train.steps 5"
     code, out, err = train(tmp_path, options)
     assert code == 0, err
-    assert "pipeline 1f1b: 2 ranks with 1 stage each, 2 micro-batches; bubble 50.0% by" in out
+    assert "pipeline 1f1b: 2 ranks x 1 stage, 2 micro-batches; bubble: formula 50.0%" in out
     assert "changed since: train.steps: saved 4, now 5" in out
     assert "learning rate of update 5: 3.00e-04, by the saved settings " in out
     assert [row["step"] for row in step_rows(tmp_path)] == [1, 2, 3, 4, 5]

@@ -25,8 +25,8 @@ from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.parallel.pipeline.table_csv import read_csv
 from ultrascale_jax.plan.report.layout import line, table
 from ultrascale_jax.plan.report.schedules import comparison, drawing
-from ultrascale_jax.plan.schedules.measures import Runtime, bubble, formula, in_flight, w_queue
-from ultrascale_jax.plan.schedules.text import as_text, write_csv
+from ultrascale_jax.plan.schedules.measures import Runtime, bubbles, in_flight, w_queue
+from ultrascale_jax.plan.schedules.text import as_text, bubble_text, describe, write_csv
 
 WHEN = {
     "afab": "to compare with: 1F1B's bubble, and memory grows with the micro-batches",
@@ -120,11 +120,7 @@ def measure(schedule: Schedule, costs: Costs) -> dict[str, Any]:
         "virtual": schedule.virtual,
         "microbatches": schedule.microbatches,
         "ticks": len(schedule.ticks),
-        "bubble": {
-            "formula": formula(schedule),
-            "lockstep": bubble(schedule, *costs),
-            "dependencies": bubble(schedule, *costs, "dependencies"),
-        },
+        "bubble": bubbles(schedule, *costs),
         "in_flight": in_flight(schedule),
         "w_queue": w_queue(schedule),
     }
@@ -151,7 +147,8 @@ class One:
         return drawing(self.tables[0], self.costs, self.runtime)
 
     def __rich__(self) -> Text:
-        return line(f"{as_text(self.tables[0])}\n\n{describe(self.numbers)}")
+        [schedule] = self.tables
+        return line(f"{as_text(schedule)}\n\n{described(schedule, self.numbers)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,19 +205,16 @@ def overview(options: Options) -> Overview:
     return Overview(tables=tables, rows=rows, costs=costs, runtime=options.runtime, title=title)
 
 
-def describe(numbers: dict[str, Any]) -> str:
-    """Describe the numbers of one schedule in words."""
-    bubbles, virtual = numbers["bubble"], numbers["virtual"]
-    closed = "" if bubbles["formula"] is None else f"formula {bubbles['formula']:.1%}, "
+def described(schedule: Schedule, numbers: Mapping[str, Any]) -> str:
+    """Describe one schedule and its numbers in words."""
+    virtual, queue = schedule.virtual, max(numbers["w_queue"])
     chunk = "micro-batches" if virtual == 1 else f"chunks of 1/{virtual} of a rank's layers"
-    queue = max(numbers["w_queue"])
     waiting = f"; waiting for W: at most {queue}" if queue else ""
     return f"""\
-{numbers["name"]}: {numbers["ranks"]} ranks x {virtual} stages, {numbers["microbatches"]} micro-batches, \
-{numbers["ticks"]} ticks
-bubble: {closed}lock step {bubbles["lockstep"]:.1%}, true dependencies {bubbles["dependencies"]:.1%} of the work
+{describe(schedule)}, {numbers["ticks"]} ticks
+bubble: {bubble_text(numbers["bubble"])} of the work
 in flight, by rank: {", ".join(map(str, numbers["in_flight"]))} {chunk}{waiting}
-{WHEN.get(numbers["name"], "")}""".rstrip()
+{WHEN.get(schedule.name, "")}""".rstrip()
 
 
 def compared(rows: Mapping[str, dict[str, Any] | str], title: str) -> Table:

@@ -39,13 +39,7 @@ def search_words(recipe: str, cfg: Config) -> list[str]:
     """Return the same without the mesh and all else that a search chooses."""
     options = [f"--{option.replace('_', '-')}" for option in OPTIONS.values()]
     chosen = {"--mesh", *options, *(switch(option, on=False) for option in options)}
-    kept, is_chosen = [], False
-    for word in words(recipe, cfg):
-        if word.startswith("--"):
-            is_chosen = word in chosen
-        if not is_chosen:
-            kept.append(word)
-    return kept
+    return command_line.without_options(words(recipe, cfg), chosen.__contains__)
 
 
 def train_command(recipe: str, cfg: Config) -> str:

@@ -95,6 +95,17 @@ def _as_data_comes(schedule: Schedule, cost: Mapping[str, float]) -> Iterator[Op
         yield Op(rank, tick, kind, microbatch, stage, start, free[rank])
 
 
+def bubbles(
+    schedule: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0
+) -> dict[str, float | None]:
+    """Return the bubble by formula, None if there is none, in lock step, and with true dependencies."""
+    return {
+        "formula": formula(schedule),
+        "lockstep": bubble(schedule, f, b, w),
+        "dependencies": bubble(schedule, f, b, w, "dependencies"),
+    }
+
+
 def formula(schedule: Schedule) -> float | None:
     """Return the bubble at f = b = w in closed form, for `dependencies`; None if there is none.
 

@@ -1,9 +1,11 @@
 """Write a pipeline schedule as text for people, and as a file that `pp.schedule` reads."""
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 
 from ultrascale_jax.parallel.pipeline.table import Schedule
+from ultrascale_jax.units import counted
 
 
 def as_text(schedule: Schedule) -> str:
@@ -25,6 +27,19 @@ def as_text(schedule: Schedule) -> str:
             head = f"{f'rank {rank}' if kinds[0] == 'F' else '':8}{kinds if fused else ''}"
             lines.append(head + "".join(cell.rjust(width) for cell in cells))
     return "\n".join(lines)
+
+
+def describe(schedule: Schedule) -> str:
+    """Return the schedule's name and sizes in a line."""
+    sizes = f"{schedule.ranks} ranks x {counted(schedule.virtual, 'stage')}"
+    return f"{schedule.name}: {sizes}, {counted(schedule.microbatches, 'micro-batch', 'micro-batches')}"
+
+
+def bubble_text(bubbles: Mapping[str, float | None]) -> str:
+    """Write the bubbles of `measures.bubbles` in a line."""
+    names = {"formula": "formula", "lockstep": "lock step", "dependencies": "true dependencies"}
+    values = {names[name]: share for name, share in bubbles.items() if share is not None}
+    return ", ".join(f"{name} {share:.1%}" for name, share in values.items())
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
