@@ -1,4 +1,4 @@
-"""Sphinx builds the site from these pages: `make docs`. The folder `extensions` has what it does beside."""
+"""Sphinx builds the site from these pages: `make docs`. The folder `extensions` adds to it."""
 
 import importlib.util
 import re
@@ -34,7 +34,7 @@ autodoc_member_order = "alphabetical"
 
 
 def as_code(*event: Any) -> None:
-    """Turn a docstring's `words` into code: reStructuredText wants two backticks."""
+    """Turn a docstring's `words` into code: reStructuredText needs two backticks."""
     lines: list[str] = event[-1]
     text = re.sub(
         r"(?<!`)`([^`]+)`(?!`)", lambda m: f"``{' '.join(m[1].split())}``", "\n".join(lines)

@@ -38,12 +38,14 @@ def main(source: str | None = None, out: str | None = None):
     if source is None:
         make_folder(folder / "base")
     base = Path(source or folder / "base")
-    own = base / "tokenizer.json"
+    tokenizer = base / "tokenizer.json"
     cfg = us.Config(
         model=us.read_hf_config(base),
         mesh=us.MeshConfig(fsdp=4, tp=2),
         data=us.DataConfig(  # or text:GLOB, or tokens:DIR, conversations that prepare-data wrote
-            source="python-stdlib", seq_len=TOKENS, tokenizer=str(own) if own.exists() else "bytes"
+            source="python-stdlib",
+            seq_len=TOKENS,
+            tokenizer=str(tokenizer) if tokenizer.exists() else "bytes",
         ),
         optim=us.OptimConfig(lr=1e-2),
         train=us.TrainConfig(
@@ -65,10 +67,14 @@ def main(source: str | None = None, out: str | None = None):
     with jax.set_mesh(mesh):
         like = us.abstract_state(us.Config(model=cfg.model, mesh=cfg.mesh), mesh).params
         models = us.load_hf(base, like), tuned, us.load_hf(folder / "tuned", like)
-        before, after, read = (logits(model, tokens.astype(np.int32)) for model in models)
-    print(f"tuning moved logits by up to {np.abs(after - before).max():.2f}")
-    print(f"{folder / 'tuned'}: read back, they differ by up to {np.abs(read - after).max():.1e}")
-    return before, after, read
+        base_logits, tuned_logits, read = (
+            logits(model, tokens.astype(np.int32)) for model in models
+        )
+    print(f"tuning moved logits by up to {np.abs(tuned_logits - base_logits).max():.2f}")
+    print(
+        f"{folder / 'tuned'}: read back, they differ by up to {np.abs(read - tuned_logits).max():.1e}"
+    )
+    return base_logits, tuned_logits, read
 
 
 if __name__ == "__main__":

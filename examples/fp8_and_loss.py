@@ -47,7 +47,7 @@ def hidden(params, tokens):
 
 
 def loss(params, batch):
-    """Return the mean loss, on this device's rows and words."""
+    """Return the mean loss, on this device's rows and vocabulary."""
     x = hidden(params, batch["tokens"])
     head = params["head"]
     counted = jax.lax.psum(jnp.sum(batch["targets"] >= 0), "rows")
@@ -75,10 +75,10 @@ def main():
         _, batch, _ = next(stream)
         stream.close()
         split = jax.shard_map(loss, in_specs=(SPECS, P("rows")), out_specs=P())
-        found = jax.jit(jax.value_and_grad(split))(placed, batch)
+        sharded = jax.jit(jax.value_and_grad(split))(placed, batch)
     expected = jax.jit(jax.value_and_grad(plain))(params, jax.device_get(batch))
-    print(f"loss {found[0]:.6f}, plain {expected[0]:.6f}")
-    return found, expected
+    print(f"loss {sharded[0]:.6f}, plain {expected[0]:.6f}")
+    return sharded, expected
 
 
 if __name__ == "__main__":

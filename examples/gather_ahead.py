@@ -72,10 +72,12 @@ def main():
     lowering = us.Lowering.gather_ahead(jax.device_count())
     with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("shards",))):  # an Explicit mesh
         placed = jax.device_put((PARAMS, X), (P(None, "shards"), P("shards")))
-        found = train(lambda *given: ahead(lowering, *given), *placed, lowering.xla_options)
-    print("losses", *(f"{loss:.6f}" for loss in found[0]))
+        sharded = train(
+            lambda *arguments: ahead(lowering, *arguments), *placed, lowering.xla_options
+        )
+    print("losses", *(f"{loss:.6f}" for loss in sharded[0]))
     print("plain ", *(f"{loss:.6f}" for loss in expected[0]))
-    return found, expected
+    return sharded, expected
 
 
 if __name__ == "__main__":

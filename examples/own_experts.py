@@ -69,9 +69,9 @@ def main():
     expected = with_gradients(plain)(*inputs())
     with jax.set_mesh(jax.make_mesh((2, 4), ("data", "experts"))):  # an Explicit mesh
         split = jax.shard_map(layer, in_specs=SPECS, out_specs=(TOKEN_AXES, P()))
-        found = with_gradients(split)(*jax.device_put(inputs(), SPECS))
-    print(f"loss {found[0][0]:.6f}, plain {expected[0][0]:.6f}, dropped {found[0][1][1]}")
-    return found, expected
+        sharded = with_gradients(split)(*jax.device_put(inputs(), SPECS))
+    print(f"loss {sharded[0][0]:.6f}, plain {expected[0][0]:.6f}, dropped {sharded[0][1][1]}")
+    return sharded, expected
 
 
 if __name__ == "__main__":

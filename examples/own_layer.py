@@ -64,14 +64,14 @@ def losses(sizes: us.MeshConfig, devices: list[jax.Device]) -> list[float]:
     cfg = dataclasses.replace(CFG, mesh=sizes).check(len(devices))
     mesh = us.make_mesh(cfg.mesh, devices)
     loader = us.make_loader(cfg)
-    found = []
+    rows = []
     with jax.set_mesh(mesh), contextlib.closing(loader.device_batches(mesh, 0)) as batches:
         state, step = us.init_state(cfg, mesh, MyModel), us.make_train_step(cfg)
         for _ in range(cfg.train.steps):
             _, batch, _ = next(batches)
             state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-    return found
+            rows.append(float(metrics["loss"]))
+    return rows
 
 
 def main():

@@ -93,9 +93,9 @@ def main(name: str = "interleaved", axes: str = "explicit"):
     mesh = jax.make_mesh((STAGES, DATA), ("stage", "data"), axis_types=(kinds[axes],) * 2)
     expected = surrounding(plain, times, data)(params)
     with jax.set_mesh(mesh):
-        found = surrounding(pipelined(schedule, mesh), times, data)(params)
-    print(f"{name}: {len(schedule.ticks)} ticks, loss {found[0]:.6f}, plain {expected[0]:.6f}")
-    return found, expected
+        sharded = surrounding(pipelined(schedule, mesh), times, data)(params)
+    print(f"{name}: {len(schedule.ticks)} ticks, loss {sharded[0]:.6f}, plain {expected[0]:.6f}")
+    return sharded, expected
 
 
 if __name__ == "__main__":

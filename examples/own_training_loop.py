@@ -26,7 +26,7 @@ def losses(sizes: us.MeshConfig) -> list[float]:
     """Return the loss of each step on a mesh of these sizes."""
     cfg = dataclasses.replace(CFG, mesh=sizes).check(len(jax.devices()))
     mesh = us.make_mesh(cfg.mesh)
-    # Not us.Loader alone: where cp splits the sequence, attention wants the tokens in an order of its own.
+    # Not us.Loader alone: where cp splits the sequence, attention needs the tokens in another order.
     loader = us.make_loader(cfg)
     by_step = []
     with jax.set_mesh(mesh), contextlib.closing(loader.device_batches(mesh, 0)) as batches:

@@ -38,20 +38,20 @@ def main():
     for text in MESHES:
         cfg = dataclasses.replace(open_cfg, mesh=us.MeshConfig.parse(text))
         cfg, _ = us.choose_auto(cfg, cluster)  # recomputation and micro-batches that fit this mesh
-        held, step = formulas(cfg, cluster)
+        memory, step = formulas(cfg, cluster)
         chosen[text] = cfg, step.tokens_per_s_gpu
         print(
-            f"{text:12} remat {cfg.train.remat!s:10} x {cfg.train.microbatches}  {held.peak_bytes / 2**30:5.1f} GiB, "
+            f"{text:12} remat {cfg.train.remat!s:10} x {cfg.train.microbatches}  {memory.peak_bytes / 2**30:5.1f} GiB, "
             f"{step.tokens_per_s_gpu:6,.0f} tokens/s/GPU"
         )
     best = max(chosen, key=lambda text: chosen[text][1])
     cfg, _ = chosen[best]
     program = us.compile_step(cfg, GPUS, "h100")  # the step that a run on those GPUs compiles
     timeline = us.simulate_step(program, cluster)
-    held, step = formulas(cfg, cluster)
+    memory, step = formulas(cfg, cluster)
     print(f"{best}, XLA's program: {program.peak_bytes / 2**30:.1f} GiB, {timeline.step_s:.2f} s")
-    print(f"{best}, by formula:    {held.peak_bytes / 2**30:.1f} GiB, {step.step_s:.2f} s")
-    return (program.peak_bytes, timeline.step_s), (held.peak_bytes, step.step_s)
+    print(f"{best}, by formula:    {memory.peak_bytes / 2**30:.1f} GiB, {step.step_s:.2f} s")
+    return (program.peak_bytes, timeline.step_s), (memory.peak_bytes, step.step_s)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ class SmallStates(us.Transformer):
 
     layers = us.Layers(mlp=MeasuredMLP)
     layer_terms: ClassVar = {"mlp_size": 0.1}  # times 0.1 in the objective; 0 would only log it
-    loss_terms = ("state_size",)  # logged beside the loss
+    loss_terms = ("state_size",)  # logged with the loss
 
     def loss(self, x_BRD, targets_BT, weight, **settings):
         objective, bare = super().loss(x_BRD, targets_BT, weight, **settings)
         x_BTD = us.gather_sequence(x_BRD, "V")
         size = weight * jnp.sum(jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1))
-        size = us.all_reduce(size, "V", "mean")  # all ranks of the vocabulary computed it alike
+        size = us.all_reduce(size, "V", "mean")  # all ranks of the vocabulary computed the same
         return objective + 0.01 * size, bare, {"state_size": size}
 
     @staticmethod

@@ -10,7 +10,7 @@ from ultrascale_jax.figures.figure import Figure
 from ultrascale_jax.figures.palette import INK, SERIES, shade
 
 COLUMN_INCHES, ROW_INCHES = 2.5, 0.78
-"""Of a place of a flow."""
+"""Width and height of a place of a flow."""
 BOX = 0.84, 0.7
 """Width and height of a box, in its place."""
 
@@ -142,26 +142,28 @@ class Piece:
 
 
 def _pieces(array: jax.Array) -> list[Piece]:
-    """Return the pieces of a matrix, each with the devices that hold it."""
-    held: dict[tuple, list[int]] = {}
+    """Return the shards of a matrix, each with the devices that hold it."""
+    holders: dict[tuple, list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         bounds = tuple(
             part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)
         )
-        held.setdefault(bounds, []).append(device.id)
-    return [Piece(rows=slice(*r), columns=slice(*c), devices=ids) for (r, c), ids in held.items()]
+        holders.setdefault(bounds, []).append(device.id)
+    return [
+        Piece(rows=slice(*r), columns=slice(*c), devices=ids) for (r, c), ids in holders.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces(Figure):
-    """Matrices, cut into the pieces that devices hold."""
+    """Matrices, cut into the shards that devices hold."""
 
     panels: Mapping[str, Sequence[Piece]]
-    """Pieces of a matrix by its title."""
+    """Shards of a matrix by its title."""
 
     @classmethod
     def of(cls, title: str, **matrices: jax.Array) -> "Pieces":
-        """Make the figure of arrays by name, whose types stand beside their names."""
+        """Draw the figure of arrays by name, with their types."""
         panels = {
             f"{name}: {jax.typeof(array)}": _pieces(array) for name, array in matrices.items()
         }

@@ -1,4 +1,4 @@
-"""Figures of attention over a ring of ranks: what travels at each step, and which rank computes which block when."""
+"""Figures of attention over a ring of ranks: the blocks sent at each step, and which rank computes which block when."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ class Ring(Figure):
     """Rings of ranks, a panel for each step: whose keys each rank has, and how much of its block it needs."""
 
     pieces: Mapping[str, Sequence[str]]
-    """By row of panels: names of the piece that each rank holds."""
+    """By row of panels: names of the block that each rank holds."""
     needed: Mapping[str, Sequence[Sequence[float]]]
     """By row of panels: `[step][rank]`, share of the pairs of query and key that the mask lets through."""
 
     def owner(self, name: str, step: int, rank: int) -> str:
-        """Return the piece whose keys `rank` has in `step`."""
+        """Return the block whose keys `rank` has in `step`."""
         pieces = self.pieces[name]
         return pieces[(rank - step) % len(pieces)]
 

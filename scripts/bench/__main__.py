@@ -50,7 +50,7 @@ def bench_peer(report: Report, steps: int, tiny: bool) -> None:
 
 
 def bench_kernels(report: Report, steps: int, tiny: bool) -> None:
-    """Time the kernels; a part that fails, as for want of memory, has a row with the reason."""
+    """Time the kernels; a part that fails, as without enough memory, has a row with the reason."""
     gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
     roofline: dict[str, Any] = {}

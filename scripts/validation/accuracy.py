@@ -57,7 +57,7 @@ def playbook_table() -> str:
 
 
 def published_table() -> str:
-    """Predict the published runs; those that are held out come last."""
+    """Predict the published runs; held-out runs come last."""
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for name in ("published", "held_out"):
         for one in published.read(ROOT / f"docs/planning/{name}_runs.csv"):
@@ -144,7 +144,7 @@ TABLES = {
     "rates": rates_table,
     "peers": peers_table,
 }
-"""Each stands on the page after the line `<!-- NAME -->`."""
+"""Each is on the page after the line `<!-- NAME -->`."""
 
 
 def page() -> str:

@@ -33,14 +33,14 @@ class Published:
     cluster: Cluster
     tokens_per_s_gpu: float
     model: str
-    before: float
+    earlier_prediction: float
     """Tokens/s/GPU as predicted by the rates up to commit 43a1048a, to which no such run had been fitted."""
 
     @property
     def ratios(self) -> tuple[float, float]:
         """Return the throughput that the formulas predict over the published one, by those rates and by today's."""
         now = estimate(self.run, self.cluster).tokens_per_s_gpu
-        return self.before / self.tokens_per_s_gpu, now / self.tokens_per_s_gpu
+        return self.earlier_prediction / self.tokens_per_s_gpu, now / self.tokens_per_s_gpu
 
 
 def read(path: Path) -> list[Published]:
@@ -66,7 +66,7 @@ def _published(line: Mapping[str, Any]) -> Published:
     )
     cluster = find_cluster(line["cluster"] or None, line["gpu"] or None, run.num_gpus)
     experts = run.shape.experts
-    # Megatron's experts are whole on a rank where the tensor group and EP divide them.
+    # Megatron does not split an expert where the tensor group and EP divide the experts.
     folding = experts is not None and MoEConfig.can_fold(experts, mesh)
     nodes = group(mesh, ("ep", "sp") if folding else ("ep",), cluster.gpus_per_node).nodes
     return Published(
@@ -75,7 +75,7 @@ def _published(line: Mapping[str, Any]) -> Published:
         cluster=cluster,
         tokens_per_s_gpu=float(line["tok_s_gpu"]),
         model=line["model"],
-        before=float(line["before"]),
+        earlier_prediction=float(line["before"]),
     )
 
 

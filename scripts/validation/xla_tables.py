@@ -4,7 +4,7 @@
     pipelines   with the simulated seconds of a step and those by formula, 15 to 60 s a row
     experts     with the seconds of a step that wait for communication; `layers` are dense ones + those with experts
     context     the same for long sequences
-    peers       published runs of other trainers in their own configurations as our programs, each beside ours
+    peers       published runs of other trainers in their own configurations as our programs, each compared with ours
 
 The rows of docs/planning/NAME.csv are the runs: a new one is a line without figures. Compiles the training step of each
 such row for H100s that are not there (with `--anew` of all), writes XLA's bytes, and the formulas' of all rows; Ctrl-C
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--anew", action="store_true", help="compile rows that have bytes again")
     arguments = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is needed, and the plugin still compiles
     path = PLANNING / f"{arguments.name}.csv"
     rows = read(path)
     for n, row in enumerate(rows):

@@ -83,7 +83,7 @@ class Checkpoints:
         require(cfg.checkpoint.resume != "must" or has_checkpoint, "checkpoint.resume", "must", fix)
 
     def _prepare(self) -> None:
-        """Make the folder, and clear it of leftovers."""
+        """Create the folder, and clear it of leftovers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._cfg.checkpoint.resume == "never" and jax.process_index() == 0:
             saving.move_aside(self.folder)

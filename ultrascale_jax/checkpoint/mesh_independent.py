@@ -37,7 +37,7 @@ def saved_shapes(abstract: TrainState, saved: Config) -> TrainState:
 
 
 def reset_optional_state(state: TrainState, abstract: TrainState, cfg: Config) -> TrainState:
-    """Return a checkpoint's state with the parts that `abstract` has; make a part fresh if the two differ."""
+    """Return a checkpoint's state with the parts that `abstract` has; a part that differs is initialized."""
 
     def part(saved, fresh, like):
         form = [(s.shape, s.dtype) for s in jax.tree.leaves(like)]
@@ -77,7 +77,7 @@ def checkpoint_layout_shapes[Tree](tree: Tree) -> Tree:
 
 
 def gather_stages(model: Transformer) -> Transformer:
-    """Return the model of a pipeline with all layers, in their order, on each of its ranks: to be called as a whole.
+    """Return the model of a pipeline with all layers, in their order, on each of its ranks: as one callable model.
 
     Each rank then holds the parameters of all stages. A model without a pipeline is returned as it is.
     """

@@ -53,7 +53,7 @@ from ultrascale_jax.launch.cluster import Launch
 from ultrascale_jax.units import whole_number
 
 MOST_FAKE_DEVICES = 4096
-"""XLA makes each of them when it starts."""
+"""XLA creates each of them when it starts."""
 
 TEXTS = ("prompt", "system")
 """Options whose values are texts for a model, in which a `~` stays."""
@@ -111,7 +111,7 @@ def option(metavar: str, absent: str = "none"):
 
 @REGISTRY.primitive_rule
 def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer; the error for other text is in words."""
+    """Let tyro read `1e3`, `4M` and `4Mi` where an option takes an integer; the error for other text says so."""
     if info.type not in (int, float):
         return None
     read: Callable[[str], Any] = whole_number if info.type is int else float
@@ -153,8 +153,8 @@ def parse_remat(text: str) -> Remat:
     """
     if (split := SPLIT.fullmatch(text)) is None:
         return _layer_remat(text, text)
-    first, others = (_layer_remat(split[part], text) for part in ("first", "others"))
-    return Split(first=first, layers=int(split["layers"]), last=others)
+    first, later = (_layer_remat(split[part], text) for part in ("first", "others"))
+    return Split(first=first, layers=int(split["layers"]), last=later)
 
 
 SPLIT = re.compile(r"(?P<first>.+):(?P<layers>\d{1,9})\+(?P<others>.+)", re.ASCII)
@@ -192,7 +192,7 @@ class Options(Section):
     ] = None
     """Run on so many fake CPU devices, to try a mesh on a laptop."""
     print_config: Flag = False
-    """Print the configuration that the command line makes, a file that this command takes for a recipe, and stop."""
+    """Print the command line's configuration, a file that this command takes as a recipe, and stop."""
     recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]] = DEFAULT_RECIPE
     """The first word of the command line, if it is no option."""
     named: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
@@ -207,7 +207,7 @@ class JobOptions(Options):
     """Place of this process among the others."""
 
     def join(self) -> Launch | None:
-        """Take the fake devices asked for, or join the other processes; call it before JAX's first array.
+        """Take the requested fake devices, or join the other processes; call it before JAX's first array.
 
         Returns how this process was started, none for one on its own.
         """
@@ -261,8 +261,8 @@ def parse[O: Options](
         # The fields of a model that comes from a folder are checked with the folder's, not with the recipe's.
         default, init_from = recipe, ""
         if "train.init_from" in names or recipe.train.init_from:
-            others = without_options(arguments, re.compile(r"--(no-)?model\.").match)
-            cfg = read_over(recipe, others).config
+            kept = without_options(arguments, re.compile(r"--(no-)?model\.").match)
+            cfg = read_over(recipe, kept).config
             if cfg.train.init_from:
                 default, init_from = _with_model_of(cfg, recipe)
         command = read_over(default, arguments)
@@ -304,7 +304,7 @@ def _with_teacher(cfg: Config) -> Config:
 
 
 def _with_auto(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` with the number that stands for `auto` as the number of micro-batches."""
+    """Return `arguments` with the number that means `auto` as the number of micro-batches."""
     option = "--train.microbatches"
     return [
         word.replace("auto", str(AUTO))
@@ -361,7 +361,7 @@ def _mesh_argument(arguments: Sequence[str]) -> str | None:
 
 
 def changes(name: str, base: Any, target: Any, always: Sequence[str] = ()) -> list[str]:
-    """Return the words of the command line that turn the section `base`, called `name`, into `target`.
+    """Return the arguments that turn the section `base`, called `name`, into `target`.
 
     Fields in `always` are written even if they are the same. A part that only `base` has cannot be removed.
     """
@@ -383,7 +383,7 @@ def changes(name: str, base: Any, target: Any, always: Sequence[str] = ()) -> li
 
 
 def _words_of(value: Any) -> list[str]:
-    """Return the words of a value that is no switch; nested tuples are flattened."""
+    """Return the arguments of a value that is no switch; nested tuples are flattened."""
     if isinstance(value, tuple):
         return [word for member in value for word in _words_of(member)]
     return [str(value)]

@@ -94,7 +94,7 @@ def export_checkpoint(options: Options, mesh: "Mesh") -> None:
             max_position_embeddings=context,
             token_ids=token_ids,
             beside=beside,
-            around=wrapper_of(cfg, original),
+            wrapper_folder=wrapper_of(cfg, original),
         )
 
 

@@ -1,6 +1,6 @@
 """Inspect a run: its checkpoints, its time, and the work of traced steps: `ultrascale inspect RUN`.
 
-RUN is a run directory, or the URL of its copies, which have checkpoints alone. Unless told to verify, it reads only the
+RUN is a run directory, or the URL of its copies, which have checkpoints alone. Unless it verifies, it reads only the
 metadata of a checkpoint. Exit code 1: a checkpoint is damaged or cannot be read, or none is complete in a run that has
 written some.
 """
@@ -83,10 +83,10 @@ class Checkpoint:
     versions: Mapping[str, str] | None = None
     mesh: Mapping[str, int] | None = None
     arrays: Mapping[str, Sequence[Any]] | None = None
-    """Type, shape and fingerprint of each array, if they are asked for."""
+    """Type, shape and fingerprint of each array, if requested."""
 
     def row(self) -> tuple[str, ...]:
-        """Return step, size, age, versions, mesh and state in words."""
+        """Return step, size, age, versions, mesh and state as text."""
         age = f"{(time.time() - self.saved) / 3600:.1f} h ago" if self.saved else "?"
         versions = [f"{name} {(self.versions or {}).get(name, '?')}" for name in ("jax", "python")]
         mesh = [f"{axis}={ranks}" for axis, ranks in (self.mesh or {}).items() if ranks != 1]
@@ -97,7 +97,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The parts of a run that were asked for and that it has."""
+    """The requested parts of a run that it has."""
 
     run: str
     checkpoints: Sequence[Checkpoint] | None = None
@@ -204,7 +204,7 @@ def _on_disk(place: Path, options: Options) -> Checkpoint:
 
 
 def state(place: Path, *, verify: bool) -> str:
-    """Describe the checkpoint at `place` in a few words. Raises `Damaged`."""
+    """Describe the checkpoint at `place`. Raises `Damaged`."""
     files(place)
     metadata(place)
     if not verify:

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def supervisor_of(argv: Sequence[str], signals: Sequence[int] = ()) -> Supervisor:
-    """Return the supervisor that the command line asks for; `signals` are those that this process gets."""
+    """Return the supervisor that the command line asks for; `signals` gets the signals of this process."""
     arguments = list(argv)
     words, run_words = split(arguments)
     prog = "ultrascale launch"

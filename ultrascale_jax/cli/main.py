@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def run(command: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the command as a whole process, and turn its exception into an exit code."""
+    """Run the command, and turn its exception into the exit code of the process."""
     with _exit_code(logs=command in LOGGING):
         _check_working_directory()
         choose_platform(os.environ)
@@ -177,7 +177,7 @@ def _lost_output(error: OSError) -> int | None:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the pipe behind stdout has lost its reader."""
+    """Return whether the pipe of stdout has lost its reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))

@@ -21,14 +21,14 @@ from ultrascale_jax.plan.prediction import SCHEMA
 from ultrascale_jax.plan.report.layout import table as table
 
 type Tell = Callable[[str], None]
-"""Gets the progress of a command, in words."""
+"""Gets the progress of a command, as text."""
 
 FIRST_S, EVERY_S = 0.5, 10.0
 """Seconds until the first line of `working` where stderr is no terminal, and between lines."""
 
 
 def console(width: int) -> Console:
-    """Return the console of stdout; where that is no terminal it has `width` columns, so that rows stay whole."""
+    """Return the console of stdout; where that is no terminal it has `width` columns, so that rows are not wrapped."""
     return Console() if sys.stdout.isatty() else Console(width=width)
 
 

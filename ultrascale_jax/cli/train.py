@@ -19,7 +19,7 @@ from ultrascale_jax.launch.run_files import METRICS
 from ultrascale_jax.launch.sigterm import SignalListener
 
 STORED_PROBABILITIES = 64
-"""Probabilities of each target that `--store-logits` keeps, unless told."""
+"""Probabilities of each target that `--store-logits` keeps by default."""
 
 WORTH_READING = 200
 """Steps before which a model of the size of `demo` writes no words."""
@@ -36,7 +36,7 @@ class Options(command_line.JobOptions):
     """Write a `jax.profiler` trace of these steps into the run directory, as 10:13, and end with a report of it."""
     store_logits: Annotated[Path | None, command_line.option("DIR")] = None
     """Train nothing: store in DIR the largest probabilities of train.distill.teacher for the rows of this run, in at
-    most 8 K + 4 bytes a token; after a kill the same command goes on."""
+    most 8 K + 4 bytes a token; after a kill the same command continues."""
     top_k: Annotated[Count | None, command_line.option("K", f"{STORED_PROBABILITIES}")] = None
     """Probabilities of each target that --store-logits keeps."""
 

@@ -82,7 +82,7 @@ class Index:
 
 
 def rows_of(loader: "Loader") -> dict[str, Any]:
-    """Return what decides which rows a run has, apart from their number."""
+    """Return the settings that decide which rows a run has, except their number."""
     stages = [loader.batches.before(step) for step in loader.begins]
     return {"fingerprint": loader.fingerprint, "seed": loader.seed, "stages": stages}
 
@@ -130,7 +130,7 @@ def file_of(folder: Path, source: int) -> Path:
 
 
 class TopK:
-    """The records of a folder, which a `Loader` reads beside its tokens."""
+    """The records of a folder, which a `Loader` reads with its tokens."""
 
     def __init__(self, cfg: Config, loader: "Loader"):
         """Open the teacher of `cfg`, and check that it is one of the rows of `loader`.
@@ -153,9 +153,9 @@ class TopK:
         ):
             require(same, TEACHER, distill.teacher, f"{words}; {anew}")
         for name in ("top_k", "temperature"):
-            stored, asked = getattr(index, name), getattr(distill, name)
+            stored, expected = getattr(index, name), getattr(distill, name)
             fix = f"the teacher's is {stored}; give that, or {anew}"
-            require(stored == asked, f"train.distill.{name}", asked, fix)
+            require(stored == expected, f"train.distill.{name}", expected, fix)
         self._files = []
         for source, size in enumerate(index.sizes):
             path, least = file_of(folder, source), size * index.record.itemsize
@@ -180,7 +180,7 @@ class TopK:
 
 
 class Writer:
-    """Writes the records of rows in their order, and goes on after those that an earlier process wrote."""
+    """Writes the records of rows in their order, and continues after the records of an earlier process."""
 
     def __init__(self, folder: Path, index: Index):
         self._folder, self.index = folder, index

@@ -29,7 +29,7 @@ MODULES = re.compile(r"\.(experts|input_linear|output_linear)\b.*")
 """End of the name of a tensor of all experts, in whose place transformers has the module `experts`."""
 
 MLP = re.compile(r"\.(gate|up|down)_proj$")
-"""End of the name of a module that is beside routed experts."""
+"""End of the name of a module parallel to routed experts."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ def save_adapters(
     """Write the adapters of a run; every process calls it, and the first one writes.
 
     `base` is the Hugging Face folder that they belong to, and `model_type` its family; None is the first one that
-    computes the model. Returns the modules whose adapters `peft` 0.21 drops, since it takes their names for those of
-    routed experts. Raises `ValueError` where `path` already holds something.
+    computes the model. Returns the modules whose adapters `peft` 0.21 drops, since it takes them for routed experts.
+    Raises `ValueError` where `path` already holds something.
     """
     require_choice("dtype", dtype, FileType)
     path = Path(path)
@@ -130,7 +130,7 @@ def _add_experts(
 def _module(cfg: ModelConfig, target: str, weight: Tensor) -> str:
     """Return the end of the names of the modules that have a weight, by which PEFT finds them.
 
-    Beside experts `gate_proj` would be theirs too: the end of a shared expert's or a dense layer's names its parent.
+    With experts `gate_proj` would be theirs too: the end of a shared expert's or a dense layer's names its parent.
     """
     names = weight.name.removesuffix(".weight").split(".")
     ambiguous = cfg.experts is not None and target in ("gate_proj", "up_proj", "down_proj")
@@ -161,12 +161,12 @@ def _sides(
         return gather(param.get_value(), index, one, dtype)
 
     a = [side(adapter.a, weight, "A") for weight, adapter in pairs if adapter is not None]
-    b, before = [], 0
+    b, first = [], 0
     for weight, adapter in pairs:
         rows = np.zeros((weight.own_shape[0], len(a) * rank), a[0].dtype)
         if adapter is not None:
-            rows[:, before : before + rank] = side(adapter.b, weight, "B")
-            before += rank
+            rows[:, first : first + rank] = side(adapter.b, weight, "B")
+            first += rank
         b.append(rows)
     weight = pairs[0][0]
     if weight.part is None or weight.rows:

@@ -280,22 +280,22 @@ def save(
     max_position_embeddings: int = 4096,
     token_ids: Mapping[str, Any] = NO_TOKEN_IDS,
     beside: Mapping[str, bytes] = MappingProxyType({}),
-    around: str | Path | None = None,
+    wrapper_folder: str | Path | None = None,
 ) -> None:
     """Write `model` as a Hugging Face folder that `transformers` loads.
 
     Every process calls it and the first one writes; it holds one file of at most `max_shard_bytes`
-    (and at least one tensor). `model_type` is the family to write; None is that of `around`, or the first one
+    (and at least one tensor). `model_type` is the family to write; None is that of `wrapper_folder`, or the first one
     that computes this model. `token_ids` are the keys `bos_token_id`, `eos_token_id` and `pad_token_id`
     of `config.json`. The files `beside`, by name, such as a tokenizer, are put into the folder, which appears
-    complete or not at all. `around` is the folder of the vision-language model from which
+    complete or not at all. `wrapper_folder` is that of the vision-language model from which
     `model` was read: its other tensors are copied, and its `config.json` is kept. Raises `ValueError` where no family
     has this combination of fields, or where `path` already holds something.
     """
     _check_save(path, model, cfg, max_shard_bytes, dtype)
     path = Path(path)
-    if around is not None:
-        model_type = model_type or read_model_type(Path(around))
+    if wrapper_folder is not None:
+        model_type = model_type or read_model_type(Path(wrapper_folder))
     family = family_of(cfg, model_type)
     config = config_dict(
         cfg,
@@ -303,7 +303,10 @@ def save(
         dtype=dtype,
         model_type=model_type,
     )
-    table, wrapper = tensors(cfg, family), None if around is None else Wrapper(Path(around))
+    table, wrapper = (
+        tensors(cfg, family),
+        None if wrapper_folder is None else Wrapper(Path(wrapper_folder)),
+    )
     _check_parameters(model, table)
     if wrapper is not None:
         with ExitStack() as stack:

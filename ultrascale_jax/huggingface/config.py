@@ -334,7 +334,7 @@ def config_dict(
             raw["rope_scaling"][QUERY_BETA] = cfg.rope_scaling.query_beta
     raw |= {**_window_keys(cfg, family), **family.constants}
     raw |= expert_keys(cfg, model_type) | family.write(cfg)
-    if "rope_parameters" in raw:  # null beside it would take its place
+    if "rope_parameters" in raw:  # null would take its place
         raw = {
             key: value for key, value in raw.items() if key not in ("rope_theta", "rope_scaling")
         }

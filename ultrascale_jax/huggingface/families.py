@@ -40,7 +40,7 @@ OPTIONAL = (
 """Fields that only some families have."""
 
 QUERY_BETA = "llama_4_scaling_beta"
-"""Ministral's key of `rope_scaling.query_beta`, beside those of its stretch."""
+"""Ministral's key of `rope_scaling.query_beta`."""
 
 LOCAL_BASE = "rope_local_base_freq"
 """Gemma's key of `rope_theta_local`."""
@@ -212,7 +212,7 @@ class Family:
     linear: tuple[Rule | None, ...] = (None,)
     """Rules of its layers of linear attention; None: it may have none."""
     beside: bool = False
-    """Whether each layer has attention beside it."""
+    """Whether each layer has attention too."""
     experts: Experts | None = None
     """Experts that absent keys mean, or None; values without a key always hold."""
     may_be_dense: bool = False
@@ -444,7 +444,7 @@ def _write_nope(cfg: ModelConfig) -> dict[str, Any]:
 
 
 GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""Keys of a layer's attention to Gemma 4's for those of full layers."""
+"""Keys of a layer's attention to Gemma 4's keys for full layers."""
 
 UNUSED = ("moe_intermediate_size", "top_k_experts", "vocab_size_per_layer_input")
 """Keys of Gemma 4's experts and of inputs of single layers."""
@@ -454,7 +454,7 @@ ROPE_SHARE, SAME = "rope_share", "attention_k_eq_v"
 
 
 def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Gemma 4's keys as Gemma 3's, with those of full layers by themselves, whichever form they have.
+    """Return Gemma 4's keys as Gemma 3's, in either form, with the keys of full layers separate.
 
     Refused are layers' inputs of their own and shared keys and values (E2B, E4B), and experts (26B-A4B).
     """
@@ -465,8 +465,8 @@ def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     fix = "supported is 0, no inputs of single layers (so not E2B and E4B)"
     require(inputs == 0, "hidden_size_per_layer_input", inputs, fix)
     default = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
-    given = raw.get("rope_parameters") or {FULL: default, WINDOWED: {"rope_theta": 1e4}}
-    raw = dict(_one_rope(raw | {"rope_parameters": given}))
+    ropes = raw.get("rope_parameters") or {FULL: default, WINDOWED: {"rope_theta": 1e4}}
+    raw = dict(_one_rope(raw | {"rope_parameters": ropes}))
     full = dict(raw["rope_parameters"])
     if full.get("rope_type") == "proportional":
         raw[ROPE_SHARE] = number(full, "partial_rotary_factor", 1.0)
@@ -629,10 +629,10 @@ def _granite4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def _granite4_layers(key: str, listed: Any, num_layers: int) -> list[str]:
     """Return the kinds of the layers, which must be one or equal groups with one of full attention each."""
     names = {"attention": FULL, FULL: FULL, "mamba": LINEAR, LINEAR: LINEAR}
-    known = isinstance(listed, list) and all(
+    is_valid = isinstance(listed, list) and all(
         isinstance(kind, str) and kind in names for kind in listed
     )
-    kinds = [names[kind] for kind in listed] if known else []
+    kinds = [names[kind] for kind in listed] if is_valid else []
     every, offset = _full_layers(kinds)
     regular = kinds == _mixed_types(every, offset, num_layers) and num_layers % (every or 1) == 0
     fix = f"supported are {num_layers} layers of attention or mamba, or equal groups with one of attention each"
@@ -641,7 +641,7 @@ def _granite4_layers(key: str, listed: Any, num_layers: int) -> list[str]:
 
 
 def _full_layers(kinds: list[str]) -> tuple[int, int]:
-    """Return the layers of each group that has one of full attention, and those behind it; 0: all have linear."""
+    """Return the layers of each group with one full layer, and the layers after it; 0: all have linear attention."""
     full = [i for i, kind in enumerate(kinds) if kind == FULL]
     if not full:
         return 0, 0
@@ -698,7 +698,7 @@ def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
         "granitemoehybrid has positions in all layers, or none; use 0 or 1",
     )
     require(cfg.nope_every < 2, name, cfg.nope_every, fix)
-    keys: dict[str, Any] = {"mamba_n_heads": 1}  # transformers wants a divisor of twice the width
+    keys: dict[str, Any] = {"mamba_n_heads": 1}  # transformers needs a divisor of twice the width
     if cfg.linear is not None:
         keys = {key: getattr(cfg.linear, name) for name, key in MAMBA_KEYS.items()}
         width = cfg.linear.value_heads * cfg.linear.value_dim
@@ -732,9 +732,9 @@ FALCON_LISTS = {
 
 
 def _read_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Falcon-H1's Mamba-2 beside attention, and its multipliers.
+    """Return Falcon-H1's Mamba-2 parallel to attention, and its multipliers.
 
-    A multiplier of an input of attention or Mamba-2 is a factor of those of their matrices, which computes the same.
+    A multiplier of an input of attention or Mamba-2 becomes a factor of their matrices' multipliers.
     """
     embed, head, into, keys, out, into_mamba, from_mamba = (number(raw, key, 1.0) for key in FALCON)
     multipliers = {"attn_o": into * out, "linear_o": from_mamba}
@@ -749,9 +749,9 @@ def _read_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in zip(names, values, strict=True)
         }
     normed = flag(raw, "mamba_rms_norm", False)
-    before = flag(raw, "mamba_norm_before_gate", True) and normed
+    norm_first = flag(raw, "mamba_norm_before_gate", True) and normed
     fix = "supported is false: the norm is behind the gate, or there is none"
-    require(not before, "mamba_norm_before_gate", before, fix)
+    require(not norm_first, "mamba_norm_before_gate", norm_first, fix)
     d_ssm = integer(raw, "mamba_d_ssm", 1024, null=_expanded(raw))
     width, scores, constants = _head_dim(raw), into**2 * keys, Multipliers(**multipliers)
     return {
@@ -787,7 +787,7 @@ NEMOTRON = {
     "value_dim": ("mamba_head_dim", 64),
     "conv_kernel": ("conv_kernel", 4),
 }
-"""Field of `LinearAttention` to Nemotron-H's key and what its absence means."""
+"""Field of `LinearAttention` to Nemotron-H's key and the value that its absence means."""
 
 NEMOTRON_TYPES = {
     "M": ("linear_attention", "mamba"),
@@ -802,22 +802,22 @@ STEP_MIN = 1e-3
 
 
 def _nemotron(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Nemotron-H's keys as those of a model with as many layers as our pattern has."""
+    """Return Nemotron-H's keys as if the model had as many layers as our pattern."""
     raw = dict(raw)
     listed = {key: raw.pop(key) for key in ("layers_block_type", "layer_types") if raw.get(key)}
     letters = {name: letter for letter, names in NEMOTRON_TYPES.items() for name in names}
     patterns = [raw["hybrid_override_pattern"]] if raw.get("hybrid_override_pattern") else []
     for key, kinds in listed.items():
         fix = f"must be a list of {', '.join(letters)}"
-        known = isinstance(kinds, list) and all(
+        is_valid = isinstance(kinds, list) and all(
             isinstance(kind, str) and kind in letters for kind in kinds
         )
-        require(known, key, kinds, fix)
+        require(is_valid, key, kinds, fix)
         patterns.append("".join(letters[kind] for kind in kinds))
     pattern = patterns[0] if patterns else "ME*-"
     fix = "must be a string of M, * and either - or E, as layers_block_type says it too if both are there"
-    known = isinstance(pattern, str) and set(pattern) <= set(NEMOTRON_TYPES) and "M" in pattern
-    sound = known and not {"-", "E"} <= set(pattern) and set(patterns) <= {pattern}
+    is_valid = isinstance(pattern, str) and set(pattern) <= set(NEMOTRON_TYPES) and "M" in pattern
+    sound = is_valid and not {"-", "E"} <= set(pattern) and set(patterns) <= {pattern}
     require(sound, "hybrid_override_pattern", pattern, fix)
     halves, fix = raw.get("num_hidden_layers"), f"the pattern has {len(pattern)}"
     require(halves in (None, len(pattern)), "num_hidden_layers", halves, fix)
@@ -865,7 +865,7 @@ def _write_nemotron(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Qwen2-MoE's keys without those of a window, which `use_sliding_window` must leave off."""
+    """Return Qwen2-MoE's keys without the window's, which `use_sliding_window` must leave off."""
     raw = dict(raw)
     for key in ("sliding_window", "max_window_layers"):
         if (value := raw.pop(key, None)) is not None:
@@ -1499,10 +1499,10 @@ FAMILIES = {
 def model_type_of(cfg: ModelConfig, model_type: str | None = None) -> str:
     """Return the first family that computes exactly this model, or `model_type` if that one does.
 
-    Raises `UserError` where there is none: of those that have its features, the one that lacks least says what.
+    Raises `UserError` where there is none; it names the fields that the nearest family with these features lacks.
     """
-    known = model_type is None or model_type in FAMILIES
-    require(known, "model_type", model_type, f"supported are {', '.join(FAMILIES)}")
+    is_valid = model_type is None or model_type in FAMILIES
+    require(is_valid, "model_type", model_type, f"supported are {', '.join(FAMILIES)}")
     names = FAMILIES if model_type is None else (model_type,)
     matches = {name: list(_lacking(name, cfg)) for name in names if FAMILIES[name].has(cfg)}
     parts = f"{', '.join(FIXED)}, latent and experts"

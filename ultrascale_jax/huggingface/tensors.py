@@ -78,10 +78,10 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
         if self.rows:
-            before, after = self.own_shape[: self.axis], self.own_shape[self.axis + 1 :]
-            return (*before, sum(self.rows), *after)
-        *others, columns = self.own_shape
-        return (*others, columns if self.part is None else 2 * columns)
+            leading, trailing = self.own_shape[: self.axis], self.own_shape[self.axis + 1 :]
+            return (*leading, sum(self.rows), *trailing)
+        *leading_dims, columns = self.own_shape
+        return (*leading_dims, columns if self.part is None else 2 * columns)
 
     @property
     def first_row(self) -> int:
@@ -175,9 +175,9 @@ def _of_layer(
             depth=0 if stack is None else layer - cfg.stacks[stack].start,
             numbers=_numbers(cfg, ours),
         )
-    here = {ours for (ours, *_), _ in rows}
+    present = {ours for (ours, *_), _ in rows}
     for name, members in {**family.joined, **family.joined_by_head}.items():
-        parts = [path + _path(cfg, ours) for ours in members if ours in here]
+        parts = [path + _path(cfg, ours) for ours in members if ours in present]
         suffix = "" if name.endswith(".bias") else ".weight"
         shared: dict[str, Any] = {"name": f"{prefix}{name}{suffix}"}
         axis = int(any(table[part].stored.startswith("E") for part in parts))

@@ -1,7 +1,7 @@
 """The text model inside a vision-language checkpoint: its keys in `config.json`, and its tensors among the others.
 
 Text alone has one position for each token, so Qwen's rotary positions of three coordinates are the plain ones. All
-tensors beside the text model's (vision tower, projector) are foreign: nothing reads them, and an export copies them.
+tensors of no text model (vision tower, projector) are foreign: nothing reads them, and an export copies them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,8 +47,8 @@ SIZES = (
 )
 
 
-def _sizes(*sizes: int, **others: Any) -> dict[str, Any]:
-    return dict(zip(SIZES, sizes, strict=True)) | others
+def _sizes(*sizes: int, **fields: Any) -> dict[str, Any]:
+    return dict(zip(SIZES, sizes, strict=True)) | fields
 
 
 _QWEN2_VL = _sizes(
@@ -112,7 +112,7 @@ def is_wrapper(raw: Mapping[str, Any]) -> bool:
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of the text model in a `config.json`, as its family has them; those of another model as they are.
+    """Return the keys of the text model in a `config.json`, as its family has them; another model's keys unchanged.
 
     Raises `UserError` for a text model or an architecture that is not ours.
     """

@@ -1,7 +1,7 @@
 """Account for the time of a run over all its restarts: every second falls into one class.
 
 A process counts its own seconds by a clock that nobody sets, and writes the sums into its heartbeat
-(`heartbeats/RANK`). The next process of its rank goes on from there, and adds the seconds between the two, by the wall
+(`heartbeats/RANK`). Its rank's next process continues from there, and adds the seconds between the two, by the wall
 clock. So the heartbeat of rank 0 holds the ledger of the run.
 """
 

@@ -14,10 +14,10 @@ from typing import Any
 class SignalListener:
     """Remembers SIGTERM, and other signals, inside its `with` block; it is the handler itself: `listener` finds it."""
 
-    def __init__(self, *others: signal.Signals):
+    def __init__(self, *signals: signal.Signals):
         self.signals: list[int] = []
         """The signals that came."""
-        self._numbers = (signal.SIGTERM, *others)
+        self._numbers = (signal.SIGTERM, *signals)
         self._before: dict[signal.Signals, Any] = {}
 
     @property

@@ -119,7 +119,7 @@ class Supervisor:
         self._children = []
         for rank, environ in zip(self.ranks, self.environments(), strict=True):
             plain = rank == 0 or len(self.ranks) == 1
-            # Each is listed before the next is started, so that an error meanwhile leaves no process behind.
+            # Each is listed before the next is started, so that an error meanwhile leaves no process running.
             self._children.append(Child(rank, command, {**environ, **variables}, plain=plain))
 
     def _wait(self) -> Child | None:

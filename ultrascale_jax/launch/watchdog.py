@@ -75,7 +75,7 @@ class Watch:
         self._ledger, self._fresh = Ledger(), fresh
         self._section, self._step = "start", 0
         self._waited_s, self._in_data = 0.0, False
-        """`_waited_s`: seconds since the last progress in which devices were idle for want of a batch."""
+        """`_waited_s`: seconds since the last progress in which devices waited for a batch."""
         self._mark = time.monotonic()
         self._stacks: int | None = None
         """Descriptor that the stacks are written to, while the watch lasts."""

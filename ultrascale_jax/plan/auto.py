@@ -1,6 +1,6 @@
-"""Choose what a configuration leaves open: `train.remat`, `train.microbatches`, and the mesh if asked.
+"""Choose the fields that a configuration leaves open: `train.remat`, `train.microbatches`, and the mesh if requested.
 
-The planner's formulas rank every legal value on the GPUs at hand, and what `ultrascale plan search` would recommend is
+The planner's formulas rank every legal value on the GPUs at hand, and the recommendation of `ultrascale plan search` is
 taken. Nothing is measured or compiled here and JAX is not asked, so every process of a run, and a laptop that plans for
 the same machine, chooses the same.
 """
@@ -38,7 +38,7 @@ FREE: dict[str, Any] = {"remat": "auto", "microbatches": AUTO}
 """Fields that can be left open, and how."""
 
 MODEL = "h100"
-"""The GPU that devices stand for which the planner does not know: the large recipes are meant for its memory."""
+"""The GPU as which the planner takes unknown devices: the large recipes are meant for its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def cluster_of(
 ) -> Cluster:
     """Describe devices to the planner: links and speed by JAX's name for them, `device_kind`.
 
-    Devices that `plan/hardware.py` does not know, as those of a CPU, are planned as H100s.
+    Devices that `plan/hardware.py` does not know, such as CPU devices, are planned as H100s.
 
     Args:
       kind: `device_kind` of all of them.
@@ -212,7 +212,7 @@ def check_host(cfg: Config, cluster: Cluster) -> None:
 
 
 def _host_is_short(run: Run, gpu: Gpu) -> UserError:
-    """Say how much of the host's memory is missing for what a run offloads."""
+    """Say how much of the host's memory is missing for the tensors that a run offloads."""
     moments, usable = host_moments(run) / GIB, gpu.usable_host_bytes / GIB
     offloads = f"offloads {host_bytes(run) / GIB - moments:.1f} GiB of a GPU's activations"
     fix = "offload fewer names, take more train.microbatches, or train.remat=auto"

@@ -1,4 +1,4 @@
-"""Days, energy and cost of a whole training at a predicted step, with its failures; no JAX."""
+"""Days, energy and cost of a training at a predicted step, with its failures; no JAX."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class FailureTerms:
     """Hours between two failures of one GPU, with all else that stops a run counted as its failures."""
     restart_s: float
     save_s: float | None = None
-    """Seconds for which training waits for a save; none: those of the copy to the host."""
+    """Seconds for which training waits for a save; none: the time of the copy to the host."""
     interval_steps: int | None = None
     """Steps between saves; none: the number that costs least."""
 
@@ -31,7 +31,7 @@ class Terms:
     """Tokens, price, power and failures of a training."""
 
     tokens: int
-    """Tokens of the whole training."""
+    """Tokens of the training."""
     price: float | None = None
     """USD of one GPU for one hour."""
     watts: float | None = None
@@ -57,7 +57,7 @@ class Interruptions:
     goodput: float
     """Share of the time in which steps are computed that are kept."""
     failures: float
-    """Failures of the whole training."""
+    """Failures of the training."""
 
     @property
     def text(self) -> str:
@@ -73,7 +73,7 @@ class Interruptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """Time, energy and cost of the whole training."""
+    """Time, energy and cost of the training."""
 
     days: float
     """With saves and failures, where `interruptions` has them."""
@@ -102,10 +102,10 @@ def bill(step: StepPrediction, terms: Terms) -> Bill:
     """Price the training at this step's rate, with the failures of `terms`."""
     gpus = step.run.num_gpus
     seconds = terms.tokens / (step.tokens_per_s_gpu * gpus)
-    found = None
+    stops = None
     if terms.failures is not None:
-        found = interruptions(step, terms, terms.failures, seconds)
-        seconds /= found.goodput
+        stops = interruptions(step, terms, terms.failures, seconds)
+        seconds /= stops.goodput
     hours = seconds / 3600 * gpus
     watts = terms.watts or step.gpu.machine_watts or step.gpu.watts
     usd = None if terms.price is None else hours * terms.price
@@ -115,7 +115,7 @@ def bill(step: StepPrediction, terms: Terms) -> Bill:
         mwh=None if watts is None else hours * watts / 1e6,
         usd=usd,
         usd_per_million_tokens=None if usd is None else usd / terms.tokens * 1e6,
-        interruptions=found,
+        interruptions=stops,
     )
 
 
@@ -131,29 +131,29 @@ def energy(gpu: Gpu, given_watts: float | None) -> str:
 
 
 def interruptions(
-    step: StepPrediction, terms: Terms, given: FailureTerms, training_s: float
+    step: StepPrediction, terms: Terms, failures: FailureTerms, training_s: float
 ) -> Interruptions:
     """Choose the interval of saves, in whole steps, and count the costs of saves and failures in `training_s`.
 
     Raises `UserError` where failures leave nothing of the time.
     """
     saved = checkpoint(step.run, step.gpu, terms.storage_gbs)
-    save_s = saved.copy_s if given.save_s is None else given.save_s
-    between_s = 3600 * given.gpu_hours / step.run.num_gpus
+    save_s = saved.copy_s if failures.save_s is None else failures.save_s
+    between_s = 3600 * failures.gpu_hours / step.run.num_gpus
     failing = Failures(
         mean_s=between_s,
-        restart_s=given.restart_s,
+        restart_s=failures.restart_s,
         save_s=save_s,
         write_s=saved.write_s or 0.0,
     )
     fewest = max(1, int(failing.best_interval_s / step.step_s))
     best = max((fewest, fewest + 1), key=lambda steps: failing.goodput(steps * step.step_s))
-    steps = given.interval_steps or best
+    steps = failures.interval_steps or best
     goodput = failing.goodput(steps * step.step_s)
     fix = (
         f"{step.run.num_gpus:,} GPUs fail every {between_s:.3g} s then, and the training never ends"
     )
-    require(goodput >= LEAST_GOODPUT, "failure_hours", given.gpu_hours, fix)
+    require(goodput >= LEAST_GOODPUT, "failure_hours", failures.gpu_hours, fix)
     return Interruptions(
         save_s=save_s,
         between_s=between_s,

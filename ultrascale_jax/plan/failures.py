@@ -30,7 +30,7 @@ class Failures:
     save_s: float
     """Training waits so long for each save."""
     write_s: float = 0.0
-    """A save is written for so long while training goes on; a failure before its end goes back to the save before."""
+    """A save is written for so long while training continues; a failure before its end goes back to the save before."""
 
     def __post_init__(self):
         require(self.mean_s > 0, "mean_s", self.mean_s, "must be above 0")

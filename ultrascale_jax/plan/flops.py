@@ -2,7 +2,7 @@
 
 Counted is the arithmetic that the model needs, not what a machine happens to do: a product of a vector with an [m, n]
 matrix is 2*m*n, its backward pass twice that, recomputation is free, and causal attention counts as the half of the
-score matrix that is used. Borders between packed documents are ignored unless `plan` is told their length. Model FLOPs
+score matrix that is used. Borders between packed documents are ignored unless `plan` gets their length. Model FLOPs
 utilisation (MFU) is this count per second over the chip's peak (PaLM, arXiv 2204.02311, appendix B, with causal
 attention halved); the peak is that of `train.precision`, so a run in fp8 is held against twice the peak of one in
 bfloat16.
@@ -95,7 +95,7 @@ def flops_per_token(
 ) -> float:
     """Count the FLOPs of forward and backward pass per token: 6 a matrix parameter it meets, and the attention's.
 
-    A token meets all matrices of the layers, of routed experts those that it visits, and the head once for itself and
+    A token meets all dense matrices of the layers, the routed experts that it visits, and the head once for itself and
     once for each of `mtp_layers`, but not the embedding: `ModelShape.active_params`.
     With so many parameters of `adapters` the model's own are frozen: 4 each, as they have no gradients. The model
     `reference` of `train.dpo` or `train.distill` runs its forward pass too.

@@ -58,7 +58,7 @@ class Gpu:
     nvlink_gbs: float
     """To the other GPUs of its domain; PCIe where there is no NVLink."""
     domain: int
-    """GPUs that NVLink joins; those of a host where there is none."""
+    """GPUs that NVLink joins; the GPUs of a host where there is none."""
     host: int = 8
     """GPUs of one host in the usual machine."""
     network_gbs: float
@@ -106,12 +106,12 @@ def _describe(target: str) -> dict:
     """Return the fields of `Gpu` that a `GpuTargetConfig` holds."""
 
     def number(name: str, text: str = target) -> float:
-        found = re.search(rf"\b{name}: ([\d.]+)", text)
-        return float(found[1]) if found else 0.0
+        match = re.search(rf"\b{name}: ([\d.]+)", text)
+        return float(match[1]) if match else 0.0
 
     def block(name: str) -> str:
-        found = re.search(rf"\b{name}\s*{{([^}}]*)}}", target)
-        return found[1] if found else ""
+        match = re.search(rf"\b{name}\s*{{([^}}]*)}}", target)
+        return match[1] if match else ""
 
     kind = re.search(r'\bdevice_description_str: "(.*)"', target)
     capability, cudnn = block("cuda_compute_capability"), block("dnn_version_info")
@@ -192,7 +192,7 @@ class Cluster:
     inter_gbs: float
     """1e9 bytes a second and direction of one GPU to other nodes."""
     efa: bool = False
-    """Whether nodes are joined by AWS' EFA, whose latencies are others than those of InfiniBand (`costs.py`)."""
+    """Whether nodes are joined by AWS' EFA, whose latencies differ from InfiniBand's (`costs.py`)."""
     name: str = ""
 
     @property
@@ -227,11 +227,11 @@ def find_gpu(name: str) -> Gpu:
     """Find the GPU of that name, as people or CUDA write it, the one that is written out, or that a file describes.
 
     Written out it is `GIB,GBS,TFLOPS[/FP8_TFLOPS][,WATTS]`, as `48,768,155,300`. The watts are with its share of the
-    host; float32 has half the peak of bfloat16. Its links are those of a cluster that is written out too.
+    host; float32 has half the peak of bfloat16. Its links come from a cluster that is written out too.
 
     `FILE` or `NAME:FILE` is a `GpuTargetConfig` of a real host: a program that runs there with
     `XLA_FLAGS=--xla_dump_to=DIR` writes it as `DIR/*gpu_target_config.pbtxt`. The chip is read from the file; peaks and
-    links are those of the named GPU, or without a name of the one of the same kind.
+    links come from the named GPU, or without a name from the GPU of the same kind.
 
     Raises `UserError` if there is no such GPU or file, or no GPU of the file's kind.
     """
@@ -240,21 +240,21 @@ def find_gpu(name: str) -> Gpu:
         return written
     base, _, path = name.rpartition(":")
     if not base and "/" not in path and "." not in path:
-        known = _known_gpu(path)
-        alike = [gpu for gpu in GPUS if _chip(gpu) == _chip(_plain(path))]
+        gpu_name = _known_gpu(path)
+        same_chip = [gpu for gpu in GPUS if _chip(gpu) == _chip(_plain(path))]
         fix = f"choose one of {', '.join(GPUS)}, give the file of a GpuTargetConfig, or write {WRITTEN_OUT}"
-        near = f"did you mean {' or '.join(alike)}? " if alike else did_you_mean(path, GPUS)
-        require(known is not None, "gpu", name, near + fix)
-        return GPUS[known or ""]
+        near = f"did you mean {' or '.join(same_chip)}? " if same_chip else did_you_mean(path, GPUS)
+        require(gpu_name is not None, "gpu", name, near + fix)
+        return GPUS[gpu_name or ""]
     require(Path(path).is_file(), "gpu", name, "there is no such file")
     described = _describe(read_foreign(Path(path), name="gpu").decode(errors="replace"))
     missing = [key for key in ("kind", "memory_gib", "hbm_gbs", "cores") if not described[key]]
     fix = f"the file is no GpuTargetConfig with the {', '.join(missing)} of a GPU"
     require(not missing, "gpu", name, fix)
-    known = base or gpu_of_kind(described["kind"]) or ""
+    gpu_name = base or gpu_of_kind(described["kind"]) or ""
     fix = f"no known GPU is called {described['kind']!r}; write NAME:FILE with the most similar of {', '.join(GPUS)}"
-    require(known in GPUS, "gpu", name, fix)
-    return replace(GPUS[known], name=name, **described | {"kind": GPUS[known].kind})
+    require(gpu_name in GPUS, "gpu", name, fix)
+    return replace(GPUS[gpu_name], name=name, **described | {"kind": GPUS[gpu_name].kind})
 
 
 def gpu_of_kind(kind: str) -> str | None:
@@ -263,16 +263,16 @@ def gpu_of_kind(kind: str) -> str | None:
 
 
 def _written_out(text: str) -> Gpu | None:
-    """Return the GPU that `text` writes out, alone in its host behind PCIe 4.0; none where it is no such text.
+    """Return the GPU that `text` writes out, alone in its host with PCIe 4.0; none where it is no such text.
 
     The formulas take an H100's number of processors, of which communication takes some, and no switch that adds.
     """
     number = r"(\d+\.?\d*)"
     form = rf"{number},{number},{number}(?:/{number})?(?:,{number})?"
-    found = re.fullmatch(form, text.replace(" ", ""))
-    if found is None:
+    match = re.fullmatch(form, text.replace(" ", ""))
+    if match is None:
         return None
-    memory, bandwidth, bf16, fp8, watts = (None if n is None else float(n) for n in found.groups())
+    memory, bandwidth, bf16, fp8, watts = (None if n is None else float(n) for n in match.groups())
     positive = all(n is None or n > 0 for n in (memory, bandwidth, bf16, fp8, watts))
     require(positive, "gpu", text, f"every number of {WRITTEN_OUT} must be positive")
     assert memory and bandwidth and bf16  # the form has them
@@ -350,8 +350,8 @@ def find_cluster(text: str | None, gpu: str | None, num_gpus: int) -> Cluster:
 
 def _with_host(gpu: Gpu, host_gib: str | None, host_gbs: str | None, per_node: int) -> Gpu:
     """Return `gpu` with its share of a host of `host_gib`, and a link to it; what is empty stays the usual one's."""
-    own = gpu.host_gib if not host_gib else float(host_gib) / min(per_node, gpu.host)
-    return replace(gpu, host_gib=own, host_gbs=float(host_gbs or gpu.host_gbs))
+    host_gib_of_gpu = gpu.host_gib if not host_gib else float(host_gib) / min(per_node, gpu.host)
+    return replace(gpu, host_gib=host_gib_of_gpu, host_gbs=float(host_gbs or gpu.host_gbs))
 
 
 def _plain(name: str) -> str:
@@ -368,8 +368,8 @@ def _chip(plain: str) -> str:
 def _known_gpu(name: str) -> str | None:
     """Return the name in `GPUS` of the card that `name` or another name of it says; none for any other."""
     plain = _plain(name)
-    for known in GPUS:
-        if plain in (known, *ALIASES.get(known, ())):
-            return known
+    for gpu_name in GPUS:
+        if plain in (gpu_name, *ALIASES.get(gpu_name, ())):
+            return gpu_name
     # Two cards may have one kind: the first is the usual one.
-    return next((known for known, gpu in GPUS.items() if _plain(gpu.kind) == plain), None)
+    return next((gpu_name for gpu_name, gpu in GPUS.items() if _plain(gpu.kind) == plain), None)

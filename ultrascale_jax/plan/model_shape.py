@@ -25,7 +25,7 @@ class ModelShape(ModelConfig):
         """The model as if all its layers had attention of one shape, with the number of layers of each shape."""
         if self.full_attention is None:
             return [(self, self.layers)]
-        alike: dict[str, Any] = {
+        uniform: dict[str, Any] = {
             "full_attention": None,
             "full_attention_every": 0,
             "rope_theta_local": 0.0,
@@ -33,14 +33,14 @@ class ModelShape(ModelConfig):
         whole = self.full_shape
         full = self.num_layers // self.layer_group
         shapes = (
-            dataclasses.replace(self, **alike),
-            ModelShape.of(whole, sliding_window=None, **alike),
+            dataclasses.replace(self, **uniform),
+            ModelShape.of(whole, sliding_window=None, **uniform),
         )
         return list(zip(shapes, (self.num_layers - full, full), strict=True))
 
     @property
     def layers(self) -> int:
-        """Layers that training runs, those of `mtp_layers` too."""
+        """Layers that training runs, `mtp_layers` included."""
         return self.num_layers + self.mtp_layers
 
     @property
@@ -107,7 +107,7 @@ class ModelShape(ModelConfig):
 
     @property
     def only_linear(self) -> int:
-        """Layers that have linear attention and no other beside it."""
+        """Layers that have linear attention and no other."""
         beside = self.linear is not None and self.linear.beside_attention
         return 0 if beside else self.linear_layers
 
@@ -135,18 +135,18 @@ class ModelShape(ModelConfig):
         return linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
 
     def linear_keys(self, parts: int) -> int:
-        """Return the width of the queries, or keys, that a tensor group of `parts` devices makes: few are repeated."""
+        """Return the width of the queries, or keys, that `parts` tensor-parallel devices compute: few are repeated."""
         linear = self.linear
         return 0 if linear is None else max(linear.key_heads, parts) * linear.key_dim
 
     @property
     def linear_gates(self) -> int:
-        """Numbers of a head of values that projections of a token make: of its decay, and of what it writes."""
+        """Numbers of a head of values that projections of a token compute: of its decay, and of its writes."""
         return 2 if self.linear is not None and self.linear.rule == "delta" else 1
 
     @property
     def linear_params(self) -> int:
-        """Matrix parameters of a layer of linear attention; split by heads, but for those of one head of keys."""
+        """Matrix parameters of a layer of linear attention; split by heads, except the matrices of one head of keys."""
         if self.linear is None:
             return 0
         key, value = self.linear_widths
@@ -179,7 +179,7 @@ class ModelShape(ModelConfig):
     def full_attention_matrices(self) -> tuple[int, int, int]:
         """The same of a layer that has no linear attention.
 
-        Latent attention makes its latents with matrices that every member of a tensor group has in full.
+        Latent attention computes its latents with matrices that are replicated in a tensor group.
         """
         D, heads, latent = self.d_model, self.num_heads, self.latent
         if latent is None:
@@ -243,7 +243,7 @@ class ModelShape(ModelConfig):
 
     @property
     def ffn_matrices(self) -> int:
-        """Matrices of a feed-forward layer, or of an expert: those of `wide_products`, and down."""
+        """Matrices of a feed-forward layer, or of an expert: `wide_products` and down."""
         return self.wide_products + 1
 
     @property

@@ -10,7 +10,7 @@ from ultrascale_jax.plan.verdict import DOES_NOT_FIT, Verdict, by_formula, by_pr
 from ultrascale_jax.plan.workload import Run
 
 SCHEMA = 1
-"""Version of the JSON that `ultrascale plan` prints; a field that goes, or means something else, makes it the next."""
+"""Version of the JSON that `ultrascale plan` prints; a field that is removed or changes its meaning increases it."""
 
 BOUNDS = ("one_stream_s", "side_by_side_s", "contended_s")
 """Fields with the step's time under other assumptions about collectives; of a compiled program only."""
@@ -27,15 +27,15 @@ class StepPrediction:
     step_s: float
     """Seconds."""
     parts: Mapping[str, float]
-    """Seconds by what takes them; together `step_s`."""
+    """Seconds by part; their sum is `step_s`."""
     peak_bytes: int
     """Most memory in use at any time."""
     host_bytes: int = 0
     """Activations and moments of one GPU in the host's memory."""
     gap_bytes: int = 0
-    """Bytes between the buffers of XLA's arena, which it allocates as a whole; 0 by formula."""
+    """Bytes between the buffers of XLA's arena, which it allocates at once; 0 by formula."""
     workspace_bytes: int = 0
-    """Workspaces of libraries beside it, as far as they are known; 0 by formula."""
+    """Workspaces of libraries in addition, as far as they are known; 0 by formula."""
     one_stream_s: float | None = None
     """The step if all asynchronous collectives shared one stream; none by formula."""
     side_by_side_s: float | None = None
@@ -63,7 +63,7 @@ class StepPrediction:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the GPU has the memory, and the host for what is offloaded."""
+        """Whether the GPU has the memory, and the host the memory for offloaded tensors."""
         if not self.fits_host:
             return DOES_NOT_FIT
         if self.source == "compiled":
@@ -72,7 +72,7 @@ class StepPrediction:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the step takes of the GPU: arguments, XLA's whole arena, and workspaces."""
+        """Bytes that the step takes of the GPU: arguments, XLA's arena, and workspaces."""
         return self.peak_bytes + self.gap_bytes + self.workspace_bytes
 
     @property
@@ -82,7 +82,7 @@ class StepPrediction:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host has the memory for what is offloaded."""
+        """Whether the host has the memory for offloaded tensors."""
         return self.host_bytes <= self.gpu.usable_host_bytes
 
     def scaled(self, factor: float) -> "StepPrediction":

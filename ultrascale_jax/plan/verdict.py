@@ -14,7 +14,7 @@ second does not. Between them only its compiled program tells.
 
 XLA's plans of the programs of docs/planning/*.csv take from 0.95 to 1.095 times the formulas' bytes (without experts to
 1.059), but for experts over 32 and 64 GPUs, from 0.89 to 1.13. The workspaces of cuDNN and cuBLAS, which XLA does not
-count, add up to 2.4% of an H100's memory; the formulas count those of packed documents.
+count, add up to 2.4% of an H100's memory; the formulas count the workspaces of packed documents.
 """
 
 LIKELY = 0.98

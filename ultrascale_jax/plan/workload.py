@@ -1,7 +1,7 @@
 """A run as the planner's formulas see it: sizes only, no JAX.
 
-`Run` says what every formula of `formulas/` needs: the model, the mesh, the tokens of a micro-batch and how the work is
-done.
+`Run` holds the inputs of every formula in `formulas/`: the model, the mesh, the tokens of a micro-batch and the
+schedule of the work.
 """
 
 import dataclasses
@@ -55,11 +55,11 @@ def _once(store: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     def decorate(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(function)
         def kept(run: Any) -> Any:
-            known = run.__dict__[store]
+            cached = run.__dict__[store]
             try:
-                return known[function]
+                return cached[function]
             except KeyError:
-                value = known[function] = function(run)
+                value = cached[function] = function(run)
                 return value
 
         return kept
@@ -68,7 +68,7 @@ def _once(store: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
 
 
 def of_sizes[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
-    """Compute once what neither recomputation nor stash changes, for a run and all that `with_remat` makes of it.
+    """Compute once what neither recomputation nor stash changes, for a run and all that `with_remat` derives from it.
 
     A `Step` has as many runs, and the same stores.
     """
@@ -76,7 +76,7 @@ def of_sizes[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
 
 
 def of_tokens[R, T](function: Callable[[R], T]) -> Callable[[R], T]:
-    """Compute once what ZeRO and the schedule do not change either, also for all runs that `with_schedule` makes."""
+    """Compute once what ZeRO and the schedule do not change either, also for all runs that `with_schedule` returns."""
     return _once("_tokens")(function)
 
 
@@ -113,9 +113,9 @@ class Run:
     muon: bool = False
     """Whether the layers' matrices have Muon's update, and the first moment alone."""
     weight_bytes: int = 4
-    """Bytes in which a trained matrix of a layer rests; 2 with `optim.weight_dtype=bfloat16`."""
+    """Bytes in which a trained matrix of a layer is stored; 2 with `optim.weight_dtype=bfloat16`."""
     host_moment_bytes: int = 0
-    """Part of `moment_bytes` that rests on the host, for a parameter of the layers' matrices (`optim.offload`)."""
+    """Part of `moment_bytes` that is stored on the host, for a parameter of the layers' matrices (`optim.offload`)."""
     lora: Lora = field(default_factory=Lora)
     """As `train.lora`: with adapters all other parameters are frozen."""
     frozen_in_fp8: bool = False
@@ -238,12 +238,12 @@ class Run:
 
     @functools.cached_property
     def expert_mesh(self) -> MeshConfig:
-        """The mesh as routed experts lie on it."""
+        """The mesh as routed experts see it."""
         return self.moe.expert_mesh(self.mesh)
 
     @property
     def folds(self) -> bool:
-        """Whether routed experts are whole on ranks of sp too (`moe.folding`)."""
+        """Whether routed experts are replicated on ranks of sp too (`moe.folding`)."""
         return self.expert_mesh != self.mesh
 
     @functools.cached_property
@@ -325,7 +325,7 @@ class Run:
 
     @property
     def split_layers(self) -> int:
-        """Layers of which the first may have another policy: those of the model, or of a pipeline's stage."""
+        """Layers of which the first may have another policy: the model's, or a pipeline stage's."""
         return self.chunk_layers if self.mesh.pp > 1 else self.shape.num_layers
 
     @property
@@ -380,8 +380,12 @@ class Run:
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
-        own = self.shape, self.document_length, adapter_params(self.shape, self.lora, active=True)
-        return self.step_tokens * flops_per_token(*own, reference=self.reference)
+        arguments = (
+            self.shape,
+            self.document_length,
+            adapter_params(self.shape, self.lora, active=True),
+        )
+        return self.step_tokens * flops_per_token(*arguments, reference=self.reference)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
         """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it for full rows."""
@@ -413,28 +417,28 @@ class Run:
         return len(distances_in_reach(places, chunks, piece, window))
 
     def keys(self, window: int | None) -> float:
-        """Count the keys that attention computes for a query on average: whole blocks, seen or not."""
+        """Count the keys that attention computes for a query on average: full blocks, masked or not."""
         places, chunks = self.ring[0], self.context.chunks
         if self.attends_by_document:
             return mean_keys(self.document_length, None)
         if places == 1:
             return mean_keys(self.seq_len, window)
         piece = self.seq_len // places
-        own = mean_keys(piece, None if chunks > 1 else window)
-        return own + self.steps(window) * piece / chunks
+        local_keys = mean_keys(piece, None if chunks > 1 else window)
+        return local_keys + self.steps(window) * piece / chunks
 
     @property
     def exchange(self) -> list[str]:
-        """Words for how attention crosses cp, without defaults; empty without cp."""
+        """Labels of attention's exchange over cp, without defaults; empty without cp."""
         if self.mesh.cp == 1:
             return []
-        strategy, (_, together) = self.context.strategy, self.ring
+        strategy, (_, exchanging) = self.context.strategy, self.ring
         named = [strategy] if strategy != "zigzag" else []
-        return [*named, *([f"u{together}"] if together > 1 and strategy != "ulysses" else [])]
+        return [*named, *([f"u{exchanging}"] if exchanging > 1 and strategy != "ulysses" else [])]
 
     @property
     def dispatch(self) -> list[str]:
-        """Words for how tokens are dispatched to experts, without defaults; empty without experts."""
+        """Labels of the dispatch of tokens to experts, without defaults; empty without experts."""
         if self.shape.experts is None:
             return []
         nodes = [f"nodes{self.moe.a2a_groups}"] if self.moe.a2a_groups > 1 else []
@@ -443,7 +447,7 @@ class Run:
 
     @property
     def pipeline(self) -> list[str]:
-        """Schedule, and what is not the default of stages of a rank and stash; empty without a pipeline."""
+        """Schedule, and stages of a rank and stash where they are not the default; empty without a pipeline."""
         if self.mesh.pp == 1:
             return []
         stages = [f"v{self.virtual_stages}"] if self.virtual_stages > 1 else []
@@ -487,9 +491,9 @@ fp8 with scales for rows or blocks is a little worse: bfloat16 is gathered, and 
 
 def schedule_of(cfg: Config) -> dict[str, Any]:
     """Return the fields of a run that follow from the schedule of its pipeline."""
-    own = schedules.of_config(cfg).virtual if cfg.pp.from_file else 0
+    table_stages = schedules.of_config(cfg).virtual if cfg.pp.from_file else 0
     fields = {name: getattr(cfg.pp, name) for name in PIPELINE}
-    return fields | {"virtual_stages": own or cfg.pp.stages_per_rank}
+    return fields | {"virtual_stages": table_stages or cfg.pp.stages_per_rank}
 
 
 SECOND_MOMENT_BYTES = 4
@@ -526,12 +530,12 @@ def matrix_moment_bytes(optim: OptimConfig) -> int:
 
 
 def weight_bytes(cfg: Config) -> int:
-    """Count the bytes in which a trained matrix of a layer rests; adapters stay float32."""
+    """Count the bytes in which a trained matrix of a layer is stored; adapters stay float32."""
     return 2 if cfg.optim.weight_dtype == "bfloat16" and not cfg.train.lora.enabled else 4
 
 
 def host_moment_bytes(optim: OptimConfig) -> int:
-    """Count the bytes of the moments of a layer's parameter that rest in the host's memory."""
+    """Count the bytes of the moments of a layer's parameter that are stored in the host's memory."""
     second = 2 if optim.stochastic_rounding else SECOND_MOMENT_BYTES
     return {"none": 0, "second": second, "both": matrix_moment_bytes(optim)}[optim.offload]
 

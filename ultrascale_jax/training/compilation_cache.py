@@ -26,7 +26,7 @@ MOST_BYTES = 4 * GIB
 """Bytes of all programs, and of all steps, that are kept; the ones that were used least lately go."""
 
 DIGEST_BYTES = 32
-"""Bytes of a compilation's name, which a kept step begins with, and of the digest behind it."""
+"""Bytes of a compilation's name, which a kept step begins with, and of the digest after it."""
 
 
 def keep_programs(tell: Callable[[str], None]) -> None:
@@ -88,7 +88,7 @@ def compile_step(
 
 
 def make_room(folder: Path, size: int) -> None:
-    """Remove the files that were used least lately until one of `size` bytes makes at most `MOST_BYTES` of them."""
+    """Remove the files that were used least lately until one of `size` bytes fits into `MOST_BYTES`."""
     for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime):
         size += path.stat().st_size
         if size > MOST_BYTES:

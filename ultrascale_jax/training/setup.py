@@ -328,7 +328,7 @@ def _state(
 
 
 def _base(cfg: Config, mesh: Mesh, model: type[Transformer], frozen: Transformer) -> Transformer:
-    """Load the base of adapters, of the shapes `frozen`; parameters that rest in fp8 are quantised one by one."""
+    """Load the base of adapters, of the shapes `frozen`; parameters stored in fp8 are quantised one by one."""
     if not cfg.frozen_in_fp8:
         return initial_params(cfg, frozen, mesh)
     train = dataclasses.replace(cfg.train, precision="bf16")

@@ -29,7 +29,7 @@ def store_logits(
       mesh: its mesh, of this process alone.
       folder: the folder.
       k: how many probabilities of a target are stored.
-      tell: gets the progress in words.
+      tell: gets the progress as text.
     """
     with jax.set_mesh(mesh):
         loader = make_loader(cfg)

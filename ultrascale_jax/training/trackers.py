@@ -62,7 +62,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes to `RUN_DIR/tensorboard`, a file for each start.
 
-    tensorboardX's `SummaryWriter` writes in a thread, so that on a full disk nothing is told before the end of the run;
+    tensorboardX's `SummaryWriter` writes in a thread, so that a full disk raises nothing before the end of the run;
     its `EventsWriter` writes at once.
     """
 

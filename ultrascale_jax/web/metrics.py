@@ -75,7 +75,8 @@ class RunMetrics:
 
     def newest(self, field: str) -> float | None:
         """Return the last number of a field."""
-        return next(filter(math.isfinite, reversed(self.columns.get(field, ()))), None)
+        values = reversed(self.columns.get(field, ()))
+        return next((float(value) for value in values if math.isfinite(value)), None)
 
     def thinned(
         self, field: str, x: str, first: float, last: float, points: int

@@ -43,7 +43,7 @@ def test_logits_of_text_are_those_of_transformers_and_the_way_back_keeps_every_t
         logits = jax.jit(lambda model: model.logits(expected["tokens"], positions))(model)
         checkpoint.save(
             model, cfg, back, dtype="float32", max_shard_bytes=20_000,
-            max_position_embeddings=64, around=folder,
+            max_position_embeddings=64, wrapper_folder=folder,
         )  # fmt: skip
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
     before, after = tensors(folder), tensors(back)

@@ -115,7 +115,7 @@ def test_the_longest_sequence_on_any_mesh_is_exact_to_an_eighth():
         for tokens in range(2**exponent, 2 ** (exponent + 1), 2**exponent // 8)
         if searched_verdict(with_length(cfg, tokens), cluster, {}) == FITS
     ]
-    found = longest(cfg, cluster, {}, known=0)
+    found = longest(cfg, cluster, {}, fitting=0)
     assert found == max(fitting)
     assert longest(cfg, cluster, {}, known=2048 + 1024) == found < 2**17
     assert longest(cfg, small_gpus(4, 0.3), {}, known=0) == 0

@@ -36,7 +36,9 @@ def test_held_out_runs_have_the_published_sizes():
     billions = {"nemotron4-340b": 341, "grok-1": 316, "llama4-maverick": 401, "deepseek-v3": 671}
     billions |= {"qwen3-235b-a22b": 235, "mixtral-8x22b": 141, "gpt-oss-120b": 117}
     held_out = read(FILE.with_name("held_out_runs.csv"))
-    assert all(row.before > 0 and row.run.num_gpus == row.cluster.num_gpus for row in held_out)
+    assert all(
+        row.earlier_prediction > 0 and row.run.num_gpus == row.cluster.num_gpus for row in held_out
+    )
     found = {row.model: row.run.shape.num_params / 1e9 for row in held_out}
     assert {name: found[name] for name in billions} == pytest.approx(billions, rel=0.005)
     assert {row.model for row in held_out if row.run.lora.enabled} == {"llama3-70b"}

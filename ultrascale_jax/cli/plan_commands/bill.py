@@ -1,4 +1,4 @@
-"""Options that price a whole training: its tokens, price and power, storage, and failures."""
+"""Options that price a training: its tokens, price and power, storage, and failures."""
 
 import math
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ class Options(bill.Options):
 
 def main(argv: list[str]) -> None:
     cfg, options, cluster = common.parse(argv, "compile", Options, __doc__)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is asked for, and the plugin still compiles
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no driver is needed, and the plugin still compiles
     # XLA warns that memory is short; the table says it too.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if options.execute:
@@ -121,7 +121,7 @@ def interruptible[T](work: Callable[[], T], activity: str = "compiling") -> T:
 
 
 def _folder(name: str) -> Path:
-    """Make the directory and check that it can be written to, before XLA compiles for minutes."""
+    """Create the directory and check that it can be written to, before XLA compiles for minutes."""
     require(name != "", "dump", name, "name a directory")
     folder = Path(name)
     with output.writing("dump", name):

@@ -25,7 +25,7 @@ from ultrascale_jax.plan.workload import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A run whose limits are asked for."""
+    """A run whose limits are requested."""
 
     requested: Config
     """As the command line says; it may leave fields open."""
@@ -41,8 +41,8 @@ class Question:
         """Find the limits; stderr shows the progress."""
         with output.working("looking for the fewest GPUs") as tell:
             fewest, longest = self._fewest(tell), self._longest(tell)
-            found = [*fewest, *longest, *self._with_moments_on_host(fewest[-1], longest[-1], tell)]
-        return LimitsReport(limits=found)
+            limits = [*fewest, *longest, *self._with_moments_on_host(fewest[-1], longest[-1], tell)]
+        return LimitsReport(limits=limits)
 
     def _longest(self, tell: output.Tell) -> list[Limit]:
         """Return the longest sequences on this mesh and on any."""
@@ -62,8 +62,8 @@ class Question:
         lengths = [] if longest.step else other._longest(tell)
         most = fewest.step.run.num_gpus if fewest.step else float("inf")
         return [
-            *(found for found in fewer if found.step and found.step.run.num_gpus < most),
-            *(found for found in lengths if found.step),
+            *(limit for limit in fewer if limit.step and limit.step.run.num_gpus < most),
+            *(limit for limit in lengths if limit.step),
         ]
 
     def _named(self, num_gpus: int, *, mesh: bool) -> Choices:

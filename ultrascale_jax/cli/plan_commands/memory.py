@@ -151,6 +151,6 @@ def _hints(
 
 
 def _options(base: Config, target: Config) -> str:
-    """Return the words of the command line that turn one configuration into the other."""
+    """Return the arguments that turn one configuration into the other."""
     mesh = [] if target.mesh == base.mesh else ["--mesh", target.mesh.text]
     return " ".join([*mesh, *differences(base, target)])

@@ -206,7 +206,7 @@ def overview(options: Options) -> Overview:
 
 
 def described(schedule: Schedule, numbers: Mapping[str, Any]) -> str:
-    """Describe one schedule and its numbers in words."""
+    """Describe one schedule and its numbers."""
     virtual, queue = schedule.virtual, max(numbers["w_queue"])
     chunk = "micro-batches" if virtual == 1 else f"chunks of 1/{virtual} of a rank's layers"
     waiting = f"; waiting for W: at most {queue}" if queue else ""

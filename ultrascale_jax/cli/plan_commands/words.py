@@ -1,4 +1,4 @@
-"""Write a configuration as words of the command line (`--train.zero 3`), run them, and parse choices (`tp=8,pp=1`)."""
+"""Write a configuration as arguments (`--train.zero 3`), run `plan` with them, and parse choices (`tp=8,pp=1`)."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def words(recipe: str, cfg: Config) -> list[str]:
 
 
 def differences(base: Config, target: Config, always: Sequence[str] = ()) -> list[str]:
-    """Return the words that turn one configuration into the other but the mesh; `always` are fields of `train`."""
+    """Return the arguments that turn one configuration into the other but the mesh; `always` are fields of `train`."""
     changed = []
     for section in (field.name for field in dataclasses.fields(target) if field.name != "mesh"):
         old, new = getattr(base, section), getattr(target, section)

@@ -40,7 +40,7 @@ from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_batch, abstract_state
 from ultrascale_jax.train_step.step import make_train_step
 
-# Writes XLA's own estimates of time into the program (`op_costs.py`). It wants XLA's tables of measurements, of which
+# Writes XLA's own estimates of time into the program (`op_costs.py`). It needs XLA's tables of measurements, of which
 # XLA 0.12 has none for A100 and L40S and cannot read those for GB200: it fails on them.
 ESTIMATES = {"xla_gpu_collect_cost_model_stats": "true"}
 ESTIMATED = ("NVIDIA H100", "NVIDIA H200", "NVIDIA B200")
@@ -73,7 +73,7 @@ class CompiledProgram:
     compile_s: float
     """Seconds that XLA took, tracing not included."""
     comm_streams: Mapping[str, int] = field(default_factory=dict)
-    """The stream on which XLA put each asynchronous collective; XLA's first, 0, for those that are not named."""
+    """The stream on which XLA put each asynchronous collective; XLA's first, 0, for a collective that is not named."""
     memory_plan: MemoryPlan | None = None
     """XLA's plan of the memory, buffer by buffer."""
 
@@ -84,7 +84,7 @@ class CompiledProgram:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Memory that cuDNN's attention needs beside XLA's plan, at least."""
+        """Memory that cuDNN's attention needs in addition to XLA's plan, at least."""
         return unplanned_workspace(self.module)
 
     @cached_property
@@ -138,8 +138,8 @@ def target_devices(
             topology=f"1x{num_devices // host}x{host}",
         )
     except (RuntimeError, KeyError) as error:
-        known = "GpuTargetConfigProto" not in str(error)
-        require(known, "gpu", gpu, "XLA does not read the file as its GpuTargetConfig")
+        is_read = "GpuTargetConfigProto" not in str(error)
+        require(is_read, "gpu", gpu, "XLA does not read the file as its GpuTargetConfig")
         raise UserError(
             f"gpu={gpu!r}: compiling for it needs XLA's CUDA plugin: pip install 'ultrascale_jax[aot]', and without a "
             "GPU in this machine set JAX_PLATFORMS=cpu before JAX starts"
@@ -197,7 +197,7 @@ def compile_program(
       options: XLA flags without dashes.
 
     Raises:
-      UserError: the mesh is not of `target_devices`, or of those of another GPU.
+      UserError: the mesh is not of `target_devices`, or of another GPU's.
     """
     fix = "is no result of jax.jit"
     require(isinstance(function, jax.stages.Wrapped), "function", function, fix)
@@ -240,13 +240,13 @@ def _gpu_of(mesh: Mesh, name: str | None) -> Gpu:
         )
         require(gpu.target_kind == kind, "gpu", name, fix)
         return gpu
-    known = next((gpu for gpu in GPUS.values() if gpu.kind == kind), None)
+    match = next((gpu for gpu in GPUS.values() if gpu.kind == kind), None)
     fix = (
         f"the devices of mesh are {kind}s, which no name tells; give what target_devices was given"
     )
-    require(known is not None, "gpu", name, fix)
-    assert known is not None
-    return known
+    require(match is not None, "gpu", name, fix)
+    assert match is not None
+    return match
 
 
 def simulate_step(step: CompiledProgram, cluster: Cluster) -> Timeline:
@@ -271,7 +271,7 @@ def simulate_step(step: CompiledProgram, cluster: Cluster) -> Timeline:
     trips = functools.partial(context.loop_trips, run) if run else None
     names = [c.name for c in step.collectives if c.asynchronous]
     one = dict.fromkeys(names, 0)
-    own = {name: step.comm_streams.get(name, 0) for name in names}
+    own_streams = {name: step.comm_streams.get(name, 0) for name in names}
 
     def replay(streams: Mapping[str, int], contention: float | None = None) -> Timeline:
         return simulate(
@@ -285,12 +285,12 @@ def simulate_step(step: CompiledProgram, cluster: Cluster) -> Timeline:
             contention=contention,
         )
 
-    timeline = replay(own)
+    timeline = replay(own_streams)
     timeline = dataclasses.replace(
         timeline,
-        one_stream_s=timeline.step_s if own == one else replay(one).step_s,
+        one_stream_s=timeline.step_s if own_streams == one else replay(one).step_s,
         side_by_side_s=replay({}).step_s,
-        contended_s=replay(own, costs.CONTENTION).step_s,
+        contended_s=replay(own_streams, costs.CONTENTION).step_s,
     )
     known_rare = {where for where in timeline.left_out for scope in RARE_LOOPS if scope in where}
     if wrong := sorted(set(timeline.left_out) - known_rare):
@@ -303,7 +303,7 @@ def simulate_step(step: CompiledProgram, cluster: Cluster) -> Timeline:
 
 
 def predict_step(step: CompiledStep, timeline: Timeline, gpu: Gpu) -> StepPrediction:
-    """Join what XLA says of the memory of `step` and what `simulate_step` says of its time on `gpu`."""
+    """Join XLA's memory of `step` and the time of `simulate_step` on `gpu`."""
     parts = {WORK.get(kind, kind): seconds for kind, seconds in timeline.busy_s.items()}
     parts |= {f"exposed {axes}": seconds for axes, seconds in timeline.exposed_s.items()}
     parts["other waiting"] = timeline.step_s - sum(parts.values())
@@ -327,8 +327,8 @@ def memory_over_step(
     """Return when the memory in use changes, seconds from the start of `timeline`, and from then on the bytes of each
     class of buffers (`hlo/live_buffers.py`) that XLA's plan has.
 
-    Iterations of a loop that the timeline does not show hold what that loop holds at its fullest. Nothing where XLA
-    told no plan.
+    Iterations of a loop that the timeline does not show are counted with the loop's largest memory. Empty where XLA has
+    no plan.
     """
     plan, module = step.memory_plan, step.module
     if plan is None:
@@ -347,8 +347,8 @@ def memory_over_step(
 
     times, rows = [], []
     for event in timeline.streams[COMPUTE]:
-        if (found := position(event)) is not None and (not rows or (live[found] != rows[-1]).any()):
+        if (index := position(event)) is not None and (not rows or (live[index] != rows[-1]).any()):
             times.append(event.start_s)
-            rows.append(live[found])
+            rows.append(live[index])
     table = np.array(rows).T.tolist()
     return times, {kind: row for kind, row in zip(CLASSES, table, strict=True) if any(row)}

@@ -88,7 +88,7 @@ def reference_step(
       cfg: a run, small enough for this machine.
       num_devices: as many CPU devices must be there.
       seed: of the random batches; `cfg.train.seed` sets the weights.
-      arguments: those of another reference, to start from the very same; by default a state after one step.
+      arguments: another reference's arguments, to start from the same state; by default a state after one step.
     """
     devices = jax.devices("cpu")
     fix = f"the mesh needs {num_devices}; start Python with JAX_NUM_CPU_DEVICES={num_devices}"
@@ -174,7 +174,7 @@ def _by_name(tree: dict[str, Any], mesh: Mesh) -> dict[str, Shards]:
 
 
 def _on_devices(like: dict[str, Any], named: Mapping[str, Shards], mesh: Mesh) -> dict[str, Any]:
-    """Return arrays like those of a tree from their shards: the inverse of `_by_name`."""
+    """Return arrays like a tree's from their shards: the inverse of `_by_name`."""
 
     def leaf(root: str, path: Any, array: jax.ShapeDtypeStruct) -> jax.Array:
         shards = zip(named[root + jax.tree_util.keystr(path)], mesh.devices.flat, strict=True)
@@ -188,13 +188,13 @@ def _on_devices(like: dict[str, Any], named: Mapping[str, Shards], mesh: Mesh) -
     }
 
 
-def _norm(values: Shards, others: Shards | None = None) -> float:
+def _norm(values: Shards, reference: Shards | None = None) -> float:
     """Return the norm of an array, or of its difference from another, over all devices; inf for NaN in one alone."""
     total = 0.0
     for number, shard in enumerate(values):
         numbers = shard.astype(np.float64)
-        if others is not None:
-            other = others[number].astype(np.float64)
+        if reference is not None:
+            other = reference[number].astype(np.float64)
             if (np.isfinite(numbers) != np.isfinite(other)).any():
                 return math.inf
             numbers = numbers - other

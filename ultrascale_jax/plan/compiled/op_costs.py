@@ -5,9 +5,9 @@ has not chosen one yet. Everything else is timed by the bytes it really touches,
 fusion that reads one layer of a stack, or updates one in place, moves that layer.
 
 XLA writes its own estimate next to a fusion (`reification_cost`) if compiled with `xla_gpu_collect_cost_model_stats`.
-Only its arithmetic is taken, as a lower bound: it knows how dear an exponential or a cosine is. Its memory time is not:
+Only its arithmetic is taken, as a lower bound: it knows the cost of an exponential or a cosine. Its memory time is not:
 it assumes peak bandwidth and charges broadcast operands as if every read went to memory (2.3 times the bytes of a
-rotary embedding, 1.6 times those of a norm's backward pass, in the Llama-3-8B step). Nor are its times of matrix
+rotary embedding, 1.6 times for a norm's backward pass, in the Llama-3-8B step). Nor are its times of matrix
 products, 18 to 150 times what the peak allows.
 """
 
@@ -71,11 +71,13 @@ class Operations:
         """Return the work for an instruction that is no collective; none: it takes no time."""
         key = computation, instruction.name
         if key not in self._known:
-            found = self._operation(computation, instruction)
-            if found is not None:
-                kernel = kernel_of(self.module, instruction, found.kind)
-                found = replace(found, kernel=kernel, block=block_of(self.module, instruction))
-            self._known[key] = found
+            operation = self._operation(computation, instruction)
+            if operation is not None:
+                kernel = kernel_of(self.module, instruction, operation.kind)
+                operation = replace(
+                    operation, kernel=kernel, block=block_of(self.module, instruction)
+                )
+            self._known[key] = operation
         return self._known[key]
 
     def _operation(self, computation: str, i: Instruction) -> Operation | None:
@@ -137,10 +139,12 @@ class Operations:
 
 
 def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operation:
-    """Time the matrix products, and what is fused with them (a residual, say) as far as it moves more than they do."""
+    """Time the matrix products, and operations fused with them (such as a residual) where those move more bytes."""
     scratch = sum(array.bytes for array in i.arrays[1:] if array.dtype in ("s8", "u8"))
-    own = sum(2 * dot.batch * (dot.m * dot.k + dot.k * dot.n + dot.m * dot.n) for dot in dots)
-    fused = costs.memory_seconds(gpu, max(0, device - scratch - own))
+    written_down = sum(
+        2 * dot.batch * (dot.m * dot.k + dot.k * dot.n + dot.m * dot.n) for dot in dots
+    )
+    fused = costs.memory_seconds(gpu, max(0, device - scratch - written_down))
     seconds = sum(
         costs.gemm_seconds(gpu, dot.m, dot.n, dot.k, _precision(dot.dtype), dot.batch)
         for dot in dots
@@ -158,8 +162,8 @@ def arithmetic_seconds(instruction: Instruction) -> float:
     The record without a name counts the arithmetic of a Triton fusion (`kCustom`) for every tile as if it were the
     whole array, so there only XLA's model of tiles is asked.
     """
-    found = re.search(r'"reification_cost":(\[[^\]]*\])', instruction.attributes)
-    records = {record["name"]: record for record in json.loads(found[1])} if found else {}
+    match = re.search(r'"reification_cost":(\[[^\]]*\])', instruction.attributes)
+    records = {record["name"]: record for record in json.loads(match[1])} if match else {}
     tiled = "kind=kCustom" in instruction.attributes
     record = records.get("indexing-cost-model" if tiled else "")
     return record["compute_time_us"] * 1e-6 if record else 0.0
@@ -172,7 +176,7 @@ def seen_keys(call: AttentionCall) -> float:
 
 
 def attention_flops(call: AttentionCall, seen: float | None = None) -> float:
-    """Count the FLOPs of all products over the scores; a query sees `seen` keys, by default those of the mask."""
+    """Count the FLOPs of all products over the scores; a query sees `seen` keys, by default the mask's."""
     batch, heads, queries, _ = call.scores
     seen = seen_keys(call) if seen is None else seen
     return call.products * 2.0 * batch * heads * queries * seen * call.head_dim

@@ -15,7 +15,7 @@ that XLA starts and finishes apart is overlapped with them:
   is multiplication. One whose length depends on data is left out unless the caller counts it: the rounds of unbalanced
   experts after the first, and the exponentials of a loss that are made again. The slowest branch of a conditional
   counts unless the caller says in which share of the iterations it is taken.
-* All GPUs are alike and start each collective together: no stragglers, no host that falls behind.
+* All GPUs are equal and start each collective together: no stragglers, no slow host.
 """
 
 import copy
@@ -38,10 +38,10 @@ COMPUTE, IN_NODE, BETWEEN_NODES, COPIES, HOST = (
     "copies",
     "host",
 )
-"""The rows of a timeline: what computes, the links, copies beside it, and copies to and from the host."""
+"""The rows of a timeline: the compute stream, the links, copies on the device, and copies to and from the host."""
 
 LOOP = "loop"
-"""Kind of an event that stands for many iterations."""
+"""Kind of an event that represents many iterations."""
 
 SHOWN = 2
 """Iterations of each loop that the events show in full."""
@@ -132,8 +132,8 @@ def simulate(
         the trip counts of the loops around it, outermost first. By default always.
       trips: the iterations of a loop that XLA could not count, from its place in the traced Python program.
       document_tokens: length of all packed documents; none is a full row.
-      contention: how many times as slow all work overlapped with a collective is, in place of what `costs.NCCL_CORES`
-        take from products and attention.
+      contention: how many times as slow all work overlapped with a collective is, instead of the share that
+        `costs.NCCL_CORES` take from products and attention.
     """
     operations = Operations(module, cluster.gpu, document_tokens)
     replay = _Replay(operations, axes, cluster, comm_streams or {}, share, trips, contention)
@@ -246,7 +246,7 @@ class _Replay:
         key: tuple,
         stream: int | None = None,
     ) -> Work:
-        """Put work on a link, behind what its `stream` does; `key` is its kind, and of a collective the axes."""
+        """Put work on a link, after the work of its `stream`; `key` is its kind, and of a collective the axes."""
         queues = frozenset({link} if stream is None else {link, stream})
         start = max(self.now, *(self.free[queue] for queue in queues))
         self.seconds["wait", *key] += 0.0
@@ -258,11 +258,11 @@ class _Replay:
         return work
 
     def wait(self, work: Work) -> None:
-        """Let the compute stream stand still until `work` is done: for that, and for what was queued before it."""
+        """Let the compute stream wait until `work`, and the work queued before it, is done."""
         end, queues = work.end, work.queues
         while end > self.now:
-            before = [w for w in self.works if w.start < end and w.queues & queues]
-            last = max(before, key=lambda w: w.end, default=None)
+            queued = [w for w in self.works if w.start < end and w.queues & queues]
+            last = max(queued, key=lambda w: w.end, default=None)
             if last is None:
                 break
             self.seconds["wait", *last.key] += max(
@@ -273,26 +273,26 @@ class _Replay:
 
     def loop(self, instruction: Instruction) -> None:
         """Replay a loop until it repeats itself, then multiply."""
-        body, known = self.module.loop(instruction)
-        if known is None and self.trips_at is not None:
-            known = self.trips_at(instruction.op_name)
-        trips = known or 0
-        if known is None:
+        body, count = self.module.loop(instruction)
+        if count is None and self.trips_at is not None:
+            count = self.trips_at(instruction.op_name)
+        trips = count or 0
+        if count is None:
             self.left_out.add(instruction.op_name)
         recording, steady, hidden, hidden_from = self.recording, None, 0, 0.0
         lengths = {stream: len(events) for stream, events in self.streams.items()}
         for done in range(1, trips + 1):
-            start, before = self.now, dict(self.seconds)
+            start, seconds = self.now, dict(self.seconds)
             self.recording = recording and done <= SHOWN
-            around, self.trips = self.trips, (*self.trips, trips)
+            outer, self.trips = self.trips, (*self.trips, trips)
             self.computation(body)
-            self.trips = around
+            self.trips = outer
             state = (self.now - start, *(max(0.0, end - self.now) for end in self.free.values()))
             repeats = steady is not None and _same(state, steady)
             if not hidden and (repeats or done == SHOWN):
                 hidden, hidden_from = trips - done, self.now
             if repeats:
-                self.skip(trips - done, start, before)
+                self.skip(trips - done, start, seconds)
                 break
             steady = state
         self.recording = recording
@@ -314,26 +314,31 @@ class _Replay:
         """Take the slowest branch in its share of the time, and else the fastest."""
         trials = {name: self.tried(name) for name in instruction.called}
         share = 1.0 if self.share is None else self.share(instruction, self.trips)
-        start, before, free = self.now, dict(self.seconds), dict(self.free)
+        start, seconds_then, free = self.now, dict(self.seconds), dict(self.free)
         self.computation(max(trials, key=lambda name: trials[name].now))
         if share < 1:
             fastest = min(trials.values(), key=lambda trial: trial.now)
-            self.shrink(share, fastest.now, start, before, free)
+            self.shrink(share, fastest.now, start, seconds_then, free)
             for key, seconds in fastest.seconds.items():
-                self.seconds[key] += (1 - share) * (seconds - before.get(key, 0.0))
+                self.seconds[key] += (1 - share) * (seconds - seconds_then.get(key, 0.0))
 
     def shrink(
-        self, share: float, end: float, start: float, before: dict, free: dict[str | int, float]
+        self,
+        share: float,
+        end: float,
+        start: float,
+        seconds_then: dict,
+        free: dict[str | int, float],
     ) -> None:
         """Let what happened since `start` happen in a share of the time only; without it, it would be `end`."""
         for key, seconds in self.seconds.items():
-            self.seconds[key] -= (1 - share) * (seconds - before.get(key, 0.0))
+            self.seconds[key] -= (1 - share) * (seconds - seconds_then.get(key, 0.0))
         self.now = share * self.now + (1 - share) * end
         self.free = {key: share * at + (1 - share) * free[key] for key, at in self.free.items()}
         for n, w in enumerate(self.works):
             if w.start >= start:
-                rest = (1 - share) * max(free[queue] for queue in w.queues)
-                self.works[n] = w._replace(start=share * w.start + rest, end=share * w.end + rest)
+                shift = (1 - share) * max(free[queue] for queue in w.queues)
+                self.works[n] = w._replace(start=share * w.start + shift, end=share * w.end + shift)
 
     def tried(self, computation: str) -> "_Replay":
         """Return what would be if `computation` had run now."""
@@ -344,11 +349,11 @@ class _Replay:
         trial.computation(computation)
         return trial
 
-    def skip(self, times: int, start: float, before: dict) -> None:
+    def skip(self, times: int, start: float, seconds_then: dict) -> None:
         """Let the iteration since `start` happen `times` more."""
         span = times * (self.now - start)
         for key, seconds in self.seconds.items():
-            self.seconds[key] += times * (seconds - before.get(key, 0.0))
+            self.seconds[key] += times * (seconds - seconds_then.get(key, 0.0))
         self.free = {key: end + span for key, end in self.free.items()}
         self.works = [w._replace(start=w.start + span, end=w.end + span) for w in self.works]
         self.now += span
@@ -372,13 +377,13 @@ def _on_link(collective: collectives.Collective, cluster: Cluster) -> tuple[str,
 
 
 def _members(devices: tuple[int, ...], gpus_per_node: int) -> Group:
-    """Count the devices, and those of them that share a node at most."""
+    """Count the devices, and the most of them that share a node."""
     per_node = Counter(device // gpus_per_node for device in devices)
     return Group(ranks=len(devices), per_node=max(per_node.values()))
 
 
 def _same(state: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Return whether two iterations took equally long and left the links alike."""
+    """Return whether two iterations took equally long and left the links in the same state."""
     return all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(state, other, strict=True)
     )

@@ -1,7 +1,7 @@
 """Bytes of activations on one GPU: kept for the backward pass, in use during it, and of the loss.
 
 The lists were read off XLA's buffer assignment of our step, tensor by tensor (`docs/planning/memory_xla.csv` has the
-runs). In the comments, letters are those of `sharding.py`; `a` is the width of one activation in bytes.
+runs). The comments use the letters of `sharding.py`; `a` is the width of one activation in bytes.
 """
 
 from collections.abc import Collection, Sequence
@@ -63,7 +63,7 @@ def layer_of(run: Run) -> Layer:
 def saved_bytes(run: Run) -> dict[str, float]:
     """Count the bytes that a mean layer keeps from its forward to its backward pass, by kind.
 
-    Where a pipeline's layers are of both kinds, each has room for what routed experts keep; the branch that computes a
+    Where a pipeline's layers are of both kinds, each has room for the tensors of routed experts; the branch for a
     dense layer or shared experts keeps nothing (`parallel/pipeline/rows.py: either`).
     """
     if len(run.kinds) > 1:
@@ -80,7 +80,10 @@ def saved_bytes(run: Run) -> dict[str, float]:
 def mean(parts: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]:
     """Return the mean of numbers by name, each with its share."""
     names = dict.fromkeys(name for numbers, _ in parts for name in numbers)
-    return {name: sum(share * found.get(name, 0) for found, share in parts) for name in names}
+    return {
+        name: sum(share * parts_of_kind.get(name, 0) for parts_of_kind, share in parts)
+        for name in names
+    }
 
 
 def _has_branches(run: Run) -> bool:
@@ -90,7 +93,7 @@ def _has_branches(run: Run) -> bool:
 
 @of_tokens
 def attention_workspace(run: Run) -> float:
-    """Count the bytes that cuDNN takes beside XLA's plan for the backward pass of attention over packed documents.
+    """Count cuDNN's bytes, outside XLA's plan, for the backward pass of attention over packed documents.
 
     They are float32 gradients of the queries, and one number of each query, for every document of a class that its call
     has room for (`hlo/attention.py`). Without documents it is one of each, and left to the margin of `plan/verdict.py`.
@@ -115,15 +118,15 @@ def document_mask(run: Run) -> float:
     if layer_of(run).scores or not run.document_mask or run.packs_documents:
         return 0
     windowed = run.ring[0] > 1 and run.shape.sliding_window is not None
-    others = context.block_share(run) if windowed else 0
-    return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + others)
+    shared = context.block_share(run) if windowed else 0
+    return 2 * run.sequences * (run.seq_len / run.ring[0]) ** 2 * (1 + shared)
 
 
 def kept_bytes(layers: Sequence[tuple[Run, int]]) -> dict[str, float]:
     """Count the bytes that layers keep for their backward pass, by kind; they are given as `Run.by_policy`."""
     parts: dict[str, float] = {}
-    for alike, count in layers:
-        for name, size in saved_bytes(alike).items():
+    for run, count in layers:
+        for name, size in saved_bytes(run).items():
             parts[name] = parts.get(name, 0) + count * size
     return parts
 
@@ -138,7 +141,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     """
     a, i, policy = layer.width, layer.input_width, run.policy
     residual = layer.residual
-    held = _attention_bytes(run)
+    attention = _attention_bytes(run)
     halves = run.shape.halves_share
     mlp = run.shape.mlp_share * run.shape.wide_products * a * layer.ffn
     out_norms = 2 if run.shape.norm_placement == "both" else 0
@@ -147,7 +150,7 @@ def dense_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
     if policy == "full":
         return parts
     if policy == "selective":
-        parts["attention"] = sum(held.values())
+        parts["attention"] = sum(attention.values())
         parts["mlp"] = mlp
         parts["norms"] = halves * 2 * i * residual + a * residual * (out_norms > 0)
     elif policy == "dots":
@@ -200,10 +203,10 @@ def _attention_bytes(run: Run) -> dict[str, float]:
 
 def _products_of_attention(run: Run, layer: Layer) -> float:
     """Count the bytes of a mean layer's attention that `dots` keeps: products with parameters, and its result."""
-    held = _attention_bytes(run)
+    attention = _attention_bytes(run)
     in_memory = run.shape.full_share * layer.width * layer.query
     # Scores in memory are computed again, and attention's result with them.
-    return sum(held.values()) - (0 if layer.statistics else in_memory)
+    return sum(attention.values()) - (0 if layer.statistics else in_memory)
 
 
 def _whole_attention(run: Run, layer: Layer) -> float:
@@ -231,7 +234,7 @@ def offloaded_bytes(run: Run) -> float:
 
 
 def returning_bytes(run: Run) -> float:
-    """Count the bytes of a layer's activations that return from the host while the layer behind it computes."""
+    """Count the bytes of a layer's activations that return from the host while the next layer computes."""
     return offloaded_bytes(run) if run.lowering.gathers_ahead else 0.0
 
 
@@ -261,7 +264,7 @@ def experts_saved_bytes(run: Run, layer: Layer) -> dict[str, float]:
 
 
 def mtp_saved_bytes(run: Run, layer: Layer) -> float:
-    """Count the bytes that a module of `model.mtp_layers` keeps beside its layer.
+    """Count the bytes that a module of `model.mtp_layers` keeps in addition to its layer's.
 
     Its two inputs; without recomputation the projection's input too, and three norms' float32 insides (3 arrays each).
     """
@@ -273,7 +276,7 @@ def mtp_saved_bytes(run: Run, layer: Layer) -> float:
 def working_set(run: Run) -> float:
     """Count the bytes of activations that the backward pass of one layer has in hand at its largest moment.
 
-    In the feed-forward layer: the product and two gradients, and what is recomputed of gate and up, and of attention's
+    In the feed-forward layer: the product and two gradients, recomputed parts of gate and up, and of attention's
     projection with the gradient that it adds to; or in attention the scores where they are in memory, value and
     gradient in float32 and in the type of compute; or a ring's blocks. Ranks that exchange heads have queries and
     result in both layouts, and keys and values.
@@ -286,20 +289,20 @@ def working_set(run: Run) -> float:
     dense = shape.d_ff if shape.dense_layers else 0
     ffn = run.tokens / run.mesh.tensor * max(dense, shape.shared_width)
     mlp = a * ffn * (wide - (not shape.is_gated))
-    places, together = run.ring
+    places, exchanging = run.ring
     exchanged = 0.0
     if places == 1:  # the terms of a ring have these
         mlp += 2 * a * layer.residual * (not keeps(run.policy, "attn_out"))
-        exchanged = a * (2 * layer.query + 3 * layer.key) * (together > 1)
+        exchanged = a * (2 * layer.query + 3 * layer.key) * (exchanging > 1)
     repeated = context.repeated_forward_bytes(run, a)
     attention = max(2 * (4 + a) * layer.scores, context.backward_bytes(run, a))
     if shape.linear is not None:
-        # The weight gradients of a dense feed-forward layer wait for those of attention.
+        # The weight gradients of a dense feed-forward layer wait for attention's.
         attention = max(attention, mlp + repeated + linear_attention.backward_bytes(run, a))
         attention += a * (shape.layer_group - 1) * layer.residual  # inputs of the row's layers
     mlp = max(mlp, experts_working_set(run, layer)) + repeated
     gathered = 2 if run.mesh.sp > 1 else 0
-    # Inputs of the norms behind the half-blocks, once in float32.
+    # Inputs of the norms after the half-blocks, once in float32.
     normed = 2 * (a + 4) * layer.residual if shape.norm_placement == "both" else 0
     return (
         max(mlp, attention)
@@ -343,7 +346,7 @@ def experts_forward_bytes(run: Run) -> float:
 def loss_chunks(run: Run) -> tuple[int, float]:
     """Count the chunks into which `models/loss.py` cuts a device's tokens, and the bytes of one's exponentials.
 
-    Distillation has two models' logits in their place, also those that are stored, and their gradient in the type of
+    Distillation has two models' logits in their place, stored logits too, and their gradient in the type of
     compute; a capped logit its float32 value and its gradient. In fp8 cuBLASLt writes the logits in float32 first.
     """
     tokens = run.sequences * run.seq_len // run.mesh.cp
@@ -352,6 +355,6 @@ def loss_chunks(run: Run) -> tuple[int, float]:
     parts = run.mesh.tensor * run.mesh.pp
     vocab_size = padded_vocab_size(run.shape.vocab_size, parts) // parts
     chunks = num_chunks(tokens, vocab_size, width)
-    held = 8 + layer_of(run).width if width == DISTILLED else width
-    held += 4 * (run.precision == "fp8" and width == 2)
-    return chunks, held * tokens * vocab_size / chunks
+    token_bytes = 8 + layer_of(run).width if width == DISTILLED else width
+    token_bytes += 4 * (run.precision == "fp8" and width == 2)
+    return chunks, token_bytes * tokens * vocab_size / chunks

@@ -1,7 +1,7 @@
 """Count the bytes of a checkpoint and the seconds of a save; no JAX.
 
 A checkpoint holds the parameters that are trained and the optimizer's moments (`checkpoint/manager.py`). A save
-copies them to the host's memory, for which training waits, and then writes them while training goes on.
+copies them to the host's memory, for which training waits, and then writes them while training continues.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class Checkpoint:
     gpu_bytes: int
     """Bytes that one GPU copies to its host at most, where they stay until they are written."""
     restore_bytes: int
-    """Bytes that a restart takes on one GPU: it restores the state where it rests, and makes no fresh one first."""
+    """Bytes that a restart takes on one GPU: it restores the state in place, without a fresh one."""
     copy_s: float
     """Seconds for which training waits at least."""
     write_s: float | None
-    """Seconds until it is complete, beside training; none where the storage's rate is not known."""
+    """Seconds until it is complete, while training continues; none where the storage's rate is not known."""
 
     @property
     def text(self) -> str:
@@ -48,7 +48,7 @@ class Checkpoint:
 
 
 def checkpoint(run: Run, gpu: Gpu, storage_gbs: float | None = None) -> Checkpoint:
-    """Predict a save of `run`; `storage_gbs` is what all hosts write together, in 1e9 bytes a second."""
+    """Predict a save of `run`; `storage_gbs` is the rate of all hosts together, in 1e9 bytes a second."""
     weights, shape = weights_of(run), run.shape
     norms = 0 if run.adapter_params else weights.vectors
     every, part = run.adapter_params or shape.num_params, trained_params(run, weights) + norms

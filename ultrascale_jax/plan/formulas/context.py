@@ -1,4 +1,4 @@
-"""Costs of splitting a sequence over cp, beside the blocks of its attention; no JAX.
+"""Costs of splitting a sequence over cp, without the blocks of its attention; no JAX.
 
 `parallel/context/ring.py` has the program: before and after the ring the ranks of one place exchange heads for
 sequence; on it a block is computed for each distance while the next keys are sent, backward also the float32 sums of
@@ -16,10 +16,10 @@ from ultrascale_jax.plan.workload import Group, Run, group
 
 HALVES_BYTES, WHOLE_BYTES = 29, 18
 """Memory traffic of one step for each value of the queries, forward or backward, where it has two half blocks, or one
-whole: XLA's fusions that pick a block's chunks, turn its result to float32 and add it to what there is."""
+whole: XLA's fusions that pick a block's chunks, turn its result to float32 and add it to the sum."""
 
 EXCHANGED_BYTES = 8
-"""The same of one exchange of heads: copies to and from the order that it wants."""
+"""The same of one exchange of heads: copies to and from the order that it needs."""
 
 
 def loop_trips(run: Run, scope: str) -> int | None:
@@ -31,23 +31,23 @@ def loop_trips(run: Run, scope: str) -> int | None:
 
 def query_key_values(run: Run) -> tuple[float, float]:
     """Count the values of a rank's queries and of its keys in the ring: ranks may share too few kv heads."""
-    shape, tensor, together = run.shape, run.mesh.tensor, run.ring[1]
+    shape, tensor, exchanging = run.shape, run.mesh.tensor, run.ring[1]
     kv_heads = max(shape.num_kv_heads // tensor, 1)
-    kv_heads *= max(1, together // kv_heads)
+    kv_heads *= max(1, exchanging // kv_heads)
     one = run.tokens * shape.head_dim
     return one * shape.num_heads / tensor, one * kv_heads
 
 
 def ring_groups(run: Run, gpus_per_node: int) -> tuple[Group, Group]:
     """Return the ranks of one place of the ring, which are neighbours, and the ring."""
-    (places, together), mesh = run.ring, run.mesh
-    near = dataclasses.replace(mesh, cp=together, ep=mesh.ep * places)
-    ring = dataclasses.replace(mesh, cp=places, tp=mesh.tp * together)
+    (places, exchanging), mesh = run.ring, run.mesh
+    near = dataclasses.replace(mesh, cp=exchanging, ep=mesh.ep * places)
+    ring = dataclasses.replace(mesh, cp=places, tp=mesh.tp * exchanging)
     return group(near, ("cp",), gpus_per_node), group(ring, ("cp",), gpus_per_node)
 
 
 def block_share(run: Run) -> float:
-    """Return scores of one step over those of a full shard: two half blocks, or in natural order one full block."""
+    """Return the ratio of one step's scores to a full shard's: two half blocks, or in natural order one full block."""
     return 1.0 if run.context.strategy == "ring" else 0.5
 
 
@@ -71,7 +71,7 @@ def repeated_forward_bytes(run: Run, width: int) -> float:
 
 
 def backward_bytes(run: Run, width: int) -> float:
-    """Count the bytes that a step of a ring's backward pass has in hand beside the layer's queries and result.
+    """Count the bytes that a step of a ring's backward pass holds in addition to the layer's queries and result.
 
     Chunks of queries, results and gradients, and float32 sums of the queries' gradients; keys, and float32 sums of
     theirs: here, on their way, and as they arrive, or of all places.
@@ -84,7 +84,7 @@ def backward_bytes(run: Run, width: int) -> float:
 
 
 def merge_seconds(run: Run, gpu: Gpu) -> float:
-    """Time one pass through a layer's attention over cp, forward or backward, beside blocks and waiting."""
+    """Time one pass through a layer's attention over cp, forward or backward, without blocks and waiting."""
     if run.mesh.cp == 1:
         return 0.0
     steps, query = mean_steps(run), query_key_values(run)[0]

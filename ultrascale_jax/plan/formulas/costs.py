@@ -1,7 +1,7 @@
 """Seconds of one operation on one GPU: matrix product, attention, memory traffic, collective.
 
-Every formula is a sum of the work over a rate and of what it costs to begin, so that doubling the work never makes it
-faster. The rates are what published measurements on H100s reach of a data sheet's peak; other GPUs are taken to reach
+Every formula is a sum of the work over a rate and of a fixed cost, so that doubling the work never lowers the time. The
+rates are the shares of a data sheet's peak that published measurements on H100s reach; other GPUs are taken to reach
 the same shares.
 """
 
@@ -49,7 +49,7 @@ NETWORK_SHARE = 0.98
 """Share of the bandwidth of the node's network: see `HOP_S`."""
 
 HOP_S = {"all-reduce": 33e-6, "all-gather": 43e-6, "reduce-scatter": 43e-6}
-"""On EFA a collective over nodes takes this for each rank, beside its bytes. Fitted with `NETWORK_SHARE` to the
+"""On EFA a collective over nodes takes this for each rank, besides its bytes. Fitted with `NETWORK_SHARE` to the
 playbook's bandwidth figure (256 MB, 2 to 64 nodes of 8); `tests/unit/plan/test_costs.py` has both side by side."""
 
 SMALL_HOP_S = 7e-6
@@ -139,7 +139,7 @@ def ring_bytes(kind: str, size: float, ranks: int) -> float:
 
 
 def _latency(cluster: Cluster, kind: str, size: float, group: Group) -> float:
-    """Time what a collective takes beside its start and its bytes."""
+    """Time the part of a collective that is neither its start nor its bytes."""
     ranks, nodes = group.ranks, group.nodes
     if kind in ("collective-permute", "collective-broadcast"):
         far = HOP_S["all-gather"] if cluster.efa else NETWORK_HOP_S

@@ -20,7 +20,7 @@ def num_chunks(run: Run) -> int:
 
 
 def tokens(run: Run) -> int:
-    """Count the tokens that a GPU sends at a time: those of its part of the residual stream, or half of them."""
+    """Count the tokens that a GPU sends at a time: the tokens of its part of the residual stream, or half of them."""
     return run.tokens // run.mesh.sp // num_chunks(run)
 
 
@@ -35,10 +35,10 @@ def a2a_stages(run: Run) -> list[A2AStage]:
 
 @of_tokens
 def received_rows(run: Run) -> int:
-    """Count the rows that a GPU gets for those tokens of all: its own without ep, and if sp splits experts those of the
-    sequence group."""
-    found = [hop.parts * hop.rows for hop in a2a_stages(run)]
-    return (found[-1] if found else tokens(run)) * run.expert_mesh.sp
+    """Count the rows that a GPU gets for these tokens of all: its own without ep, and the sequence group's if sp splits
+    experts."""
+    rows = [hop.parts * hop.rows for hop in a2a_stages(run)]
+    return (rows[-1] if rows else tokens(run)) * run.expert_mesh.sp
 
 
 def balanced_rows(run: Run) -> float:
@@ -51,7 +51,7 @@ def balanced_rows(run: Run) -> float:
 
 @of_tokens
 def expert_capacity(run: Run) -> int:
-    """Count the rows for which one expert has room: the balanced ones, and what chance may add.
+    """Count the rows for which one expert has room: the balanced ones, and the rows that chance may add.
 
     With the kernel at most its part of all choices, which is exactly that without ep: nothing is padded there.
     """
@@ -87,16 +87,16 @@ def a2a_rows(run: Run) -> int:
 
 def exchange_loops(run: Run) -> int:
     """Count the loops for further rounds of an exchange, one inside the other: none where all tokens have room."""
-    held, count = tokens(run), 0
+    rows, count = tokens(run), 0
     for hop in a2a_stages(run):
-        count += hop.rows < held
-        held = hop.parts * hop.rows
+        count += hop.rows < rows
+        rows = hop.parts * hop.rows
     return count
 
 
 @of_tokens
 def round_loops(run: Run) -> int:
-    """Count all loops for further rounds: those of the exchanges, and that of an expert's rows inside."""
+    """Count all loops for further rounds: the loops of the exchanges, and the loop over an expert's rows inside."""
     if run.shape.experts is None:
         return 0
     return exchange_loops(run) + (expert_capacity(run) < _most_rows(run))
@@ -113,7 +113,7 @@ def expert_values(run: Run) -> tuple[float, float]:
 
 
 def traffic_bytes(run: Run) -> float:
-    """Count the bytes of memory traffic of one layer's routed experts beside their products, forward and backward.
+    """Count the bytes of memory traffic of one layer's routed experts without their products, forward and backward.
 
     With full recomputation: so many passes over the rows as they come and by expert, over gate, and over the matrices,
     which are cast and cut out of their stack. Each loop for further rounds of an exchange begins with zeros, which are
@@ -133,7 +133,7 @@ def traffic_bytes(run: Run) -> float:
 
 
 def stage_groups(run: Run, gpus_per_node: int) -> list[tuple[A2AStage, Group]]:
-    """Return the exchanges, and the ranks of each: one of each part of ep, then those of a part."""
+    """Return the exchanges, and the ranks of each: one of each part of ep, then the ranks of a part."""
     mesh, nodes, experts = run.expert_mesh, run.moe.a2a_groups, run.shape.experts
     if experts is None:
         return []
@@ -152,7 +152,7 @@ def dispatch_seconds(run: Run, cluster: Cluster) -> float:
         return costs.collective_seconds(cluster, kind, 2 * run.shape.d_model * count, ranks)
 
     over_sequence = group(run.expert_mesh, ("sp",), cluster.gpus_per_node)
-    found = seconds("all-gather", received_rows(run), over_sequence)
+    total = seconds("all-gather", received_rows(run), over_sequence)
     for hop, ranks in stage_groups(run, cluster.gpus_per_node):
-        found += seconds("all-to-all", hop.parts * hop.rows, ranks)
-    return num_chunks(run) * found
+        total += seconds("all-to-all", hop.parts * hop.rows, ranks)
+    return num_chunks(run) * total

@@ -1,4 +1,4 @@
-"""Constants of this project's trainer, beside those of the machine (`costs.py`)."""
+"""Constants of this project's trainer; `costs.py` has the machine's."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ RESULTS = {
 """Matrix products of a layer and the names that `train.remat` has for their results."""
 
 NORMED_RESULTS = RESULTS | {"down": ("mlp_out",)}
-"""The same where a norm reads what the MLP returns, so that its backward pass needs that."""
+"""The same where a norm reads the MLP's output, which its backward pass needs."""
 
 KEPT = {
     "none": REMAT_NAMES,
@@ -39,12 +39,12 @@ class Overheads:
     """Reads and writes by a layer of a bfloat16 vector of d_model + d_ff / 2 for each token, in both passes, beside its
     matrix products and attention."""
     norm_passes: float = 7
-    """Reads and writes by a norm of a bfloat16 vector of what it norms, for each token, in both passes: `passes` has
-    those of two norms, and some models have more."""
+    """Reads and writes by a norm of a bfloat16 vector of its input, for each token, in both passes: `passes` has two
+    norms, and some models have more."""
     kept_passes: int = 0
-    """Writes and reads of what `remat="none"` keeps and other recomputation would make again."""
+    """Writes and reads of tensors that `remat="none"` keeps and other policies recompute."""
     logit_bytes: float
-    """Memory traffic of the loss for each logit, forward and backward, beside its matrix products."""
+    """Memory traffic of the loss for each logit, forward and backward, without its matrix products."""
     host_s: float
     """Least time of a layer, forward and backward: kernel launches of the host."""
     tensor_passes: int = 8
@@ -77,8 +77,8 @@ ULTRASCALE = Overheads(
 )
 """XLA's program of the trainer. A layer's passes are 25 of d_model and 8 of d_ff, counted in the fusions that XLA 0.12
 compiles for H100 (two norms 14, residual sums 6, rotary embeddings 5; gated unit 3 forward, 5 backward). The loss
-writes the exponentials of its logits in bfloat16 and reads them once beside its products (models/loss.py). A layer is
+writes the exponentials of its logits in bfloat16 and reads them once outside its products (models/loss.py). A layer is
 some 90 kernels of 4 microseconds (XLA's own launch estimate). Where its matrices are not sent together they are
-gathered one by one, those of keys and values together. XLA's schedules hide a seventh, or a third, of the time in which
-tokens are sent to their experts (docs/planning/experts.csv). The share of the arithmetic that hides other communication
+gathered one by one, keys' and values' together. XLA's schedules hide a seventh, or a third, of the time in which tokens
+are sent to their experts (docs/planning/experts.csv). The share of the arithmetic that hides other communication
 (`hide`) and the time that a step adds (`step_s`) are estimates."""

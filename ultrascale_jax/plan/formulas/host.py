@@ -11,7 +11,7 @@ from ultrascale_jax.plan.prediction import StepPrediction
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes of one host, beside the operating system, Python and the loader of data."""
+    """Bytes of one host, without the operating system, Python and the loader of data."""
 
     gpus: int
     """GPUs of the host."""

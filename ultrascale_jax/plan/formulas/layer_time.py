@@ -30,7 +30,7 @@ PARTS = {
     "up_proj": "up",
     "down_proj": "down",
 }
-"""A target of `train.lora` to the part of `LayerTime.products` that it adds to; the others make queries and keys."""
+"""A target of `train.lora` to the part of `LayerTime.products` that it adds to; the others compute queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -108,22 +108,22 @@ class LayerTime:
         out: list[Product] = [
             (tokens, shape.d_model, width / n, count) for width, count in widths if count
         ]
-        found: dict[str, list[Product]] = {"qkv": self.queries(), "out": out}
+        by_name: dict[str, list[Product]] = {"qkv": self.queries(), "out": out}
         parts = ("", self.dense(), n), ("routed ", self.routed(), self.run.expert_mesh.tensor)
         for part, layers, split in parts:
             layers = [(rows, width / split, count) for rows, width, count in layers if count]
-            found[part + "up"] = [
+            by_name[part + "up"] = [
                 (rows, shape.wide_products * width, shape.d_model, count)
                 for rows, width, count in layers
             ]
-            found[part + "down"] = [
+            by_name[part + "down"] = [
                 (rows, shape.d_model, width, count) for rows, width, count in layers
             ]
-        return found
+        return by_name
 
     def adapters(self) -> dict[str, list[Product]]:
         """Return the products of a mean layer's adapters, by the part to whose results theirs are added."""
-        run, found = self.run, dict[str, list[Product]]()
+        run, by_name = self.run, dict[str, list[Product]]()
         shares = {"mlp": self.shape.mlp_share, "moe": self.shape.expert_share}
         shares |= {"full": self.shape.full_share, "linear": self.shape.linear_share}
         for weight in adapted_weights(self.shape, run.lora):
@@ -138,11 +138,13 @@ class LayerTime:
                 for size, split in (weight.rows, weight.columns)
             )
             rank = run.lora.rank
-            found.setdefault(part, []).extend([(rows, rank, into, count), (rows, out, rank, count)])
-        return found
+            by_name.setdefault(part, []).extend(
+                [(rows, rank, into, count), (rows, out, rank, count)]
+            )
+        return by_name
 
     def queries(self) -> list[Product]:
-        """Return the products that make queries, keys and values; latents are made of a GPU's part of the stream."""
+        """Return the products that compute queries, keys and values; latents come from a GPU's part of the stream."""
         shape, n, tokens, latent = self.shape, self.tensor.ranks, self.run.tokens, self.shape.latent
         if latent is None:
             kv_heads = max(shape.num_kv_heads, n)
@@ -154,16 +156,16 @@ class LayerTime:
                 (2 * (key + value), shape.linear_share),
             )
             return [(tokens, width / n, shape.d_model, count) for width, count in widths if count]
-        heads, own = shape.num_heads / n, tokens / self.mesh.sp
+        heads, local_tokens = shape.num_heads / n, tokens / self.mesh.sp
         kv = shape.head_dim - latent.rope_dim + latent.v_dim
-        found: list[Product] = [
+        products: list[Product] = [
             (tokens, heads * shape.head_dim, latent.q_rank or shape.d_model, 1),
-            (own, latent.kv_rank + latent.rope_dim, shape.d_model, 1),
+            (local_tokens, latent.kv_rank + latent.rope_dim, shape.d_model, 1),
             (tokens, heads * kv, latent.kv_rank, 1),
         ]
         if latent.q_rank:
-            found.append((own, latent.q_rank, shape.d_model, 1))
-        return found
+            products.append((local_tokens, latent.q_rank, shape.d_model, 1))
+        return products
 
     def dense(self) -> list[tuple[float, float, float]]:
         """Return feed-forward layers that all tokens meet: rows, the whole width, and how many a mean layer has."""

@@ -50,12 +50,12 @@ def sizes_of(run: Run) -> Sizes:
 
 
 def pieces_of(run: Run) -> int:
-    """Count the pieces of a sequence that a rank of cp has, which the rule computes side by side."""
+    """Count the chunks of a sequence that a rank of cp has, which the rule computes in parallel."""
     return run.context.chunks if run.ring[0] > 1 else 1
 
 
 def named_bytes(run: Run, width: int) -> dict[str, float]:
-    """Count the bytes of the layer's tensors that have a name, but for what its norm and its output have.
+    """Count the bytes of the layer's tensors that have a name, except the tensors of its norm and its output.
 
     XLA copies the stacks of values and gates before the backward pass, to have the tokens last, unless attention beside
     the layer keeps them where they are.
@@ -76,7 +76,7 @@ def _beside_attention(run: Run) -> bool:
 
 
 def unnamed_bytes(run: Run, width: int) -> float:
-    """Count the bytes of what else the layer keeps where nothing is recomputed.
+    """Count the bytes of all other tensors that the layer keeps where nothing is recomputed.
 
     The inputs of the rule; decays and strengths; the insides of its norm and of the gate in float32, and of Mamba-2 the
     sum with the skipped values.
@@ -88,10 +88,10 @@ def unnamed_bytes(run: Run, width: int) -> float:
 
 
 def backward_bytes(run: Run, width: int) -> float:
-    """Count the bytes that the backward pass of the layer has in hand beside its input and output.
+    """Count the bytes that the backward pass of the layer holds in addition to its input and output.
 
     Products with parameters; what the rule reads, as it is and by block, and its gradients; the result, its gradient,
-    and the norm behind it in float32; of one block the states of its chunks, their gradients and products. Of Mamba-2
+    and the norm after it in float32; of one block the states of its chunks, their gradients and products. Of Mamba-2
     also the products with parameters that are computed again, in that other layout; beside attention, where nothing is
     copied, the insides of its norm.
     """

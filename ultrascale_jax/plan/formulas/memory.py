@@ -2,7 +2,7 @@
 
 `breakdown` follows `train_step/step.py`: what is stored between steps, what lives through a micro-batch, and the moment
 at which the sum is largest. Nothing is fitted: every term is a buffer of XLA's program, and
-`docs/planning/memory_xla.csv` has the sums beside XLA's own, `experts.csv` those of models with experts; pipelines are
+`docs/planning/memory_xla.csv` compares the sums with XLA's own, `experts.csv` for models with experts; pipelines are
 in `pipeline_memory.py`. `tests/planned_memory.py` has programs with adapters, a teacher, fp8 and newer layers.
 """
 
@@ -40,7 +40,7 @@ from ultrascale_jax.plan.hardware import Gpu
 from ultrascale_jax.plan.workload import Run, of_sizes
 
 WORKSPACE = "cuDNN workspace"
-"""The part that cuDNN takes beside XLA's plan."""
+"""The part that cuDNN takes in addition to XLA's plan."""
 
 NF4_BITS = 4.127
 """Bits of a parameter in QLoRA's 4-bit NormalFloat with its quantized scales (arXiv 2305.14314, section 3)."""
@@ -82,9 +82,9 @@ def breakdown(run: Run) -> MemoryBreakdown:
     else:
         living = sums(run, weights)
         mask = {"activations: document mask": document_mask(run)}
-        for place, (alike, _) in enumerate(run.by_policy, start=1):
+        for place, (policy_run, _) in enumerate(run.by_policy, start=1):
             kept = activations(run, layer, run.by_policy[:place])  # of the layers behind none
-            moments.append(living | kept | mask | _backward(alike, weights, layer))
+            moments.append(living | kept | mask | _backward(policy_run, weights, layer))
         kept = activations(run, layer, run.by_policy)
         moments.append(living | kept | _loss(run, weights, layer))
         if run.adapter_params and run.lowering.gathers_ahead:
@@ -99,7 +99,7 @@ def breakdown(run: Run) -> MemoryBreakdown:
 
 @of_sizes
 def _fixed(run: Run) -> tuple[dict[str, float], dict[str, float]]:
-    """Count what neither recomputation nor stash changes: the state, and what the optimizer adds."""
+    """Count the bytes that neither recomputation nor stash changes: the state, and the optimizer's buffers."""
     weights = weights_of(run)
     update = {"gradients": 4 * trained_params(run, weights)}
     return state(run, weights), update | ({"workspace": muon.workspace(run)} if run.muon else {})
@@ -113,7 +113,7 @@ def least_bytes(run: Run) -> float:
 
 
 def least_with_any_policy(run: Run) -> float:
-    """Bound from below the peak of a `run` that recomputes nothing, and of all that `with_remat` makes of it.
+    """Bound from below the peak of a `run` that recomputes nothing, and of all runs that `with_remat` derives from it.
 
     The backward pass of a layer has the least in hand where nothing is repeated.
     """
@@ -124,7 +124,7 @@ def host_bytes(run: Run) -> int:
     """Count the bytes of one GPU in the host's memory: its moments there, and activations of all layers and of one
     micro-batch.
     """
-    activations = sum(count * offloaded_bytes(alike) for alike, count in run.by_policy)
+    activations = sum(count * offloaded_bytes(policy_run) for policy_run, count in run.by_policy)
     return int(activations) + host_moments(run)
 
 
@@ -168,8 +168,10 @@ def state(run: Run, weights: Weights) -> dict[str, float]:
     frozen = width * sharded_params(run, weights) - (width - 1) * in_fp8
     parameters["frozen parameters"] = frozen * bool(run.adapter_params)
     if run.reference_rests:
-        alone, own = run.of_reference, weights_of(run.of_reference)
-        parameters["frozen parameters"] += width * sharded_params(alone, own) + 4 * own.vectors
+        alone, frozen_weights = run.of_reference, weights_of(run.of_reference)
+        parameters["frozen parameters"] += (
+            width * sharded_params(alone, frozen_weights) + 4 * frozen_weights.vectors
+        )
     return parameters | {
         "optimizer state": moments(run, weights) - host_moments(run),
         "batch": 4 * arrays * run.tokens * run.microbatches,
@@ -190,7 +192,7 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
 
     zero < 3 gathers the parameters once a step; the tables go after the loss if it was the last. zero 3 gathers each
     layer, of shards that are cast once, unless each layer sums its gradients in float32. Only zero 2 and 3 shard the
-    sums. Parameters that rest in the type of compute need no cast.
+    sums. Parameters stored in the type of compute need no cast.
     """
     several, trained = run.microbatches > 1, not run.adapter_params
     width = 4 if run.precision == "fp32" else 2
@@ -203,8 +205,8 @@ def sums(run: Run, weights: Weights) -> dict[str, float]:
         used += weights.tables * several * (casts_tables or run.zero > 0)
     whole = weights.blocks + weights.tables
     if run.reference_rests and run.zero in (1, 2):
-        own = weights_of(run.of_reference)
-        used += own.blocks + own.tables  # gathered once a step
+        reference = weights_of(run.of_reference)
+        used += reference.blocks + reference.tables  # gathered once a step
     if run.adapter_params:
         whole = trained_params(run, weights)
     return {
@@ -275,7 +277,7 @@ def _forward_of_frozen(run: Run, weights: Weights, layer: Layer) -> dict[str, fl
 
 
 def _loss_of_modules(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """Count the bytes of the last module's loss of `model.mtp_layers`, beside those of `_loss`.
+    """Count the bytes of the last module's loss of `model.mtp_layers`, which `_loss` does not count.
 
     The head's gradients of the losses before wait, and their hidden states' gradients. XLA has made zeros by then for
     the blocks' gradients, and gathered the layer with which their backward pass begins.
@@ -300,13 +302,13 @@ def _loss(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     """
     chunks, exponentials = loss_chunks(run)
     prefetched = run.lowering.gathers_ahead and run.microbatches == 1
-    ahead = layer.input_width * layer_params(run, weights) * prefetched
+    prefetched_layer = layer.input_width * layer_params(run, weights) * prefetched
     head = 0 if run.zero < 3 and run.microbatches > 1 else weights.table  # `sums` has it then
     gradient = 4 * weights.table if chunks > 1 else layer.width * (weights.table - head)
     parts = {
         "gradients": gradient * (not run.adapter_params),
         "activations: logits": exponentials,
-        "communication buffers": ahead,
+        "communication buffers": prefetched_layer,
         "workspace": layer.width * (head + (4 if chunks > 1 else 3) * layer.whole),
     }
     if run.teaches:
@@ -346,5 +348,5 @@ def timeline(run: Run) -> list[tuple[str, int]]:
 
 
 def fits_host(run: Run, gpu: Gpu) -> bool:
-    """Return whether the host of `gpu` has the memory for what `run` offloads."""
+    """Return whether the host of `gpu` has the memory for the tensors that `run` offloads."""
     return host_bytes(run) <= gpu.usable_host_bytes

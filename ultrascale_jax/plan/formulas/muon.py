@@ -16,7 +16,7 @@ from ultrascale_jax.plan.model_shape import adapted_weights
 from ultrascale_jax.plan.workload import Run, group, of_sizes
 
 MOVED = 50
-"""Bytes read and written for a parameter, the products apart: cast and norm (6), turned for its owner and back (8), in
+"""Bytes read and written for a parameter outside products: cast and norm (6), transposed for its owner and back (8), in
 five iterations the product added to X (30), and the update in float32 (6)."""
 
 COPIES = 2
@@ -52,7 +52,7 @@ class Dealt(NamedTuple):
 
 @of_sizes
 def dealt(run: Run) -> list[Dealt]:
-    """Return the matrices of one rank's layers, by weight; those that their GPUs do not divide, by shape."""
+    """Return the matrices of one rank's layers, by weight; a matrix that its GPUs do not divide, by shape."""
     alone, joined = [], dict[tuple, float]()
     for one in _stacks(run):
         if one.number % one.owners(run) == 0:
@@ -80,7 +80,7 @@ def _stacks(run: Run) -> Iterator[Dealt]:
 
 
 def update_seconds(run: Run, cluster: Cluster) -> float:
-    """Time the update of one GPU's matrices beside its momentum."""
+    """Time the update of one GPU's matrices without its momentum."""
     params = sum(one.of_one(run) * math.prod(one.sizes) for one in dealt(run))
     moved_s = costs.memory_seconds(cluster.gpu, MOVED * params)
     return products_seconds(run, cluster.gpu) + moved_s + exchange_seconds(run, cluster)

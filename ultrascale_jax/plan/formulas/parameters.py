@@ -1,4 +1,4 @@
-"""Count the parameters that one GPU works on, and those of them that it keeps; no JAX."""
+"""Count the parameters that one GPU works on, and the ones that it keeps; no JAX."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ultrascale_jax.plan.workload import Run, of_sizes
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of parameters of one pipeline stage on one GPU of its tensor group, whole over the axes of ZeRO."""
+    """Numbers of parameters of one pipeline stage on one GPU of its tensor group, gathered over the axes of ZeRO."""
 
     dense: float
     """Matrices of its layers, without routed experts."""
@@ -23,7 +23,7 @@ class Weights:
     tables: float
     """Both; a tied one counts once."""
     vectors: float
-    """Norms and biases, whole on every GPU but for those of experts; rows of padding have theirs."""
+    """Norms and biases, replicated on every GPU except the experts'; rows of padding have theirs."""
     attention: float
     """Matrices of the attention of one layer."""
     matrix: float
@@ -33,7 +33,7 @@ class Weights:
     layers: float
     """Layers."""
     padding: float = 0.0
-    """Matrices of attention in rows of padding, which only rest (`schedules.stack_orders`)."""
+    """Matrices of attention in rows of padding, which are only stored (`schedules.stack_orders`)."""
 
     @property
     def blocks(self) -> float:
@@ -49,15 +49,15 @@ def weights_of(run: Run) -> Weights:
     latent attention, and the projections of `model.mtp_layers`. Every rank of a pipeline has as many layers as the
     fullest, as many rows of each kind as its stack has, and its part of the vocabulary.
     """
-    shape, mesh, found = run.shape, run.mesh, run.shape.experts
+    shape, mesh, experts = run.shape, run.mesh, run.shape.experts
     t, D, layers = mesh.tensor, shape.d_model, run.rank_layers + run.head_modules
     attention = 0.0
     for one, count in shape.kinds:
         attention += _on_one(one.attention_matrices, one, t) * count / shape.layers
     routed, shared = 0.0, 0.0
-    if found is not None:
-        routed = found.num * shape.expert_params / (mesh.ep * t)
-        shared = found.shared * shape.expert_params / t + shape.router_params
+    if experts is not None:
+        routed = experts.num * shape.expert_params / (mesh.ep * t)
+        shared = experts.shared * shape.expert_params / t + shape.router_params
     mlp, moe = stack_rows(run)
     padding = mlp + moe - layers if shape.is_mixed else 0
     width = max(shape.d_ff if mlp else 0, shape.shared_width)
@@ -98,7 +98,7 @@ class Row(NamedTuple):
     """The largest row of a stack."""
 
     params: float
-    """Parameters on one GPU, whole over the axes of ZeRO."""
+    """Parameters on one GPU, gathered over the axes of ZeRO."""
     layers: int
     """Layers of it."""
     rows: int
@@ -121,7 +121,7 @@ def largest_row(run: Run, weights: Weights) -> Row:
 
 
 def layer_params(run: Run, weights: Weights) -> float:
-    """Count the parameters of the largest row of a stack on one GPU, whole over the axes of ZeRO."""
+    """Count the parameters of the largest row of a stack on one GPU, gathered over the axes of ZeRO."""
     return largest_row(run, weights).params
 
 
@@ -146,7 +146,7 @@ def expert_matrices(run: Run) -> int:
 
 
 def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
-    """Count the matrix parameters that one GPU keeps of what ZeRO shards: over (fsdp, cp, ep), experts (fsdp, cp)."""
+    """Count the matrix parameters in one GPU's ZeRO shard: over (fsdp, cp, ep), experts (fsdp, cp)."""
     dense = weights.dense + weights.tables * tables
     if run.zero == 0:
         return dense + weights.experts
@@ -154,13 +154,13 @@ def sharded_params(run: Run, weights: Weights, *, tables: bool = True) -> float:
 
 
 def frozen_in_fp8(run: Run, weights: Weights) -> float:
-    """Count the parameters below adapters that rest in fp8, whole over the axes of ZeRO: the layers' matrices, without
+    """Count the parameters below adapters stored in fp8, gathered over ZeRO's axes: the layers' matrices, without
     experts and `model.mtp_layers`."""
     return run.frozen_in_fp8 * weights.dense * (1 - run.shape.mtp_layers / weights.layers)
 
 
 def gathered_in_fp8(run: Run, weights: Weights) -> float:
-    """Count those of them that zero 1 or 2 gathers once a step."""
+    """Count the matrix parameters that zero 1 or 2 gathers once a step."""
     return frozen_in_fp8(run, weights) * (0 < run.zero < 3)
 
 
@@ -171,7 +171,7 @@ def resting_bytes(run: Run, trained: float, matrices: float) -> float:
 
 
 def trained_params(run: Run, weights: Weights) -> float:
-    """Count the matrix parameters with gradients that one GPU keeps: all, or those of adapters.
+    """Count the matrix parameters with gradients that one GPU keeps: all, or the adapters'.
 
     ZeRO shards an adapter's side as wide as the model, and the tensor group the other, whose rank ZeRO shards if it
     divides it.

@@ -1,8 +1,8 @@
 """Count what a pipeline does in a step, in the table that the executor runs; no JAX.
 
-`parallel/pipeline/program.py` gives the ticks by what runs in them and the slots of every buffer. A table grows with
-the micro-batches; what is counted in it grows by the same amount with each further row of them, once there are a few
-rows. So the counts of a large table are those of two small ones, continued.
+`parallel/pipeline/program.py` gives the ticks by the kinds of operation in them and the slots of every buffer. A table
+grows with the micro-batches; its counts grow by the same amount with each further row of them, once there are a few
+rows. So the counts of two small tables are continued to a large one.
 """
 
 import functools
@@ -129,8 +129,8 @@ class Key(NamedTuple):
         row = self.ranks if grouped else 1
         small = 6 * row if grouped else 2 * self.ranks
         steps = (self.microbatches - small) // row
-        own = self.schedule.lower().endswith(".csv") or self.microbatches % row > 0
-        return None if own or steps <= 1 else (small, small + row, steps)
+        is_fixed = self.schedule.lower().endswith(".csv") or self.microbatches % row > 0
+        return None if is_fixed or steps <= 1 else (small, small + row, steps)
 
 
 @of_sizes
@@ -158,7 +158,7 @@ def _counts(key: Key) -> dict[Stash, Counts]:
 def _joined(
     counted: dict[str, dict[Any, int]], by_segment: list[dict[str, int]]
 ) -> dict[Stash, Counts]:
-    """Make `Counts` of what `_counted` returns."""
+    """Return the `Counts` of `_counted`'s result."""
     times = dict.fromkeys(ENOUGH, 0)
     for segment in by_segment:
         for name, enough in ENOUGH.items():
@@ -189,8 +189,8 @@ def _stack_rows(key: Key, layers: int, dense: int) -> tuple[int, int]:
     table = _table(key if key.fewer is None else key._replace(microbatches=key.fewer[0]))
     stages = table.ranks, table.virtual, table.placement
     order = schedules.layer_order(*stages, layers, dense)
-    first, others = schedules.stack_orders(order, table.ranks, dense)
-    return len(first) // table.ranks, len(others) // table.ranks
+    first, later = schedules.stack_orders(order, table.ranks, dense)
+    return len(first) // table.ranks, len(later) // table.ranks
 
 
 @functools.lru_cache(8)
@@ -202,8 +202,8 @@ def _table(key: Key) -> Schedule:
 
 @functools.cache
 def _counted(key: Key) -> tuple[dict[str, dict[Any, int]], list[dict[str, int]]]:
-    """Count ticks, most values at once and those in flight by rank; and of each segment the ticks, and those that need
-    each of `ENOUGH`."""
+    """Count ticks, most values at once and values in flight by rank; and for each segment the ticks, and the ticks that
+    need each of `ENOUGH`."""
     schedule = _table(key)
     last = schedule.num_stages - 1
     needed = {"embed": ("F", 0), "head": ("F", last), "embed_gradient": ("B", 0)}
@@ -218,6 +218,6 @@ def _counted(key: Key) -> tuple[dict[str, dict[Any, int]], list[dict[str, int]]]
                 row[schedule.rank_of(stage)] for row in schedule.ticks[segment.start : segment.stop]
             )
             counted[-1][name] = sum(kind in cell and cell[kind][1] == stage for cell in cells)
-    held = holdings(schedule)
-    most = {name: max(ranks) for name, ranks in vars(held).items()}
-    return {"ticks": ticks, "most": most, "in_flight": dict(enumerate(held.in_flight))}, counted
+    kept = holdings(schedule)
+    most = {name: max(ranks) for name, ranks in vars(kept).items()}
+    return {"ticks": ticks, "most": most, "in_flight": dict(enumerate(kept.in_flight))}, counted

@@ -1,9 +1,9 @@
-"""Predict the memory of a pipeline beside its state, from the slots of the executor's buffers; no JAX.
+"""Predict the memory of a pipeline without its state, from the slots of the executor's buffers; no JAX.
 
 Between ticks there are the parameters as they are used, float32 sums of gradients, and ring buffers, each with one slot
 more than the table needs, for idle ranks (`parallel/pipeline/executor.py`). Within a tick the largest moment is in the
 loop over layers or in the loss. As in `memory.py` every term is a buffer of XLA's program;
-`docs/planning/pipelines.csv` has the sums beside XLA's own.
+`docs/planning/pipelines.csv` compares the sums with XLA's own.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def sums(run: Run) -> dict[str, float]:
     """Count parameters in the type of compute, gathered once a step with zero < 3, and float32 sums of gradients."""
     weights, layer = weights_of(run), layer_of(run)
     whole = weights.blocks + weights.tables
-    # The base of adapters rests in the type of compute.
+    # The base of adapters is stored in the type of compute.
     cast = (run.precision != "fp32" and not run.adapter_params) or 0 < run.zero < 3
     used = cast * (sharded_params(run, weights) if run.zero == 3 else whole)
     if layer.width == run.weight_bytes and run.zero in (0, 3):
@@ -93,7 +93,7 @@ def ring_buffers(run: Run, layer: Layer) -> dict[str, float]:
     sent = slots["inputs"] + slots["gradients"] + 2 + (2 if stashes else 3)
     parts["activations: stage inputs"] = sent * layer.width * layer.residual
     if slots["weights"]:
-        stage = sum(count * w_queue_bytes(alike, layer) for alike, count in run.by_policy)
+        stage = sum(count * w_queue_bytes(policy_run, layer) for policy_run, count in run.by_policy)
         parts["activations: W queue"] = (slots["weights"] + 1) * stage
     return parts
 
@@ -148,7 +148,7 @@ def moments(run: Run, weights: Weights, layer: Layer) -> list[dict[str, float]]:
 
 
 def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
-    """Count the backward pass of one layer, and beside it the forward pass of another where a tick has both.
+    """Count the backward pass of one layer, and the forward pass of another where a tick has both.
 
     Under ZeRO-3 they gather their matrices one by one, a layer's together. A gradient is added to its sum as it comes.
     A stage of which the input alone is stashed has its forward pass repeated.
@@ -158,7 +158,7 @@ def _layers(run: Run, weights: Weights, layer: Layer) -> dict[str, float]:
     query = max(layer_of(one).query for one, _ in run.kinds)
     forward = 2 * a * (layer.ffn + layer.whole + query) + experts_forward_bytes(run)
     copies = a * expert_matrices(run) * weights.routed
-    working = max(working_set(alike) for alike, _ in run.by_policy)
+    working = max(working_set(policy_run) for policy_run, _ in run.by_policy)
     return {
         "communication buffers": a * params if run.zero == 3 and run.shards > 1 else 0,
         "workspace": working + both * forward + copies,

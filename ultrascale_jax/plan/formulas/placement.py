@@ -1,10 +1,10 @@
-"""The mesh on the nodes of a cluster: for each axis its pieces, the GPUs that share them, and what they communicate.
+"""The mesh on the nodes of a cluster: for each axis its shards, the GPUs that share them, and their communication.
 
 Devices fill the mesh with `tp` fastest and `pp` slowest (`sharding/mesh.py`), and nodes one after the other. Bytes and
-ratios are those of the playbook's cheat-sheet with three changes. Sizes are the model's own instead of 16 h^2. Sums of
-gradients over a step (dp, ZeRO-1) are in float32, as this trainer makes them. ZeRO communicates over fsdp, ep and cp
+ratios follow the playbook's cheat-sheet with three changes. Sizes are the model's own instead of 16 h^2. Sums of
+gradients over a step (dp, ZeRO-1) are in float32, as in this trainer. ZeRO communicates over fsdp, ep and cp
 together (routed experts over fsdp and cp), and dp sums the shards that this leaves. The GPU's dense peak and the links'
-bandwidths are those of the data sheets: a lower bound for both sides, without latencies.
+bandwidths come from the data sheets: a lower bound for both sides, without latencies.
 """
 
 import itertools
@@ -34,7 +34,7 @@ SPLITS = {
     "sp": "matrices, residual stream",
     "tp": "matrices",
 }
-"""Axis to what it splits; `_splits` adds the ZeRO stage."""
+"""Axis to the dims that it splits; `_splits` adds the ZeRO stage."""
 
 SENDS = {
     "pp": "hidden states to the next stage",
@@ -56,24 +56,24 @@ class Placement:
     splits: str
     sends: str
     group: tuple[int, ...]
-    """GPU 0 and those that it exchanges with: along the axis, and for ZeRO's shards along ep and cp too."""
+    """GPU 0 and the GPUs that it exchanges with: along the axis, and for ZeRO's shards along ep and cp too."""
     nodes: int
     """Nodes that a group spans."""
     gb_per_second: float
     """1e9 bytes a second of one GPU along the axis."""
     sent_bytes: float | None
-    """Bytes that one GPU sends in a step; none where those of another axis include them."""
+    """Bytes that one GPU sends in a step; none where another axis' bytes include them."""
     ratio: float | None
-    """Communication over the computation that it can hide behind."""
+    """Communication over the computation that it can overlap with."""
     pieces: tuple[int, ...]
-    """Number of the piece that each GPU holds."""
+    """Number of the shard that each GPU holds."""
 
 
 class Communication(NamedTuple):
     """Communication along one axis in a step."""
 
     axes: tuple[str, ...]
-    """Axes of the mesh, larger than 1, over which the collectives run: for ZeRO those of `ZERO_AXES`."""
+    """Axes of the mesh, larger than 1, over which the collectives run: for ZeRO `ZERO_AXES`."""
     sent_bytes: float
     """Bytes that one GPU sends in a step."""
     ratio: float
@@ -102,12 +102,12 @@ class PerParameter(NamedTuple):
 
 def place(run: Run, cluster: Cluster) -> list[Placement]:
     """Return the axes of `run` that are larger than 1, from the slowest link to the fastest."""
-    found = communication(run, cluster)
+    by_axis = communication(run, cluster)
     placements = []
     for axis, size in run.mesh.sizes.items():
-        if size == 1 and axis not in found:
+        if size == 1 and axis not in by_axis:
             continue
-        axes, sent_bytes, ratio = found.get(axis, ((axis,), None, None))
+        axes, sent_bytes, ratio = by_axis.get(axis, ((axis,), None, None))
         ranks = group(run.mesh, axes, cluster.gpus_per_node)
         placements.append(
             Placement(
@@ -136,16 +136,16 @@ def communication(run: Run, cluster: Cluster) -> dict[str, Communication]:
         sent["cp"] = _context(run)
     if run.expert_mesh.ep > 1 and run.shape.experts is not None:
         sent["ep"] = _experts(run, run.shape.experts)
-    found = _gradients(run, cluster)
+    by_axis = _gradients(run, cluster)
     for axis, (size, step_size, flops) in sent.items():
         axes = (axis,)
         if axis == "ep" and run.folds:
             axes = tuple(a for a in ("ep", "sp") if mesh.sizes[a] > 1)
         rate = bandwidth(axis, group(mesh, axes, cluster.gpus_per_node), cluster)
-        found[axis] = Communication(axes, step_size, size / rate / (flops / peak))
+        by_axis[axis] = Communication(axes, step_size, size / rate / (flops / peak))
     for axis, size in (muon.sent_bytes(run) if run.muon else {}).items():
-        found[axis] = found[axis]._replace(sent_bytes=found[axis].sent_bytes + size)
-    return found
+        by_axis[axis] = by_axis[axis]._replace(sent_bytes=by_axis[axis].sent_bytes + size)
+    return by_axis
 
 
 def bandwidth(axis: str, ranks: Group, cluster: Cluster) -> float:
@@ -180,7 +180,7 @@ def _gradients(run: Run, cluster: Cluster) -> dict[str, Communication]:
         ways["fsdp"] = (ZERO_AXES, (), PerParameter(2, m + 1, backward))
     elif zero == 3:
         ways["fsdp"] = (ZERO_AXES, (), PerParameter(6, m, 1.5 * backward))
-    found = {}
+    by_axis = {}
     for axis, (axes, split, (width, times, flops)) in ways.items():
         if over := tuple(name for name in axes if mesh.sizes[name] > 1):
             size = seconds = 0.0
@@ -189,8 +189,8 @@ def _gradients(run: Run, cluster: Cluster) -> dict[str, Communication]:
                 size += sent
                 seconds += sent / bandwidth(axis, ranks, cluster)
             computed = flops / cluster.gpu.peak_flops("bf16")
-            found[axis] = Communication(over, size * times, seconds / computed)
-    return found
+            by_axis[axis] = Communication(over, size * times, seconds / computed)
+    return by_axis
 
 
 def _parameters(
@@ -198,7 +198,7 @@ def _parameters(
 ) -> list[tuple[float, Group]]:
     """Return parameters of one GPU, split over the axes `split`, with the GPUs along `axes` that share them.
 
-    First the parameters that all tokens meet, then those of routed experts, which `ep` splits already.
+    First the parameters that all tokens meet, then the routed experts', which `ep` splits already.
     """
     mesh, parts = run.mesh, run.mesh.tensor * run.mesh.pp
     routed = run.shape.routed_params / parts
@@ -239,9 +239,9 @@ def _ways(run: Run) -> float:
 
 
 def _mean(run: Run, term: Callable[[LayerRemat], float]) -> float:
-    """Return the mean over the layers of what depends on their policy."""
+    """Return the mean over the layers of a term that depends on their policy."""
     layers = sum(count for _, count in run.by_policy)
-    return sum(count * term(alike.policy) for alike, count in run.by_policy) / layers
+    return sum(count * term(policy_run.policy) for policy_run, count in run.by_policy) / layers
 
 
 def _tensor(run: Run, axis: str) -> Sent:
@@ -264,8 +264,8 @@ def _tensor(run: Run, axis: str) -> Sent:
     if axis == "sp" and (mesh.ep > 1 or run.folds) and shape.experts is not None:
         # The rows that came to the experts are gathered and scattered in place of the group's own tokens, or nothing.
         rows = 0 if run.folds else num_chunks(run) * received_rows(run)
-        more = ring_bytes("all-gather", 2 * rows * shape.d_model, ranks) - one
-        size += _moe_layers(run) * more * _ways(run)
+        recomputed = ring_bytes("all-gather", 2 * rows * shape.d_model, ranks) - one
+        size += _moe_layers(run) * recomputed * _ways(run)
     return Sent(4 * one, size, 2 * run.tokens * layer / mesh.tensor)
 
 
@@ -324,9 +324,11 @@ def _experts(run: Run, experts: Experts) -> Sent:
     """
     mesh, shape = run.mesh, run.shape
     rows = sum(ring_bytes("all-to-all", hop.parts * hop.rows, hop.parts) for hop in a2a_stages(run))
-    there = 2 * shape.d_model * num_chunks(run) * rows
-    size = _moe_layers(run) * there * _ways(run)
-    return Sent(2 * there, size, 2 * run.tokens * experts.top_k * shape.expert_params / mesh.tensor)
+    one_way = 2 * shape.d_model * num_chunks(run) * rows
+    size = _moe_layers(run) * one_way * _ways(run)
+    return Sent(
+        2 * one_way, size, 2 * run.tokens * experts.top_k * shape.expert_params / mesh.tensor
+    )
 
 
 def _stride(mesh: MeshConfig, axis: str) -> int:

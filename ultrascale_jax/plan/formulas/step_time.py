@@ -52,7 +52,7 @@ SHARDED = ("fsdp", "ep", "cp"), ("fsdp", "cp")
 
 
 class Params(NamedTuple):
-    """Parameters on one GPU, whole over ZeRO's axes."""
+    """Parameters on one GPU, gathered over ZeRO's axes."""
 
     count: float
     ranks: Group
@@ -60,7 +60,7 @@ class Params(NamedTuple):
     width: int
     """Bytes of one as ZeRO-3 gathers it: 1 of a dense layer's in fp8, which are cast before."""
     trained: float
-    """Number of parameters that have gradients: as many, or those of the adapters to them."""
+    """Number of parameters that have gradients: as many, or their adapters' parameters."""
 
 
 def estimate(run: Run, cluster: Cluster, *, peak_bytes: int | None = None) -> StepPrediction:
@@ -80,7 +80,7 @@ def update_bytes(run: Run, matrices: float, tables: float) -> float:
     """Count the bytes that the optimizer reads and writes for so many parameters in layers, and in tables.
 
     Parameter, float32 gradient and both moments are read; parameter and moments are written, and a bfloat16 copy of a
-    parameter that rests in float32.
+    parameter that is stored in float32.
     """
     width = 8 if run.weight_bytes == 2 else 14
     of_tables = 14 + 2 * run.moment_bytes
@@ -134,7 +134,7 @@ class Step:
         return sum(count * term(step) for step, count in self.by_policy) / every
 
     def predict(self, peak_bytes: int) -> StepPrediction:
-        """Return the step as its parts make it."""
+        """Return the step as the sum of its parts."""
         parts = self.parts()
         return StepPrediction(
             run=self.run,
@@ -147,7 +147,7 @@ class Step:
         )
 
     def parts(self) -> dict[str, float]:
-        """Split the whole step by what takes it; stages are equal, embedding, head and loss split over all."""
+        """Split the step's time into its parts; stages are equal, embedding, head and loss split over all."""
         m, share = self.run.microbatches, 1 / self.mesh.pp
         layers = self.run.rank_layers + self.run.head_modules
         head, loss = self.head(), self.loss()
@@ -295,7 +295,7 @@ class Step:
         }
 
     def head_products(self, *, backward: bool = False) -> float:
-        """Time the matrix products of the output projection of one micro-batch, or those of its backward pass."""
+        """Time the matrix products of the output projection of one micro-batch, or its backward pass's products."""
         shape, n, D = self.shape, self.tensor.ranks, self.shape.d_model
         shapes: list[Product] = [(self.run.tokens, shape.vocab_size / n, D, 1 + shape.mtp_layers)]
         if shape.mtp_layers:
@@ -335,7 +335,7 @@ class Step:
         A norm that reads that product needs it.
 
         Without a pipeline, what `none` keeps beyond `selective` is charged with its way to memory and back.
-        A pipeline that stashes the inputs of stages repeats their whole forward pass before that.
+        A pipeline that stashes the inputs of stages repeats their forward pass before that.
         """
         remat, passes, seconds = self.run.policy, self.passes, 0.0
         if self.mesh.pp > 1 and self.run.stash == "input":
@@ -348,8 +348,8 @@ class Step:
             seconds += passes.attention + self.exchanged()[0]
         is_normed = self.shape.norm_placement != "pre"
         for product, names in (NORMED_RESULTS if is_normed else RESULTS).items():
-            own = set() if product == "routed up" and remat == "dots" else kept
-            again = sum(name not in own for name in names) / len(names)
+            available = set() if product == "routed up" and remat == "dots" else kept
+            again = sum(name not in available for name in names) / len(names)
             seconds += passes.products[product] * again
         # For the gradients of adapters alone XLA gathers the inputs of products while others run.
         moves = 0 if self.run.lora.enabled else 2
@@ -365,7 +365,7 @@ class Step:
 
     @property
     def kept(self) -> set[str]:
-        """Names of what a layer keeps for its backward pass."""
+        """Names of the tensors that a layer keeps for its backward pass."""
         return kept_names(self.run.policy)
 
     def offload(self, forward: float, backward: float) -> float:
@@ -396,7 +396,7 @@ class Step:
     def tensor_group(self) -> float:
         """Time gathering and scattering, or reducing, the residual stream: no arithmetic of the layer can hide it.
 
-        Folded experts need none of it, only those that are shared.
+        Folded experts need none of it, only shared experts do.
         """
         size, shape = 2 * self.run.tokens * self.shape.d_model, self.shape
         spared = self.run.folds and not shape.shared_width
@@ -426,7 +426,7 @@ class Step:
     def experts(self) -> float:
         """Time how long a layer waits for tokens on their way to experts and back, forward and backward.
 
-        Where the passes of a pipeline's tick hide each other's exchanges, for what is longer than they compute.
+        Where the passes of a pipeline's tick hide each other's exchanges, for the excess over their computation.
         """
         if not self.hides_exchanges:
             return self.exchanges()
@@ -454,14 +454,14 @@ class Step:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether the pipeline's schedule runs gradients of inputs and of weights apart, and so queues."""
+        """Return whether the pipeline's schedule splits gradients of inputs and of weights, and so queues."""
         return pipeline.counts(self.run).slots["weights"] > 0
 
     @property
     def hides_exchanges(self) -> bool:
         """Return whether the passes of a tick hide each other's exchanges, as `Lowering.orders_exchanges` says.
 
-        Beside a tensor group or cp none was compiled, and none is taken to be hidden.
+        With a tensor group or cp none was compiled, and none is taken to be hidden.
         """
         return (
             self.run.lowering.orders_exchanges
@@ -483,22 +483,22 @@ class Step:
     @property
     @of_sizes
     def layer_params(self) -> list[Params]:
-        """Count the parameters of a mean layer: the dense ones, then those of routed experts."""
+        """Count the parameters of a mean layer: the dense ones, then the routed experts'."""
         shape, n, experts = self.shape, self.tensor.ranks, self.shape.experts
         router = 0 if experts is None else shape.expert_share * shape.d_model * experts.num
         whole = shape.attention_matrices[2] + router + shape.join_params / shape.layers
         dense = whole + (shape.dense_params / shape.layers - whole) / n
         layer = layer_of(self.run)
-        found = [self.params(dense, layer.input_width)]
+        params = [self.params(dense, layer.input_width)]
         if shape.routed_params:
             routed = shape.routed_params / shape.layers / n / self.mesh.ep
-            found.append(self.params(routed, layer.width, self.group(*SHARDED[1])))
+            params.append(self.params(routed, layer.width, self.group(*SHARDED[1])))
         if self.run.lora.enabled:
             whole = replace(self.run, zero=0)
             layers = self.run.rank_layers + self.run.head_modules
             adapters = trained_params(whole, weights_of(whole)) / layers
-            found[0] = found[0]._replace(trained=adapters)
-        return found
+            params[0] = params[0]._replace(trained=adapters)
+        return params
 
     def params(self, count: float, width: int, ranks: Group | None = None) -> Params:
         """Return parameters that ZeRO shards over `ranks`, trained if there are no adapters."""
@@ -512,7 +512,7 @@ class Step:
         return max(0.0, gather - hide * forward) + max(0.0, gather + scatter - hide * backward)
 
     def layer_parameters(self, forward: float, backward: float) -> float:
-        """Time gathering a layer's parameters; routed experts hide behind a layer if the last one gathers them."""
+        """Time gathering a layer's parameters; routed experts' overlaps with a layer if the last one gathers them."""
         params = self.layer_params
         if self.run.lowering.gathers_ahead:
             return self.parameters(params, *self.hiding_passes(forward, backward))
@@ -527,23 +527,23 @@ class Step:
         passes, products = self.passes, self.passes.products
         one = passes.backward_products / sum(products.values())
         if self.run.ring[0] > 1:
-            behind = one * products["qkv"] + passes.attention_backward / 2
-            return forward - products["qkv"], behind
+            hidden = one * products["qkv"] + passes.attention_backward / 2
+            return forward - products["qkv"], hidden
         if self.mesh.sp > 1 and self.shape.experts is None and "attn_out" not in self.kept:
-            before = self.recomputed() + one * (products["up"] + products["down"]) / 2
-            return forward, backward - before
+            waiting = self.recomputed() + one * (products["up"] + products["down"]) / 2
+            return forward, backward - waiting
         return forward, backward
 
     def moved(self, params: list[Params]) -> tuple[float, float]:
         """Time gathering parameters once (ZeRO-3), and scattering their gradients (ZeRO-2 and 3)."""
         zero, width, gather, scatter = self.run.zero, layer_of(self.run).width, 0.0, 0.0
-        together = GATHER_TOGETHER in self.run.lowering.xla_options
-        pieces = 1 if together else self.overheads.gathers
-        for count, ranks, own, trained in params if zero >= 2 else ():
+        gathers_at_once = GATHER_TOGETHER in self.run.lowering.xla_options
+        pieces = 1 if gathers_at_once else self.overheads.gathers
+        for count, ranks, size, trained in params if zero >= 2 else ():
             if trained:
                 scatter += self.collective("reduce-scatter", width * trained, ranks)
             if zero == 3:
-                gather += pieces * self.collective("all-gather", own * count / pieces, ranks)
+                gather += pieces * self.collective("all-gather", size * count / pieces, ranks)
         return gather, scatter
 
     def between_policies(self) -> float:
@@ -560,8 +560,8 @@ class Step:
         Backward these come after the experts, unless they are repeated before.
         """
         passes, hide = self.passes, self.overheads.hide
-        own = sum(passes.products[name] for name in ("routed up", "routed down"))
-        beside = hide * (passes.forward - passes.traffic / 3 - own)
+        routed = sum(passes.products[name] for name in ("routed up", "routed down"))
+        beside = hide * (passes.forward - passes.traffic / 3 - routed)
         again = beside if self.run.policy not in ("none", "selective") else 0.0
         gather, scatter = self.moved(self.layer_params[1:])
         waits = gather - beside, gather - again, scatter - 2 * beside

@@ -22,7 +22,7 @@ WORK, COLLECTIVE, COPY, IDLE = range(4)
 class Label(NamedTuple):
     """A kind of event."""
 
-    what: int
+    moment: int
     """`WORK`, `COLLECTIVE` or `COPY`; `IDLE` if there is no event."""
     kind: str = ""
     """Class of the kernels (`hlo/classes.py`), or kind of the collective."""
@@ -68,8 +68,8 @@ class Breakdown:
 def _sums(seconds: Mapping[tuple[str, str], float], part: int) -> dict[str, float]:
     """Sum by one part of the key, the largest sum first."""
     sums: dict[str, float] = defaultdict(float)
-    for key, more in seconds.items():
-        sums[key[part]] += more
+    for key, amount in seconds.items():
+        sums[key[part]] += amount
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
@@ -90,12 +90,12 @@ def divide(spans: Iterable[Span], steps: int) -> Breakdown:
         for at_work, count in running[COLLECTIVE].items():
             total[at_work] += count * (at - last)
         last = at
-        running[label.what][label] += change
-        if not running[label.what][label]:
-            del running[label.what][label]
+        running[label.moment][label] += change
+        if not running[label.moment][label]:
+            del running[label.moment][label]
 
-    def of(what: int, sums: Mapping[Label, float]) -> dict[tuple[str, str], float]:
-        return {(k.kind, k.where): s / steps for k, s in sums.items() if k.what == what}
+    def of(moment: int, sums: Mapping[Label, float]) -> dict[tuple[str, str], float]:
+        return {(k.kind, k.where): s / steps for k, s in sums.items() if k.moment == moment}
 
     return Breakdown(
         step_s=(last - edges[0][0]) / steps if edges else 0.0,

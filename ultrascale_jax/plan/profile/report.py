@@ -1,6 +1,6 @@
-"""Report where traced steps of a run spent their time, beside the planner's prediction of the same program.
+"""Report where traced steps of a run spent their time, compared with the planner's prediction of the same program.
 
-A run with `--profile` leaves a trace, the text of its compiled step and what both are of (`training/profiler.py`). The
+A run with `--profile` leaves a trace, the text of its compiled step and the run's context (`training/profiler.py`). The
 report joins them by the names of instructions: `hlo/classes.py` says class and block of each, `hlo/collectives.py` the
 axes. The prediction is `simulate` of that very text with the numbers of the run's GPUs.
 """
@@ -44,7 +44,7 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.storage.foreign import parse_json
 
 SCHEMA = 1
-"""Version of the fields of a report; a field that goes, or means something else, makes it the next."""
+"""Version of the fields of a report; a field that is removed or changes its meaning increases it."""
 
 REPORT = "report.json"
 """The report's file, in the folder of the traces."""
@@ -55,10 +55,10 @@ CLASSES = {
     "other": "elementwise",
     "copy": "copies",
 }
-"""Words for the classes of kernels; attention is cuDNN's, and elementwise includes reductions."""
+"""Names of the classes of kernels; attention is cuDNN's, and elementwise includes reductions."""
 
 OTHER_PROGRAMS, UNNAMED = "other programs", "unnamed"
-"""Classes of kernels that are not of the step, and of those that the trace gives no instruction."""
+"""Classes of kernels outside the step, and of kernels to which the trace gives no instruction."""
 
 CONTROL = ("while", "conditional", "call")
 """Instructions that run others. A CPU's trace shows both."""
@@ -66,12 +66,12 @@ CONTROL = ("while", "conditional", "call")
 
 @dataclass(frozen=True)
 class Program:
-    """The step's program, and what each of its instructions is."""
+    """The step's program, with a label for each of its instructions."""
 
     module: hlo.Module
     axes: Mapping[str, int]
     owners: Mapping[str, tuple[str, hlo.Instruction]]
-    """Scheduled instruction of each name, with its computation; for what is inside of a fusion the fusion."""
+    """Scheduled instruction of each name, with its computation; for an instruction inside a fusion the fusion."""
     collectives: Mapping[tuple[str, str], Collective]
 
     @classmethod
@@ -85,8 +85,8 @@ class Program:
                     inside = (x.name for c in i.called for x in module.computations.get(c, ()))
                     owners |= dict.fromkeys(inside, (name, i))
         owners |= {i.name: (c, i) for c, _ in module.walk() for i in module.computations[c]}
-        found = {(c.computation, c.name): c for c in find_collectives(module, axes)}
-        return cls(module, axes, owners, found)
+        collectives = {(c.computation, c.name): c for c in find_collectives(module, axes)}
+        return cls(module, axes, owners, collectives)
 
     def label(self, op: str) -> Label | None:
         """Return what an instruction is; None: it runs others. Unknown names are `UNNAMED`."""
@@ -117,9 +117,9 @@ def measured(
 
     def label_of(event: TraceEvent) -> Label | None:
         if event.program == main:
-            known = labels[event.op]
+            label = labels[event.op]
             # On a GPU an instruction that runs others copies the loop's condition to the host.
-            return known if known or event.stream is None else Label(WORK, CLASSES["copy"])
+            return label if label or event.stream is None else Label(WORK, CLASSES["copy"])
         if event.program[0]:
             return Label(WORK, OTHER_PROGRAMS, ELSEWHERE)
         if "nccl" in event.name.lower():
@@ -127,30 +127,30 @@ def measured(
         copies = event.name.startswith(("Memcpy", "Memset"))
         return Label(COPY) if copies else Label(WORK, UNNAMED, ELSEWHERE)
 
-    found: dict[str, Breakdown] = {}
+    breakdowns: dict[str, Breakdown] = {}
     for device, events in devices.items():
-        own = [e for e in events if e.program == main]
-        if own:
-            begin, end = min(e.start_ns for e in own), max(e.end_ns for e in own)
+        of_program = [e for e in events if e.program == main]
+        if of_program:
+            begin, end = min(e.start_ns for e in of_program), max(e.end_ns for e in of_program)
             within = (e for e in events if e.end_ns >= begin and e.start_ns <= end)
             spans = (
-                Span(max(e.start_ns, begin) * 1e-9, min(e.end_ns, end) * 1e-9, known)
+                Span(max(e.start_ns, begin) * 1e-9, min(e.end_ns, end) * 1e-9, label)
                 for e in within
-                if (known := label_of(e))
+                if (label := label_of(e))
             )
-            found[device] = divide(spans, steps)
-    return found
+            breakdowns[device] = divide(spans, steps)
+    return breakdowns
 
 
 def streams_of(program: Program, devices: Mapping[str, list[TraceEvent]]) -> dict[str, int]:
     """Return the GPU's stream of each asynchronous collective, by its instruction, as the trace shows it."""
-    found: dict[str, int] = {}
+    streams: dict[str, int] = {}
     for event in (e for events in devices.values() for e in events):
         owner = program.owners.get(event.op)
-        known = owner and program.collectives.get((owner[0], owner[1].name))
-        if known and known.asynchronous and event.stream is not None:
-            found.setdefault(known.name, event.stream)
-    return found
+        collective = owner and program.collectives.get((owner[0], owner[1].name))
+        if collective and collective.asynchronous and event.stream is not None:
+            streams.setdefault(collective.name, event.stream)
+    return streams
 
 
 def predicted(
@@ -203,7 +203,7 @@ def as_json(part: Breakdown) -> dict[str, Any]:
 
 
 def make_report(run_dir: Path) -> dict[str, Any]:
-    """Make the report of the newest trace of a run from its files, and write it to `run_dir/profile/report.json`.
+    """Build the report of the newest trace of a run from its files, and write it to `run_dir/profile/report.json`.
 
     Raises:
       UserError: there is no trace, or its files are damaged or do not belong together.
@@ -251,8 +251,8 @@ def read_report(run_dir: Path) -> dict[str, Any]:
     if not file.is_file():
         return make_report(run_dir)
     report = parse_json(file.read_bytes(), f"run_dir={str(run_dir)!r}: {FOLDER}/{REPORT}")
-    known = (folder / CONTEXT).is_file()
-    current = not known or all(report.get(k) == v for k, v in _context(folder).items())
+    is_traced = (folder / CONTEXT).is_file()
+    current = not is_traced or all(report.get(k) == v for k, v in _context(folder).items())
     return report if current and report.get("schema") == SCHEMA else make_report(run_dir)
 
 

@@ -71,7 +71,7 @@ def _parse(content: bytes) -> ProfileData:
 
 
 def _read_line(line, gpu: str | None, devices: dict[str, list[TraceEvent]]) -> None:
-    """Add the events of a stream of `gpu`, or those of a thread of the host that are work of a CPU device."""
+    """Add the events of a stream of `gpu`, or the work of a CPU device on a thread of the host."""
     stream = STREAM.match(line.name)
     if gpu and not stream:
         return  # lines that summarize others
@@ -80,7 +80,7 @@ def _read_line(line, gpu: str | None, devices: dict[str, list[TraceEvent]]) -> N
         if gpu is None and not ("hlo_op" in stats and "device_ordinal" in stats):
             continue
         program = str(stats.get("hlo_module", "")), int(stats.get("program_id", 0))
-        found = TraceEvent(
+        trace_event = TraceEvent(
             name=event.name,
             op=str(stats.get("hlo_op", "")),
             program=program,
@@ -88,7 +88,7 @@ def _read_line(line, gpu: str | None, devices: dict[str, list[TraceEvent]]) -> N
             end_ns=event.start_ns + event.duration_ns,
             stream=int(stream[1]) if stream else None,
         )
-        devices[gpu or f"CPU:{stats['device_ordinal']}"].append(found)
+        devices[gpu or f"CPU:{stats['device_ordinal']}"].append(trace_event)
 
 
 def main_program(devices: dict[str, list[TraceEvent]], name: str) -> tuple[str, int]:
@@ -100,7 +100,7 @@ def main_program(devices: dict[str, list[TraceEvent]], name: str) -> tuple[str, 
     for events in devices.values():
         for event in events:
             spent[event.program] += round(event.end_ns - event.start_ns)
-    found = [program for program, _ in spent.most_common() if program[0] == name]
-    others = ", ".join(sorted({program[0] for program in spent if program[0]})) or "no program"
-    require(bool(found), "trace", name, f"the trace does not show this program, but {others}")
-    return found[0]
+    programs = [program for program, _ in spent.most_common() if program[0] == name]
+    names = ", ".join(sorted({program[0] for program in spent if program[0]})) or "no program"
+    require(bool(programs), "trace", name, f"the trace does not show this program, but {names}")
+    return programs[0]

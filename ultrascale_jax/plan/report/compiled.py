@@ -55,16 +55,16 @@ class CompiledReport:
     """Streams on which XLA puts collectives."""
     collectives: Sequence[Collectives]
     program: Mapping[str, int]
-    """Collectives in the program's text: asynchronous, synchronous, and those of the latter in loops."""
+    """Collectives in the program's text: asynchronous, synchronous, and synchronous in loops."""
     timeline: "Timeline"
     memory_over_step: tuple[list[float], dict[str, list[int]]]
     """When the memory in use changes, in seconds, and the bytes of each class of buffers from then on."""
     config: Config
     """Configuration that was compiled."""
     bill: Bill | None = None
-    """Days and cost of the whole training, where they were asked for."""
+    """Days and cost of the training, where they were requested."""
     execution: "Execution | None" = None
-    """Result of running the program on a CPU, if it was asked for."""
+    """Result of running the program on a CPU, if requested."""
 
     @classmethod
     def of(
@@ -132,18 +132,18 @@ class CompiledReport:
 
     def __rich__(self) -> Group:
         step, program = self.prediction, self.program
-        found = [_communication(self.collectives)] if self.collectives else []
-        found += [self._time()]
-        found += [
+        parts = [_communication(self.collectives)] if self.collectives else []
+        parts += [self._time()]
+        parts += [
             line(
                 f"{program['asynchronous']} asynchronous and {program['synchronous']} synchronous collectives in the "
                 f"program ({program['synchronous_in_loops']} of these in loops); compiled in {self.compile_s:.0f} s"
             )
         ]
-        found += [] if self.bill is None else [line(f"the whole training: {self.bill.text}")]
-        found += [] if self.execution is None else [self._executed(self.execution)]
+        parts += [] if self.bill is None else [line(f"the whole training: {self.bill.text}")]
+        parts += [] if self.execution is None else [self._executed(self.execution)]
         head = line(f"{step.run.label} on {step.run.num_gpus} x {step.gpu.name}")
-        return Group(head, self._memory(), *found)
+        return Group(head, self._memory(), *parts)
 
     def _memory(self) -> Table:
         step, gpu = self.prediction, self.prediction.gpu
@@ -186,8 +186,8 @@ class CompiledReport:
         """Return the differences of all outputs."""
         title = f"output of the step, executed in {execution.seconds:.0f} s"
         made = Table(title, "relative difference")
-        for found in execution.differences:
-            made.add_row(found.name, f"{found.relative:.1e}")
+        for difference in execution.differences:
+            made.add_row(difference.name, f"{difference.relative:.1e}")
         made.add_row("largest", f"{execution.largest.relative:.1e}")
         return made
 
@@ -232,7 +232,7 @@ class StepFigure(Figure):
 
     streams: Streams
     memory: Areas | None
-    """None where XLA told no plan of its buffers."""
+    """None where XLA has no plan of its buffers."""
 
     def paint(self, canvas: Any) -> None:
         if self.memory is None:
@@ -253,13 +253,13 @@ def _by_kind_and_axes(running: Sequence[Any], timeline: "Timeline") -> list[Coll
         Collectives(
             kind=kind,
             axes=axes,
-            times=sum(c.times for c in alike),
-            sent_bytes=sum(max(c.step_operand_bytes, c.step_result_bytes) for c in alike),
-            synchronous=sum(0 if c.asynchronous else c.times for c in alike),
+            times=sum(c.times for c in group),
+            sent_bytes=sum(max(c.step_operand_bytes, c.step_result_bytes) for c in group),
+            synchronous=sum(0 if c.asynchronous else c.times for c in group),
             seconds=timeline.link_s.get((kind, axes), 0.0),
             exposed_s=timeline.waited_s.get((kind, axes), 0.0),
         )
-        for (kind, axes), alike in sorted(rows.items())
+        for (kind, axes), group in sorted(rows.items())
     ]
 
 

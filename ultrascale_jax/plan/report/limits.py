@@ -29,11 +29,11 @@ class Limit:
 
     def asdict(self) -> dict[str, Any]:
         """Return the fields of the JSON object."""
-        found = {"question": self.question, "tried": self.tried, "command": self.command}
+        fields = {"question": self.question, "tried": self.tried, "command": self.command}
         if self.step is None:
-            return found | {"gpus": None, "seq_len": None, "step": None}
+            return fields | {"gpus": None, "seq_len": None, "step": None}
         run = self.step.run
-        return found | {"gpus": run.num_gpus, "seq_len": run.seq_len, "step": self.step.summary()}
+        return fields | {"gpus": run.num_gpus, "seq_len": run.seq_len, "step": self.step.summary()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +44,32 @@ class LimitsReport:
 
     def asdict(self) -> dict[str, Any]:
         """Return the fields of the JSON object."""
-        return {"limits": [found.asdict() for found in self.limits]}
+        return {"limits": [fields.asdict() for fields in self.limits]}
 
     def __rich__(self) -> Group:
-        commands = [line(found.command) for found in self.limits if found.command]
+        commands = [line(answer.command) for answer in self.limits if answer.command]
         return Group(self._table(), *commands)
 
     def _table(self) -> Table:
         numbers = ("GPUs", "tokens", "GiB", "s a step", "tok/s/GPU")
         made = table(("farthest that fits",), numbers, ("configuration",))
-        for found in self.limits:
-            if found.step is None:
-                made.add_row(found.question, *[""] * len(numbers), found.tried)
+        for answer in self.limits:
+            if answer.step is None:
+                made.add_row(answer.question, *[""] * len(numbers), answer.tried)
                 continue
-            step, run = found.step, found.step.run
+            step, run = answer.step, answer.step.run
             sizes = (f"{run.num_gpus:,}", f"{run.seq_len:,}", f"{step.peak_bytes / GIB:.1f}")
             speed = (units.rounded(step.step_s), units.rounded(step.tokens_per_s_gpu))
-            made.add_row(found.question, *sizes, *speed, run.label)
+            made.add_row(answer.question, *sizes, *speed, run.label)
         return made
 
     def figure(self) -> Bars:
         """Draw the memory of each."""
-        shown = [found for found in self.limits if found.step is not None]
+        shown = [answer for answer in self.limits if answer.step is not None]
         bars = [
-            Bar(label=wrap(found.question, 16), parts={WHOLE: found.step.peak_bytes / GIB})
-            for found in shown
-            if found.step is not None
+            Bar(label=wrap(answer.question, 16), parts={WHOLE: answer.step.peak_bytes / GIB})
+            for answer in shown
+            if answer.step is not None
         ]
         gpu = limit(shown[0].step.gpu) if shown and shown[0].step is not None else {}
         return Bars(

@@ -35,7 +35,7 @@ NOTHING = (
     "enough; "
     "more GPUs, shorter sequences (--explain limits), fp8 and adapters (--train.lora.rank) were not tried"
 )
-"""Said where no hint was found: what was tried, and what was not."""
+"""Printed where no hint was found: the fields that were tried, and the ones that were not."""
 
 NO_CHECKPOINTING = (
     "other trainers keep without activation checkpointing about what `selective` keeps here: it repeats norms, "
@@ -49,10 +49,10 @@ type Section = Literal["mesh", "roofline", "limits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hint:
-    """Options that make another run of the one that was asked for."""
+    """Options that change the requested run."""
 
     options: str
-    """Words of the command line."""
+    """Arguments of the command line."""
     peak_bytes: int
     step_s: float
     verdict: Verdict
@@ -85,11 +85,11 @@ class MemoryReport:
     checkpoint: Checkpoint
     host: HostMemory
     bill: Bill | None = None
-    """Days and cost of the whole training, where they were asked for."""
+    """Days and cost of the training, where they were requested."""
     hints: Sequence[Hint] = ()
     """Faster runs that fit, or any where this one does not."""
     sections: Sequence[MeshReport | RooflineReport | LimitsReport] = ()
-    """Reports that `--explain` asked for."""
+    """Reports that `--explain` requested."""
 
     @classmethod
     def of(
@@ -222,7 +222,7 @@ class MemoryReport:
 
     @property
     def answer(self) -> str:
-        """Whether it fits, in a sentence, and what others call a run that recomputes nothing where it may not."""
+        """Whether it fits, in a sentence; where it may not, also the policy that others call no recomputation."""
         is_none = self.step.run.remat == "none" and self.step.verdict != FITS
         return self._fit + f"; {NO_CHECKPOINTING}" * is_none
 
@@ -245,7 +245,7 @@ class MemoryReport:
         return f"does not fit, {' and '.join(short)}; {f'try {hint}' if hint else NOTHING}"
 
     def figure(self) -> Figure:
-        """Draw the section that `--explain` asked for, or the memory by part and by moment."""
+        """Draw the section that `--explain` requested, or the memory by part and by moment."""
         if self.sections:
             return self.sections[0].figure()
         parts = {name: size / GIB for name, size in self.parts.items() if size}

@@ -37,7 +37,7 @@ class MeshReport:
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """A row for each axis: texts by column, of which the first five are words and the others numbers."""
+        """A row for each axis: texts by column, of which the first five are texts and the others numbers."""
         return [
             {
                 "axis": a.axis,
@@ -69,7 +69,7 @@ class MeshReport:
         return cluster | {"axes": rows}
 
     def figure(self) -> MeshMap:
-        """Draw the pieces of each axis on the nodes. Raises `UserError` for more GPUs than a picture can show."""
+        """Draw the shards of each axis on the nodes. Raises `UserError` for more GPUs than a picture can show."""
         gpus = self.cluster.num_gpus
         fix = f"the picture shows from 2 to {MOST_GPUS:,} GPUs"
         require(1 < gpus <= MOST_GPUS, "gpus", gpus, fix)
@@ -97,5 +97,5 @@ def link(a: Placement) -> str:
 
 def members(group: Sequence[int]) -> str:
     """Write a group of two GPUs or more, the middle of a large one left out."""
-    first, second, *others = map(str, group)
-    return ", ".join([first, second, "...", others[-1]] if others[1:] else [first, second, *others])
+    first, second, *middle = map(str, group)
+    return ", ".join([first, second, "...", middle[-1]] if middle[1:] else [first, second, *middle])

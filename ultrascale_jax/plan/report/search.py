@@ -52,7 +52,7 @@ class SearchReport:
     recipe: str
     rows: list[Row]
     command: Callable[[Config], str]
-    """Makes the command line that trains a configuration."""
+    """Returns the command line that trains a configuration."""
     complete: bool
     """False where Ctrl-C interrupted it."""
 
@@ -66,7 +66,7 @@ class SearchReport:
         top: int,
         complete: bool = True,
     ) -> "SearchReport":
-        """List the `top` best meshes, one change to the best, and what nearly fits."""
+        """List the `top` best meshes, one change to the best, and meshes that nearly fit."""
         rows = []
         for section, candidates in search.rows(top).items():
             for candidate, why in candidates:
@@ -85,7 +85,7 @@ class SearchReport:
 
     @property
     def label(self) -> str:
-        """Recipe and cluster that were searched, in words."""
+        """Recipe and cluster that were searched, as text."""
         return f"{self.recipe} on {self.search.cluster.num_gpus} {self.search.cluster.gpu.name}"
 
     @property

@@ -143,10 +143,10 @@ class Holdings:
 
 
 def holdings(schedule: Schedule) -> Holdings:
-    """Count the values that each rank holds, from the ticks that make them and read them last.
+    """Count the values that each rank holds, from the ticks that write them and read them last.
 
     `parallel/pipeline/program.py` keeps a slot for each through both ticks. A stage's input comes from the stage before
-    or the embedding, the gradient of its output from the stage behind or the head.
+    or the embedding, the gradient of its output from the next stage or the head.
     """
     ticks = _ticks(schedule)
     forward, backward, last = ticks["F"], ticks["B"], schedule.num_stages - 1

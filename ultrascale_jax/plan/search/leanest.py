@@ -1,6 +1,6 @@
 """Say whether anything fits, without a search: on each mesh only the leanest candidates are counted.
 
-They recompute the whole layer, with its inputs on the device or on the host, and the first that fits ends the question.
+They recompute each layer, with its inputs on the device or on the host, and the first that fits ends the question.
 """
 
 import math
@@ -35,7 +35,7 @@ LEANEST: Choices = {
     "schedule": ("1f1b", "interleaved", "afab"),
     "zero": (0, 2, 3),
 }
-"""Values with which a mesh needs the least memory, where they are free; ZeRO-0 stands for meshes that shard nothing.
+"""Values with which a mesh needs the least memory, where they are free; ZeRO-0 is for meshes that shard nothing.
 
 With few micro-batches afab may need the least: no tick has forward and backward passes.
 """
@@ -84,7 +84,7 @@ def _simplicity(mesh: MeshConfig) -> tuple[int, int]:
 def _leanest(cfg: Config, cluster: Cluster, choices: Choices, mesh: MeshConfig) -> Iterator[Run]:
     """Yield the candidates on `mesh` of which one has the least memory.
 
-    More micro-batches make activations smaller; a single one, or as few as a pipeline takes, needs no sums of gradients
+    More micro-batches shrink activations; a single one, or as few as a pipeline takes, needs no sums of gradients
     or keeps fewer of them in flight.
     """
     sizes = divisors(max(cfg.train.global_batch // mesh.batch, 1))

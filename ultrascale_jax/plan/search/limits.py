@@ -34,7 +34,7 @@ BEYOND = 64
 smaller chunks."""
 
 type Tell = Callable[[str], None]
-"""Gets the progress, in words."""
+"""Gets the progress, as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def fewest_gpus(
     Args:
       cfg: a run, of which the mesh does not matter.
       cluster: the GPUs; their number does not matter.
-      choices_of: returns what is pinned on a number of GPUs; raises `UserError` for a number that it excludes.
+      choices_of: returns the choices pinned on a number of GPUs; raises `UserError` for a number that it excludes.
 
     Returns:
       Both, none where there is none, each the fastest on its GPUs; and the largest number that was tried.
@@ -85,7 +85,7 @@ def fewest_gpus(
 
 
 def fastest(cfg: Config, cluster: Cluster, choices: Choices) -> Reach:
-    """Search for the fastest of what fits, or may."""
+    """Search for the fastest run that fits, or may fit."""
     search = Search(cfg, cluster, choices)
     search.predict()
     winner = search.winner or search.recommend(search.ranking)
@@ -114,21 +114,21 @@ def longest(
     cfg: Config,
     cluster: Cluster,
     choices: Choices,
-    known: int,
+    fitting: int,
     tell: Tell = lambda text: None,
 ) -> int:
     """Return the tokens of the longest sequence that fits for certain within `choices`, exact to one of `SHARES` parts.
 
     Args:
-      known: a length that fits, or 0.
+      fitting: a length that fits, or 0.
     """
 
     def fits(tokens: int) -> bool:
         tell(f"do {tokens:,} tokens fit?")
         return _fits_length(cfg, cluster, choices, tokens)
 
-    low = max(GRAIN, 2 ** (known.bit_length() - 1) if known else 0)
-    if not known and not fits(low):
+    low = max(GRAIN, 2 ** (fitting.bit_length() - 1) if fitting else 0)
+    if not fitting and not fits(low):
         return 0
     while low < LONGEST and fits(2 * low):
         low *= 2

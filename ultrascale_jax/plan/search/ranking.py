@@ -1,8 +1,8 @@
 """Find the fastest legal way to train a model that fits.
 
 The playbook's three steps (chapter "Finding the Best Training Configuration"): fit the model, reach the global batch,
-maximise throughput. Every candidate reaches the batch; the formulas of `memory.py` say which fit, and those of
-`step_time.py` rank them, thousands in seconds. The best few are then compiled and timed by the caller's `evaluate`,
+maximise throughput. Every candidate reaches the batch; the formulas of `memory.py` say which fit, and
+`step_time.py` ranks them, thousands in seconds. The best few are then compiled and timed by the caller's `evaluate`,
 and the winner is the fastest of those. `cp` is tried from `LONG` tokens on, and where nothing that this release runs
 fits without; `ep` for models with experts, within a node where something fits so.
 """
@@ -63,28 +63,28 @@ NEAR = 1.25
 """A candidate that needs up to so many times the memory is a near miss."""
 
 NEAR_MISSES, NEAR_RUNS = 3, 8
-"""Meshes of near misses that are shown, and runs of each of which the fastest is: those that need the least."""
+"""Meshes of near misses that are shown, and the runs with the least memory of each, of which the fastest is shown."""
 
 PROMISING = 1.5
 """A kind of candidate is not compiled if by formula the best of it is so many times slower than the best of all."""
 
 LONG, PIECE = 2**13, 2**12
-"""Tokens of a sequence from which on cp is tried even where all fits without, and of a rank's piece of it at least:
+"""Tokens of a sequence from which on cp is tried even where all fits without, and of a rank's shard of it at least:
 NVIDIA's recipes of Llama 3 halve 8,192 tokens (docs/planning/published_runs.csv)."""
 
 EXPLORE = 5 / 8
-"""Share of the compilations that go to the best of different kinds, the rest to more of the fastest kind."""
+"""Share of the compilations that go to the best of different kinds, the others to more of the fastest kind."""
 
 SPARED = ("recomputation", "exposed offload", "exposed ep", "bubble")
 """Parts of a step of which another policy can take less."""
 
 NEEDLESS = "recomputes without need"
-"""The reason of what is left out where less recomputation fits."""
+"""The reason of a run that is left out where less recomputation fits."""
 
 
 RESORTS = (with_moments_on_host,), (with_smaller_moments, with_smaller_weights)
-"""Ways to leave less of the optimizer's state on a GPU, where nothing else fits: those that compute the same, and those
-that round, from the one that rounds the least. They are named, and never chosen."""
+"""Ways to leave less of the optimizer's state on a GPU, where nothing else fits: first the exact ones, then
+the ones that round, from the one that rounds the least. They are named, and never chosen."""
 
 
 type Evaluate = Callable[[Config], StepPrediction]
@@ -100,7 +100,7 @@ class NotCompiled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to train the model, and what is known of it."""
+    """One way to train the model, with its prediction and its compiled step."""
 
     formula: StepPrediction
     refusal: str
@@ -130,7 +130,7 @@ class Candidate:
 
 
 class Search:
-    """One search under way; what it has found so far can be asked for at any time, also after an interrupt."""
+    """One search under way; its results so far can be read at any time, also after an interrupt."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Search:
         return {"ep": [size for size in sizes if size <= node]}, {"ep": sizes}
 
     def _pieces(self) -> dict[str, Sequence[int]]:
-        """Return sizes of cp that are tried beside everything else."""
+        """Return sizes of cp that are tried with everything else."""
         tokens = self.cfg.data.seq_len
         sizes = divisors(self.cluster.num_gpus) if tokens >= LONG else ()
         return {"cp": [size for size in sizes if tokens >= size * PIECE]} if sizes else {}
@@ -206,14 +206,14 @@ class Search:
     ) -> None:
         """Predict what is not known yet, but runs whose state alone is `limit` times the memory."""
         space = self._space
-        known = {run.mesh for run in (*(one.of for one in space.variants), *space.oversized)}
+        listed = {run.mesh for run in (*(one.of for one in space.variants), *space.oversized)}
         added = enumerate_runs(
             self.cfg,
             self.cluster,
             choices,
             axes,
             limit_bytes=limit * self.usable_bytes,
-            known=known,
+            listed=listed,
         )
         space.variants.extend(added.variants)
         space.oversized.extend(added.oversized)
@@ -228,9 +228,9 @@ class Search:
             advance(done, total)
 
     def _predict_variants(self, variants: Variants, limit: float) -> None:
-        """Predict runs that differ in what they keep for the backward pass, from the one that keeps the most.
+        """Predict runs that differ in the tensors kept for the backward pass, from the one that keeps the most.
 
-        One that fits with room makes those that keep less needless, but `none` does so only in a pipeline: elsewhere
+        A run that fits with room excludes the runs that keep less, but `none` does so only in a pipeline: elsewhere
         `selective` may be faster (`Step.kept_beyond_names`). One that offloads does not, for copies may be waited for,
         nor `dots` with experts, whose gate and up it repeats.
         """
@@ -269,8 +269,8 @@ class Search:
     def _step(self, run: Run) -> Step:
         """Return the step of `run`, from the one before where only the schedule differs."""
         last = self._last_step
-        alike = last is not None and last.run.differs_in_schedule(run)
-        self._last_step = last.with_schedule(run) if last and alike else Step(run, self.cluster)
+        same_step = last is not None and last.run.differs_in_schedule(run)
+        self._last_step = last.with_schedule(run) if last and same_step else Step(run, self.cluster)
         return self._last_step
 
     def _add_splits(self) -> None:
@@ -282,9 +282,9 @@ class Search:
             spared = sum(step.parts.get(name, 0.0) for name in SPARED)
             if (step.step_s - spared) / step.run.step_tokens > fastest:
                 continue
-            if (found := fewest_layers(lean, rich, self.cluster.gpu)) is None:
+            if (split := fewest_layers(lean, rich, self.cluster.gpu)) is None:
                 continue
-            run, peak = found
+            run, peak = split
             self._space.variants.append(Variants(of=run, policies=[(run.stash, run.remat)]))
             self.counts["candidates"] += 1
             self.counts[FITS] += 1
@@ -292,7 +292,7 @@ class Search:
         self._neighbours.clear()
 
     def compile(self, evaluate: Evaluate, most: int) -> Iterator[Candidate]:
-        """Compile `most` of those that may be recommended, and yield each before it is compiled.
+        """Compile `most` candidates that may be recommended, and yield each before it is compiled.
 
         First the best of several kinds, in turn with and without a pipeline and cp, then more of the kind that turns
         out the fastest. If none of them fits, up to as many again are tried; if two fail and none succeeds, no more.
@@ -326,12 +326,12 @@ class Search:
         if not waiting:
             return None
         limit = PROMISING * min(_token_s(c.formula) for c in ours)
-        known, families = {kind(run) for run in tried}, Counter(family(run) for run in tried)
-        unknown = [c for c in waiting if kind(c.run) not in known and _token_s(c.formula) <= limit]
+        kinds, families = {kind(run) for run in tried}, Counter(family(run) for run in tried)
+        unknown = [c for c in waiting if kind(c.run) not in kinds and _token_s(c.formula) <= limit]
         if explore and unknown:
             return min(unknown, key=lambda c: families[family(c.run)])
-        alike = (c for c in waiting if kind(c.run) == kind(ours[0].run))
-        return next(alike, waiting[0])
+        same_kind = (c for c in waiting if kind(c.run) == kind(ours[0].run))
+        return next(same_kind, waiting[0])
 
     @property
     def usable_bytes(self) -> int:
@@ -357,8 +357,8 @@ class Search:
 
     @property
     def ranking(self) -> list[Candidate]:
-        """Sort what may fit: the compiled by time, the others by formula, those that need more than there is behind
-        them, then what the compiler refuted."""
+        """Sort the candidates that may fit: compiled ones by time, others by formula, then the ones over the
+        usable memory, last the ones that the compiler refuted."""
         candidates = self._candidates.values()
         works = any(c.compiled for c in candidates)
 
@@ -382,8 +382,8 @@ class Search:
     def recommend(self, ranking: Sequence[Candidate]) -> Candidate | None:
         """Choose among candidates.
 
-        The choice among those that were compiled and fit, or else that fit by formula, is the simplest that is as fast
-        as the fastest within `EQUAL`; if there are none, the fastest of the leanest, within `EQUAL`, that may fit.
+        The choice among the candidates that were compiled and fit, or else fit by formula, is the simplest that is as
+        fast as the fastest within `EQUAL`; if there are none, the fastest of the leanest, within `EQUAL`, that may fit.
         """
         fitting = [c for c in ranking if c.verdict == FITS]
         compiled = [c for c in fitting if c.compiled]
@@ -421,7 +421,7 @@ class Search:
         with moments in the host's memory, which computes the same, and with moments, or weights too, in bfloat16."""
         ours = DOES_NOT_FIT if self.winner is None else self.winner.verdict
         enough = {FITS: (), UNSURE: (FITS,), DOES_NOT_FIT: (FITS, UNSURE)}[ours]
-        found: dict[str, Candidate] = {}
+        winners: dict[str, Candidate] = {}
         for ways in RESORTS if enough else ():
             for cfg in filter(None, (way(self.cfg) for way in ways)):
                 if leanest_verdict(cfg, self.cluster, self._choices) not in enough:
@@ -429,14 +429,14 @@ class Search:
                 search = Search(cfg, self.cluster, self._choices)
                 search.predict()
                 if (best := search.winner) is not None and best.verdict in enough:
-                    found[optimizer_options(self.cfg, cfg)] = best
+                    winners[optimizer_options(self.cfg, cfg)] = best
                     if best.verdict == FITS:
                         break
-        return found
+        return winners
 
     @property
     def closest(self) -> tuple[int, Run] | None:
-        """The run that needs the least memory of those that do not fit, and its bytes."""
+        """The run that needs the least memory among the runs that do not fit, and its bytes."""
         return min(self._misses, key=lambda miss: miss[0], default=None)
 
     @property
@@ -529,12 +529,12 @@ class Search:
             for run in variants
             if sum(a != b for a, b in zip(_work(run), _work(best.run), strict=True)) == 1
         ]
-        found = [
+        candidates = [
             self._candidates.get(run)
             or _candidate(Step(run, self.cluster), breakdown(run).peak_bytes)
             for run in alternatives
         ]
-        return sorted(found, key=lambda c: (not c.best.may_fit, self.token_s(c)))
+        return sorted(candidates, key=lambda c: (not c.best.may_fit, self.token_s(c)))
 
     def _verdict(self, candidate: Candidate, best: Candidate | None) -> str:
         """Say what distinguishes `candidate`, or why it lost to `best`."""
@@ -562,14 +562,14 @@ class Search:
         one_source = candidate.compiled is not None and best.compiled is not None
         if not one_source and alone * share < 0:
             return f"{text}, by formula alone {alone:+.1%}"
-        own, other = (
+        ours, other = (
             (c.best if one_source else c.formula).scaled(1 / c.run.step_tokens).parts
             for c in (candidate, best)
         )
         sign = math.copysign(1, share)
         costs = {
-            name: sign * (own.get(name, 0.0) - other.get(name, 0.0))
-            for name in sorted({*own, *other})
+            name: sign * (ours.get(name, 0.0) - other.get(name, 0.0))
+            for name in sorted({*ours, *other})
         }
         name, cost = max(costs.items(), key=lambda item: item[1])
         return f"{text}: {name} {sign * cost / sum(other.values()):+.1%}" if cost > 0 else text

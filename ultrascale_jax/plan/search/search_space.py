@@ -94,7 +94,7 @@ NORMED: dict[Remat, Remat] = {
     remat: dataclasses.replace(remat, saved=("mlp_out", *remat.saved))
     for remat in (*OFFLOADED, *NAMED)
 }
-"""The same by name for models with a norm behind the MLP: a byte of `mlp_out`, which it reads, saves the most."""
+"""The same by name for models with a norm after the MLP: a byte of `mlp_out`, which it reads, saves the most."""
 
 NAMED_EXPERTS = (
     Keep(saved=("attn_core", "attn_out")),
@@ -157,15 +157,15 @@ def divisors(number: int) -> tuple[int, ...]:
 def meshes(num_gpus: int, choices: Choices, axes: Sequence[str] = AXES) -> Iterator[MeshConfig]:
     """Yield every mesh of `num_gpus` GPUs whose axes have a size among the choices; others are 1."""
 
-    def sizes(axes: Sequence[str], rest: int) -> Iterator[dict[str, int]]:
+    def sizes(axes: Sequence[str], count: int) -> Iterator[dict[str, int]]:
         if not axes:
-            if rest == 1:
+            if count == 1:
                 yield {}
             return
-        axis, *others = axes
-        for size in choices.get(axis, divisors(rest)):
-            if rest % size == 0:
-                yield from ({axis: size} | more for more in sizes(others, rest // size))
+        axis, *later = axes
+        for size in choices.get(axis, divisors(count)):
+            if count % size == 0:
+                yield from ({axis: size} | further for further in sizes(later, count // size))
 
     for mesh in sizes([axis for axis in AXES if axis in axes or axis in choices], num_gpus):
         yield MeshConfig.of(**mesh)
@@ -173,8 +173,8 @@ def meshes(num_gpus: int, choices: Choices, axes: Sequence[str] = AXES) -> Itera
 
 @dataclass(frozen=True, kw_only=True)
 class Variants(Sequence[Run]):
-    """Runs that differ in stash and recomputation alone, from what repeats the least; each is made when it is asked
-    for."""
+    """Runs that differ in stash and recomputation alone, from the one that repeats the least; each is computed when
+    it is needed."""
 
     of: Run
     policies: Sequence[tuple[Stash, Remat]]
@@ -195,7 +195,7 @@ class Variants(Sequence[Run]):
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The candidates of one search and what was left out of it."""
+    """The candidates of one search and the runs left out of it."""
 
     variants: list[Variants] = field(default_factory=list)
     illegal: Counter[str] = field(default_factory=Counter)
@@ -223,26 +223,26 @@ def enumerate_runs(
     axes: Sequence[str] = AXES,
     *,
     limit_bytes: float = math.inf,
-    known: Collection[MeshConfig] = (),
+    listed: Collection[MeshConfig] = (),
 ) -> Space:
     """List every legal way to train the global batch of `cfg`, or those among the choices, on `cluster`.
 
     Args:
       cfg: its mesh, ZeRO stage, micro-batches and recomputation do not matter.
-      cluster: how many GPUs, and how many of them make a node.
+      cluster: how many GPUs, and how many of them a node has.
       choices: what is pinned.
       axes: which others may be larger than 1.
       limit_bytes: runs whose state alone needs more memory of a GPU are left out.
-      known: meshes that are left out.
+      listed: meshes that are left out.
     """
     num_gpus, wide = cluster.num_gpus, not {"sp", "tp"}.isdisjoint(choices)
     space = Space()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was asked for
+        warnings.simplefilter("ignore")  # of a tensor group larger than a node, which was requested
         for mesh in meshes(num_gpus, choices, axes):
             if mesh.tensor > cluster.gpus_per_node and not wide:
                 space.illegal["tensor group larger than a node"] += 1
-            elif mesh not in known:
+            elif mesh not in listed:
                 _add_runs(space, cfg, cluster, mesh, choices, limit_bytes)
     return space
 
@@ -257,7 +257,7 @@ def _add_runs(
 ) -> None:
     """Add the runs on `mesh` to `space`."""
     oversized: dict[Any, bool] = {}
-    alike: dict[Any, Run] = {}
+    runs: dict[Any, Run] = {}
     for work, schedule, moe, cp in itertools.product(
         _work(cfg, mesh, choices),
         _schedules(cfg, mesh, choices),
@@ -269,7 +269,7 @@ def _add_runs(
             continue
         try:
             candidate = _candidate_config(cfg, mesh, work, schedule, moe=moe, cp=cp)
-            run = _run(candidate, cluster.num_gpus, alike)
+            run = _run(candidate, cluster.num_gpus, runs)
             _require_parts(run, choices)
         except UserError as error:
             space.illegal[str(error).partition("=")[0]] += 1
@@ -283,19 +283,19 @@ def _add_runs(
             space.variants.append(variants)
 
 
-def _run(cfg: Config, num_gpus: int, alike: dict[Any, Run]) -> Run:
+def _run(cfg: Config, num_gpus: int, runs: dict[Any, Run]) -> Run:
     """Return the run of `cfg` on a mesh, from the one that differs in ZeRO stage and schedule alone if it is known."""
     key = cfg.train.global_batch, cfg.train.microbatches, cfg.moe, cfg.cp
-    if key not in alike:
-        alike[key] = Run.of(cfg, num_gpus)
-        return alike[key]
+    if key not in runs:
+        runs[key] = Run.of(cfg, num_gpus)
+        return runs[key]
     cfg.check(num_gpus)
-    return alike[key].with_schedule(cfg)
+    return runs[key].with_schedule(cfg)
 
 
 def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
-    """Return what `cfg` says beside its mesh as choices of one value each; what is `auto` stays free."""
-    own = {
+    """Return the fields of `cfg` except its mesh as choices of one value each; `auto` fields stay free."""
+    values = {
         "zero": cfg.train.zero,
         "remat": cfg.train.remat,
         "microbatches": cfg.train.microbatches,
@@ -303,7 +303,7 @@ def pinned(cfg: Config) -> dict[str, tuple[Any, ...]]:
         "virtual_stages": cfg.pp.virtual,
         "stash": cfg.pp.stash,
     }
-    return {name: (value,) for name, value in own.items() if name not in cfg.train.auto}
+    return {name: (value,) for name, value in values.items() if name not in cfg.train.auto}
 
 
 OPTIONS = {
@@ -325,29 +325,29 @@ def named_choices(cfg: Config, names: Collection[str], num_gpus: int) -> dict[st
 
     The fields of the mesh are all axes (`mesh`), or one (`mesh.tp`). Raises `UserError` for a mesh of other GPUs.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    choices: dict[str, tuple[Any, ...]] = {}
     for field_name, option in OPTIONS.items():
         section, _, name = option.partition(".")
         if option in names and name not in cfg.train.auto:
-            found[field_name] = (getattr(getattr(cfg, section), name),)
+            choices[field_name] = (getattr(getattr(cfg, section), name),)
     axes = AXES if "mesh" in names else [axis for axis in AXES if f"mesh.{axis}" in names]
     sizes = cfg.mesh.resolve(num_gpus).sizes if axes else {}
-    return found | {axis: (sizes[axis],) for axis in axes}
+    return choices | {axis: (sizes[axis],) for axis in axes}
 
 
-def changed_options(before: Config, after: Config, *, mesh: bool) -> str:
+def changed_options(base: Config, target: Config, *, mesh: bool) -> str:
     """Return the options of the fields that a search chooses and that differ; with `mesh` that one in any case."""
-    words = [f"--mesh {after.mesh.text}"] if mesh else []
+    words = [f"--mesh {target.mesh.text}"] if mesh else []
     for name in ("train.global_batch", *OPTIONS.values()):
         section, _, field_name = name.partition(".")
-        old, new = (getattr(getattr(cfg, section), field_name) for cfg in (before, after))
+        old, new = (getattr(getattr(cfg, section), field_name) for cfg in (base, target))
         if new != old:
             words.append(_option(name, new))
     return " ".join(words)
 
 
 def _option(name: str, value: Any) -> str:
-    """Return the words of the command line that set a field."""
+    """Return the arguments of the command line that set a field."""
     option = f"--{name.replace('_', '-')}"
     return switch(option, value) if isinstance(value, bool) else f"{option} {value}"
 
@@ -377,18 +377,18 @@ def with_moments_on_host(cfg: Config) -> Config | None:
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, offload="both"))
 
 
-def optimizer_options(before: Config, after: Config) -> str:
+def optimizer_options(base: Config, target: Config) -> str:
     """Return the options of the optimizer's fields that differ."""
     words = []
     for name in ("offload", "moment_dtype", "stochastic_rounding", "weight_dtype"):
-        value = getattr(after.optim, name)
-        if value != getattr(before.optim, name):
+        value = getattr(target.optim, name)
+        if value != getattr(base.optim, name):
             words.append(_option(f"optim.{name}", value))
     return " ".join(words)
 
 
 def configured(cfg: Config, run: Run) -> Config:
-    """Return `cfg` changed to what makes the trainer run `run`."""
+    """Return `cfg` changed so that the trainer runs `run`."""
     pp = cfg.pp
     if run.mesh.pp > 1:
         pp = PipelineConfig(**{name: getattr(run, name) for name in PIPELINE})
@@ -490,10 +490,10 @@ def _schedules(cfg: Config, mesh: MeshConfig, choices: Choices) -> list[dict[str
     if mesh.pp == 1:
         return [{}]
     even = [name for name in SCHEDULES if name not in UNEVEN]
-    own = [] if cfg.pp.schedule in SCHEDULES else [cfg.pp.schedule]
+    recipe_schedule = [] if cfg.pp.schedule in SCHEDULES else [cfg.pp.schedule]
     return [
         {"schedule": schedule, "virtual": virtual}
-        for schedule in choices.get("schedule", (*even, *own))
+        for schedule in choices.get("schedule", (*even, *recipe_schedule))
         for virtual in choices.get("virtual_stages", STAGES.get(schedule, (0,)))
     ]
 
@@ -519,7 +519,7 @@ def is_tried(run: Run, remat: Remat, cluster: Cluster) -> bool:
 def _policies(
     run: Run, cfg: Config, cluster: Cluster, choices: Choices
 ) -> list[tuple[Stash, Remat]]:
-    """Return every stash and recompute policy for `run`, from what repeats the least."""
+    """Return every stash and recompute policy for `run`, from the one that repeats the least."""
     if run.mesh.pp > 1:
         named = () if run.shape.experts is None else NAMED_EXPERTS
         tried = (*REMAT_POLICIES[:-1], *named, REMAT_POLICIES[-1])
@@ -529,9 +529,11 @@ def _policies(
         tried = [remat for remat in ordered if is_tried(run, remat, cluster)]
         if run.shape.norm_placement != "pre":
             tried = [NORMED.get(remat, remat) for remat in tried]
-    own = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
+    recipe_policy = () if cfg.train.remat in (*tried, "auto") else (cfg.train.remat,)
     stashes = choices.get("stash", STASHES) if run.mesh.pp > 1 else (run.stash,)
-    legal = [remat for remat in choices.get("remat", (*tried, *own)) if _is_legal(run, remat)]
+    legal = [
+        remat for remat in choices.get("remat", (*tried, *recipe_policy)) if _is_legal(run, remat)
+    ]
     return list(itertools.product(stashes, legal))
 
 

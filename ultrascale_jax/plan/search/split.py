@@ -1,4 +1,4 @@
-"""Find the fewest layers for which a policy of recomputation has to hold beside a faster one.
+"""Find the fewest layers that need a policy of recomputation where the others have a faster one.
 
 The policy that fits a mesh with gigabytes to spare is often the neighbour of one that misses by a few.
 Memory is linear in the number of layers under either (`Run.by_policy`), so the number follows from two sums of bytes.
@@ -26,7 +26,7 @@ def neighbours(judged: Sequence[Judged]) -> Iterator[tuple[Judged, Judged]]:
     """Yield the first run that fits for certain, and the one before it, which does not: without a host, and with one.
 
     Args:
-      judged: runs that differ in what they keep for the backward pass alone, from the one that keeps the most.
+      judged: runs that differ in the tensors kept for the backward pass alone, from the one that keeps the most.
     """
     # A stage that stashes its input has the residuals of one micro-batch alone. Without a pipeline `none` is slower.
     stashing = [
