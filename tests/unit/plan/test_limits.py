@@ -117,5 +117,5 @@ def test_the_longest_sequence_on_any_mesh_is_exact_to_an_eighth():
     ]
     found = longest(cfg, cluster, {}, fitting=0)
     assert found == max(fitting)
-    assert longest(cfg, cluster, {}, known=2048 + 1024) == found < 2**17
-    assert longest(cfg, small_gpus(4, 0.3), {}, known=0) == 0
+    assert longest(cfg, cluster, {}, fitting=2048 + 1024) == found < 2**17
+    assert longest(cfg, small_gpus(4, 0.3), {}, fitting=0) == 0
