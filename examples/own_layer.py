@@ -21,7 +21,7 @@ class SquaredReLU(nnx.Module):
     def __init__(self, cfg: us.ModelConfig, key: jax.Array):
         k_up, k_down = jax.random.split(key)
         D, F = cfg.d_model, cfg.d_ff
-        self.w_up = us.param(k_up, "DF", "BTD", (D, F))  # its dims, those of its activation, sizes
+        self.w_up = us.param(k_up, "DF", "BTD", (D, F))  # its dims, its activation's dims, sizes
         self.w_down = us.param(k_down, "FD", "BTF", (F, D))
 
     def __call__(self, x_BRD: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ SCRIPTS = ("charts.js", "runs.js")
 
 
 def explorer() -> str:
-    """Return the HTML that the scripts fill; the runs stand in it, since a page of a folder can fetch nothing."""
+    """Return the HTML that the scripts fill; it contains the runs, since a page of a folder can fetch nothing."""
     return f'<div id="runs"></div>\n<script type="text/csv" id="runs-csv">\n{RUNS.read_text()}</script>'
 
 

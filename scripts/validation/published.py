@@ -2,7 +2,7 @@
 
 A row of docs/planning/published_runs.csv or held_out_runs.csv names its model by sizes, or by its name in
 `configs/shapes.py` and sizes that differ, and its machine by `find_cluster`, so any run can be added to the files.
-`experts` are their number, those of a token, their width, shared ones, and layers without experts; `lora` has rank and
+`experts` are their number, a token's experts, their width, shared ones, and layers without experts; `lora` has rank and
 targets.
 """
 

@@ -1,7 +1,7 @@
 """Convert states and models to the layout of checkpoints, which does not depend on the mesh, and back.
 
-A checkpoint has each stack `[L, ...]` in the order of the layers, and of a vocabulary the words. At rest the layers of
-a pipeline are in the order of its stages, with padding, and zeros pad a vocabulary (`train_step/state.py`).
+A checkpoint has each stack `[L, ...]` in the order of the layers, and a vocabulary without padding. In a run the layers of a
+pipeline are in the order of its stages, with padding, and zeros pad a vocabulary (`train_step/state.py`).
 """
 
 import copy
@@ -109,13 +109,13 @@ def from_checkpoint_layout[Tree](tree: Tree, like: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _DimLayout:
-    """How a dim of an array rests, and how a checkpoint has it."""
+    """Order of a dim of an array in a run and in a checkpoint."""
 
     dim: int
     rows: tuple[int | None, ...] | range
-    """For each row at rest its number in a checkpoint; padding has None, or a number beyond it."""
+    """For each row in a run its number in a checkpoint; padding has None, or a number beyond it."""
     places: tuple[int, ...] | range
-    """For each row in a checkpoint its number at rest."""
+    """For each row in a checkpoint its number in a run."""
 
     @classmethod
     def of_layers(cls, order: LayerOrder) -> "_DimLayout":
@@ -179,7 +179,7 @@ def _map_moving[Tree](move: Callable, tree: Tree, *trees: Tree) -> Tree:
 def _travelling(leaf: jax.Array | jax.ShapeDtypeStruct, dim: int) -> NamedSharding:
     """Return a sharding with all of `dim` on each device, and its axes on another dim if they divide one.
 
-    From the sharding at rest to this one is an all-to-all over these axes.
+    From the run's sharding to this one is an all-to-all over these axes.
     """
     stored = typed(NamedSharding, leaf.sharding)
     spec = [_axes(part) for part in stored.spec] + [()] * (leaf.ndim - len(stored.spec))

@@ -30,7 +30,7 @@ NAMED = 3
 
 
 def find_nonfinite(cfg: Config, state: TrainState, batch: Batch) -> str:
-    """Return in words the first place where a step on this batch is not finite. All processes call it in the mesh.
+    """Describe the first place where a step on this batch is not finite. All processes call it in the mesh.
 
     Args:
       cfg: the run's, as `make_train_step` takes it.
@@ -134,7 +134,7 @@ def _forward(
 
 
 def _run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Run the layers of a piece; return the residual stream, and whether it is finite after each half `[L, 2]`."""
+    """Run the layers of a chunk; return the residual stream, and whether it is finite after each half `[L, 2]`."""
 
     def run_layer(x_BRD, row):
         block, layer_row = row

@@ -22,7 +22,7 @@ from ultrascale_jax.storage.foreign import read_json
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-"""Where a text model's tensors may stand in place of `model.`."""
+"""Prefixes that a text model's tensors may have in place of `model.`."""
 
 HEADS = (HEAD, f"language_model.{HEAD}")
 

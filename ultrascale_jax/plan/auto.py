@@ -1,7 +1,7 @@
 """Choose the fields that a configuration leaves open: `train.remat`, `train.microbatches`, and the mesh if requested.
 
 The planner's formulas rank every legal value on the GPUs at hand, and the recommendation of `ultrascale plan search` is
-taken. Nothing is measured or compiled here and JAX is not asked, so every process of a run, and a laptop that plans for
+taken. Nothing is measured or compiled here and JAX is not used, so every process of a run, and a laptop that plans for
 the same machine, chooses the same.
 """
 
@@ -88,7 +88,7 @@ def choose_auto(
 ) -> tuple[Config, str]:
     """Choose the fields of `cfg` that are `auto`: by formula the fastest that fits on `cluster`.
 
-    A field that has a value keeps it. Return the configuration and a line that says what was chosen and why, which is
+    A field that has a value keeps it. Return the configuration and a line with the choice and its reason, which is
     empty if there was nothing to choose.
 
     Args:

@@ -52,7 +52,7 @@ class Interruptions:
     best_interval_steps: int
     """Steps between saves that cost least."""
     interval_steps: int
-    """Steps between saves as they are counted: those asked for, or the best."""
+    """Steps between saves as they are counted: the requested number, or the best."""
     interval_s: float
     goodput: float
     """Share of the time in which steps are computed that are kept."""

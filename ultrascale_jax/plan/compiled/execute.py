@@ -1,7 +1,7 @@
 """Run a compiled GPU step on this machine's CPU and compare it with the CPU's own step: `plan compile --execute`.
 
 Both start from the same state, a fresh one after one step, and the same random batch: 5% of the targets are ignored,
-and rows hold a few documents. `hlo/interpreter.py` says what the run proves.
+and rows hold a few documents. `hlo/interpreter.py` describes the proof.
 """
 
 import math

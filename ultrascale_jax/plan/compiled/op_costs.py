@@ -160,7 +160,7 @@ def arithmetic_seconds(instruction: Instruction) -> float:
     """Return XLA's estimate of a fusion's arithmetic; 0 if the text has none.
 
     The record without a name counts the arithmetic of a Triton fusion (`kCustom`) for every tile as if it were the
-    whole array, so there only XLA's model of tiles is asked.
+    whole array, so there only XLA's model of tiles is used.
     """
     match = re.search(r'"reification_cost":(\[[^\]]*\])', instruction.attributes)
     records = {record["name"]: record for record in json.loads(match[1])} if match else {}

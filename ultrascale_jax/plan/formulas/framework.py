@@ -56,7 +56,7 @@ class Overheads:
     overlapped: float = 1.0
     """The same where half of them are sent while experts work on the other half."""
     hide: float
-    """Share of the overlapped arithmetic that communication of parameters and gradients can hide behind."""
+    """Share of the overlapped arithmetic that can hide communication of parameters and gradients."""
     nccl_cores: int = 0
     """Multiprocessors that hidden communication of parameters and gradients keeps from matrix products."""
     step_s: float

@@ -83,7 +83,7 @@ def breakdown(run: Run) -> MemoryBreakdown:
         living = sums(run, weights)
         mask = {"activations: document mask": document_mask(run)}
         for place, (policy_run, _) in enumerate(run.by_policy, start=1):
-            kept = activations(run, layer, run.by_policy[:place])  # of the layers behind none
+            kept = activations(run, layer, run.by_policy[:place])  # of the layers after it none
             moments.append(living | kept | mask | _backward(policy_run, weights, layer))
         kept = activations(run, layer, run.by_policy)
         moments.append(living | kept | _loss(run, weights, layer))

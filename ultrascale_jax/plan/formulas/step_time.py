@@ -519,9 +519,9 @@ class Step:
         return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
 
     def hiding_passes(self, forward: float, backward: float) -> tuple[float, float]:
-        """Return what of a layer's passes overlaps sending a neighbour's parameters and gradients, on XLA's one stream.
+        """Return the seconds of a layer's passes that overlap with a neighbour's parameters and gradients, on one stream.
 
-        Behind a ring, whose hops would wait for them; and if attention runs again between sp's reductions, behind the
+        After a ring, whose hops would wait for them; and if attention runs again between sp's reductions, after the
         MLP's input gradient (`Lowering.delay`).
         """
         passes, products = self.passes, self.passes.products
