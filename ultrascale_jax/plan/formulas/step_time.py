@@ -519,7 +519,7 @@ class Step:
         return self.parameters(params[:1], forward, backward) + self.matrices_of_experts()
 
     def hiding_passes(self, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds of a layer's passes that overlap with a neighbour's parameters and gradients, on one stream.
+        """Return the seconds of a layer's passes that overlap with a neighbour's parameters and gradients.
 
         After a ring, whose hops would wait for them; and if attention runs again between sp's reductions, after the
         MLP's input gradient (`Lowering.delay`).
