@@ -1,7 +1,7 @@
 """Convert states and models to the layout of checkpoints, which does not depend on the mesh, and back.
 
-A checkpoint has each stack `[L, ...]` in the order of the layers, and a vocabulary without padding. In a run the layers of
-a pipeline are in the order of its stages, with padding, and zeros pad a vocabulary (`train_step/state.py`).
+A checkpoint has each stack `[L, ...]` in the order of the layers, and a vocabulary without padding. In a run the layers
+of a pipeline are in the order of its stages, with padding, and zeros pad a vocabulary (`train_step/state.py`).
 """
 
 import copy
