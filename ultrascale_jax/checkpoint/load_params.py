@@ -96,7 +96,7 @@ def _merged(
     """Return the base of adapters with these in its weights, and the config of a run without adapters."""
     plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, lora=Lora()))
     like = abstract_state(plain, mesh, type(adapters)).params if like is None else like
-    fix = "is a run of train.lora, whose adapters lie in another order here; export it, and begin with hf:DIR"
+    fix = "is a run of train.lora, whose adapters have another order here; export it, and begin with hf:DIR"
     require(like.orders == adapters.orders, "train.init_from", cfg.log.run_dir, fix)
     base = initial_params(cfg, like, mesh)
     with jax.set_mesh(mesh):

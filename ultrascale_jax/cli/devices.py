@@ -97,7 +97,7 @@ def host_of_all(
 def require_devices(mesh: MeshConfig, count: int) -> None:
     """Raise a `UserError` that names `--fake-devices` for a mesh that one device alone cannot hold."""
     needed = math.prod(size for size in mesh.sizes.values() if size != -1)
-    fix = f"wants {needed} devices, but here is 1; --fake-devices {needed} tries it on as many fake CPU devices"
+    fix = f"needs {needed} devices, but there is 1; --fake-devices {needed} tries it on as many fake CPU devices"
     require(count > 1 or needed == 1, "mesh", mesh.text, fix)
 
 

@@ -175,7 +175,7 @@ def texts(options: Options) -> Iterator[str]:
     tokenizer = load_tokenizer(name, options.special_tokens or cfg.data.special_tokens)
     with jax.set_mesh(mesh):
         if options.prompt is None:
-            fix = "has no chat template; give the tokenizer.json that has one beside it by --tokenizer FILE"
+            fix = "has no chat template; give a tokenizer.json whose folder has one by --tokenizer FILE"
             require(isinstance(tokenizer, JsonTokenizer), "tokenizer", name, fix)
             assert isinstance(tokenizer, JsonTokenizer)
             answers = chat(cfg, params, tokenizer, Path(name), options, typed_lines())

@@ -75,7 +75,7 @@ def supervisor_of(argv: Sequence[str], signals: Sequence[int] = ()) -> Superviso
             hint = (
                 ""
                 if "--" in arguments
-                else f"; what is the run's stands after --: {prog} -- RECIPE"
+                else f"; the run's own options stand after --: {prog} -- RECIPE"
             )
             raise UserError(f"{error}{hint}") from None
     cfg, chosen = command_line.parse(

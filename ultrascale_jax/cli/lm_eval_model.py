@@ -273,7 +273,7 @@ class LMEvalModel(TemplateLM):
     def _chat(self) -> ChatTemplate:
         if self._template is None:
             tokenizer = self._model.tokenizer
-            fix = "has no chat template; give a tokenizer.json that has one beside it"
+            fix = "has no chat template; give a tokenizer.json whose folder has one"
             name = self._model.cfg.data.tokenizer
             require(isinstance(tokenizer, JsonTokenizer), "tokenizer", name, fix)
             assert isinstance(tokenizer, JsonTokenizer)

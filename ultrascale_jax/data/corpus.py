@@ -86,7 +86,7 @@ class TokenFile:
                 continue
             begin = chunk * CHUNK_BYTES
             digest = hashlib.sha256(content[begin : begin + CHUNK_BYTES]).digest()[:DIGEST_BYTES]
-            where = f"was altered at byte {begin} or up to {CHUNK_BYTES} bytes behind it"
+            where = f"was altered at byte {begin} or up to {CHUNK_BYTES} bytes after it"
             fix = f"{where}: its SHA-256 is not that of the index; write it anew"
             same = digest == self.digests[chunk].tobytes()
             require(same, self.field, str(self.path), fix)

@@ -208,7 +208,7 @@ def text_of(document: Any, field: str, where: str) -> str:
         return whole_characters(text)
     if kind := kind_of_row(document):
         name = "a conversation" if kind == "chat" else "a preference pair"
-        fix = f"give such rows apart from text, with --{kind}"
+        fix = f"give such rows separately from text, with --{kind}"
         raise UserError(f"{where} has {name}, no text in {field!r}; {fix}")
     names = [name for name, value in document.items() if isinstance(value, str)]
     listed = [name for name, value in document.items() if is_messages(value)]

@@ -307,7 +307,7 @@ class Loader:
             spec = act("BT")
         parts, ranks = (_size_of(mesh, axes) for axes in (*spec, None, None)[:2])
         fix = (
-            f"attention over {ranks} ranks wants another order of tokens; "
+            f"attention over {ranks} ranks needs another order of tokens; "
             f'use make_loader(cfg), or Loader(..., cp={ranks}, context=ContextConfig(strategy="ring"))'
         )
         require(self._cp == ranks, "cp", self._cp, fix)

@@ -111,7 +111,7 @@ def parse_named(source: str) -> dict[str, str]:
         name, mixture = (match[1], match[2]) if match else ("", part)
         fix = f"there are two of {name!r}; give each source a name of its own"
         require(name not in named, "data.eval_source", source, fix)
-        fix = "evaluations are of one mixture during the whole run; give one without stages"
+        fix = "evaluations are of one mixture during the run; give one without stages"
         require(
             len(parse_stages("data.eval_source", mixture)) == 1, "data.eval_source", source, fix
         )

@@ -60,5 +60,7 @@ def _shared(chosen: Any, rejected: Any) -> int:
     if count and chosen[count - 1] == " ":
         count -= 1  # a tokenizer joins the space to the next word
     if count < 1:
-        raise UserError("has no `prompt`, and `chosen` and `rejected` do not begin alike; give one")
+        raise UserError(
+            "has no `prompt`, and `chosen` and `rejected` have no common beginning; give one"
+        )
     return count

@@ -211,7 +211,7 @@ def load_index(folder: Path) -> Index:
     if not (counts.all() and (below >= 0).all() and (below <= tokens[:, None]).all()):
         raise UserError(f"{TABLE} has counts that cannot be")
     if index.pairs and not (index.answers and (documents % 2 == 0).all()):
-        raise UserError(f"{INDEX} has preference pairs that are not whole")
+        raise UserError(f"{INDEX} has incomplete preference pairs")
     return index
 
 

@@ -87,7 +87,7 @@ def check_vocabulary(path: Path, text: str, tokenizer: "Tokenizer") -> None:
         actual = tokenizer.token_to_id(content) if isinstance(content, str) else None
         has = f"{FILE} has no such token" if actual is None else f"it gets the id {actual}"
         fix = f"{file} gives the added token {content!r} the id {id_}, but {has}; "
-        fix += "number added tokens without gaps and doubles behind the vocabulary, alike in both files"
+        fix += "number added tokens without gaps and doubles after the vocabulary, equally in both files"
         require(str(actual) == str(id_), "data.tokenizer", str(path), fix)
 
 

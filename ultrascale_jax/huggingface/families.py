@@ -702,7 +702,7 @@ def _write_granite4(cfg: ModelConfig) -> dict[str, Any]:
     if cfg.linear is not None:
         keys = {key: getattr(cfg.linear, name) for name, key in MAMBA_KEYS.items()}
         width = cfg.linear.value_heads * cfg.linear.value_dim
-        fix = f"granitemoehybrid wants a multiple of model.d_model={cfg.d_model}"
+        fix = f"granitemoehybrid needs a multiple of model.d_model={cfg.d_model}"
         require(width % cfg.d_model == 0, "model.linear.value_heads*value_dim", width, fix)
         keys["mamba_expand"] = width // cfg.d_model
     return {
@@ -750,7 +750,7 @@ def _read_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
         }
     normed = flag(raw, "mamba_rms_norm", False)
     norm_first = flag(raw, "mamba_norm_before_gate", True) and normed
-    fix = "supported is false: the norm is behind the gate, or there is none"
+    fix = "supported is false: the norm is after the gate, or there is none"
     require(not norm_first, "mamba_norm_before_gate", norm_first, fix)
     d_ssm = integer(raw, "mamba_d_ssm", 1024, null=_expanded(raw))
     width, scores, constants = _head_dim(raw), into**2 * keys, Multipliers(**multipliers)
@@ -1524,7 +1524,7 @@ def _lacking(name: str, cfg: ModelConfig) -> Iterator[tuple[str, Any, str]]:
     """Yield each field of `cfg` that a family with its features cannot express, the value, and the fix."""
     family = FAMILIES[name]
     if family.whole_heads and cfg.d_model % cfg.num_heads:
-        yield "num_heads", cfg.num_heads, f"{name} wants a divisor of model.d_model={cfg.d_model}"
+        yield "num_heads", cfg.num_heads, f"{name} needs a divisor of model.d_model={cfg.d_model}"
     windowed, first = cfg.window_share > 0, cfg.first_window_layer
     if windowed and family.window == "none":
         yield "sliding_window", cfg.sliding_window, f"{name} has no window; set it to none"

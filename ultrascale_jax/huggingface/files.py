@@ -78,7 +78,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         except OSError as error:
             raise UserError(f"path={str(path)!r}: cannot be read ({error})") from None
         except SafetensorError as error:
-            fault = f"is not a whole safetensors file ({error})"
+            fault = f"is no complete safetensors file ({error})"
             with open(path, "rb") as file:
                 if file.read(len(LFS)) == LFS:
                     fault = "is a pointer of Git LFS, not the file itself; fetch that: git lfs pull"

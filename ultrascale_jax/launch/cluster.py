@@ -285,7 +285,7 @@ def _torchrun_address(environ: Mapping[str, str]) -> str:
     port = _number(environ, "MASTER_PORT", 1, 65535)
     # torchrun itself listens at MASTER_PORT; the next port is free as a rule.
     if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-        fix = "must be below 65535: JAX takes the port behind it"
+        fix = "must be below 65535: JAX takes the next port too"
         require(port < 65535, "MASTER_PORT", environ["MASTER_PORT"], fix)
         port += 1
     return f"{_host('MASTER_ADDR', host, host)}:{port}"
@@ -425,9 +425,9 @@ def _is_number(text: str) -> bool:
 
 def _number(environ: Mapping[str, str], name: str, least: int = 0, most: int = MOST) -> int:
     text = environ.get(name, "")
-    fix = f"must be a whole number, at least {least}"
+    fix = f"must be an integer, at least {least}"
     if most < MOST:
-        fix = f"must be a whole number from {least} to {most}"
+        fix = f"must be an integer from {least} to {most}"
     if not _is_number(text) or not least <= int(text) <= most:
         raise UserError(f"{name}={text[:80]!r}: {fix}")
     return int(text)

@@ -56,7 +56,7 @@ def gpu_bytes(environ: Mapping[str, str], num_gpus: int) -> int:
     `UserError` if the user's limit is no number.
     """
     text = environ.get(LIMIT, str(UNSET_GIB))
-    require(text.isdecimal(), LIMIT, text, "must be a whole number of GiB")
+    require(text.isdecimal(), LIMIT, text, "must be an integer, in GiB")
     one = int(text) * 2**30 // num_gpus - RESERVED
     return max(0, one) if num_gpus == 1 or one <= 0 else 2 ** int(math.log2(one))
 

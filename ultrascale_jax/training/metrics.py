@@ -121,7 +121,7 @@ class RunLog(Hook):
             omitted = f" and {len(missing) - 3} more gaps" if len(missing) > 3 else ""
             where = f"{', '.join(missing[:3])}{omitted}"
             self.note(
-                f"{run_dir / METRICS} has no rows of steps {where}: it was cut; the rest is kept"
+                f"{run_dir / METRICS} has no rows of steps {where}: it was cut; all other lines are kept"
             )
 
     def __enter__(self) -> "RunLog":

@@ -222,7 +222,7 @@ class Trackers(Hook):
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
             if worker.is_alive():
-                worker.warn("it did not take the rest of its rows in time")
+                worker.warn("it did not take its remaining rows in time")
 
 
 class _Worker(threading.Thread):

@@ -203,7 +203,7 @@ def test_a_mistake_is_one_error_and_what_it_asks_for_works(
 def test_a_mesh_for_more_than_the_only_device_is_told_of_fake_ones():
     mesh = MeshConfig.parse("fsdp=4,tp=2")
     with pytest.raises(
-        UserError, match=r"^mesh='fsdp=4,tp=2': wants 8 devices, .* --fake-devices 8 "
+        UserError, match=r"^mesh='fsdp=4,tp=2': needs 8 devices, .* --fake-devices 8 "
     ):
         devices.require_devices(mesh, 1)
     devices.require_devices(mesh, 8)

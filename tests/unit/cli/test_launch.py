@@ -76,7 +76,10 @@ def test_a_place_that_is_not_known_is_refused():
         (["--give-up-s", "-1"], "give_up_s=-1.0: must not be negative"),
         (["--max-restarts", "-1"], "max_restarts=-1: must not be negative"),
         (["--process", "2"], "Unrecognized"),
-        (["--processes", "2", "debug"], r"debug; what is the run's stands after --: .* -- RECIPE"),
+        (
+            ["--processes", "2", "debug"],
+            r"debug; the run's own options stand after --: .* -- RECIPE",
+        ),
         (["--", "nothing"], "recipe='nothing'"),
         (["--processes", "2", "--", "--fake-devices", "4"], "fake_devices=4: devices are given by"),
     ],

@@ -46,7 +46,10 @@ WRONG = [
     ({"messages": ASKED}, "has no `chosen` and `rejected`; conversations need --chat$"),
     ({"prompt": ASKED, "chosen": [said("assistant", None)], "rejected": BAD}, "content=None"),
     ({"chosen": "a", "rejected": GOOD}, "not both text, or lists of messages"),
-    ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and .* do not begin alike; give one"),
+    (
+        {"chosen": "a", "rejected": "b"},
+        "has no `prompt`, and .* have no common beginning; give one",
+    ),
     ({"prompt": ASKED, "chosen": "a", "rejected": "b"}, "has a `prompt` unlike"),
     ({"prompt": {}, "chosen": GOOD, "rejected": BAD}, "has a `prompt` unlike"),
     ({"prompt": "a", "chosen": f"b{NEXT}", "rejected": "c"}, r"U\+FDD4, which are no characters"),
@@ -109,7 +112,7 @@ def test_shards_hold_whole_pairs_and_go_on_where_they_were_left(tmp_path, capsys
     shards = np.array(index.shards[:1])
     shards["documents"] = 3
     write_index(out, replace(index, shards=shards))
-    with pytest.raises(UserError, match=r"index\.json has preference pairs that are not whole"):
+    with pytest.raises(UserError, match=r"index\.json has incomplete preference pairs"):
         load_index(out)
 
 

@@ -68,7 +68,7 @@ def test_files_and_an_index_that_do_not_fit_are_refused(tmp_path, files, weight_
     ("name", "content", "said"),
     [
         ("model.safetensors", LFS.encode(), "is a pointer of Git LFS.*git lfs pull"),
-        ("model.safetensors", b"\x40", r"model\.safetensors.*not a whole safetensors file"),
+        ("model.safetensors", b"\x40", r"model\.safetensors.*no complete safetensors file"),
         ("pytorch_model.bin", b"cos\nsystem\n", r"neither model\.safetensors nor .*other format"),
         (INDEX, b'{"weight_map": {"a": "x", "a": "y"}}', "gives 'a' two values, 'x' and 'y'"),
     ],

@@ -41,9 +41,9 @@ class Checkpoint:
             f", which takes {units.rounded(self.write_s)} s" if self.write_s is not None else ""
         )
         return (
-            f"a checkpoint has {units.size(self.total_bytes)}; training waits {units.rounded(self.copy_s)} s until a "
-            f"GPU has copied at most {units.size(self.gpu_bytes)} to its host, and goes on while it is written{written}"
-            f"; a restart takes {units.size(self.restore_bytes)} of a GPU"
+            f"a checkpoint has {units.size(self.total_bytes)}; training waits {units.rounded(self.copy_s)} s until "
+            f"a GPU has copied at most {units.size(self.gpu_bytes)} to its host, and continues while it is "
+            f"written{written}; a restart takes {units.size(self.restore_bytes)} of a GPU"
         )
 
 

@@ -150,7 +150,7 @@ class CompiledReport:
         unit, count = units.byte_unit(step.peak_bytes)
         made = Table("memory of one GPU", unit)
         last = {
-            "a restart: the arguments, restored where they rest": self.argument_bytes,
+            "a restart: the arguments, restored in place": self.argument_bytes,
             f"peak, gaps and workspaces: it {step.verdict}": step.needed_bytes,
             "usable": gpu.usable_bytes,
             "left to CUDA's context and NCCL's buffers": gpu.kept_bytes,
@@ -172,7 +172,7 @@ class CompiledReport:
             "step": step.step_s,
             f"step, collectives on one stream (XLA's: {self.comm_streams})": step.one_stream_s,
             "step, collectives of both links side by side": step.side_by_side_s,
-            f"step, {CONTENTION:g} times as slow beside collectives": step.contended_s,
+            f"step, {CONTENTION:g} times as slow during collectives": step.contended_s,
         }
         made = Table("predicted time", "ms")
         for name, seconds in rows.items():
