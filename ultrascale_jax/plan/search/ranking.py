@@ -452,7 +452,7 @@ class Search:
             return "; ".join([text + self.doubt(winner), *self._resorts_help()])
         if ranking := self.ranking:
             why = ranking[0].refusal or "none that was compiled fits"
-            return f"no run that fits by formula can be recommended:  {why}"
+            return f"no run that fits by formula can be recommended: {why}"
         if self.closest is None:
             return "no candidate was tried"
         need, run = self.closest
