@@ -57,7 +57,7 @@ def test_a_source_that_cannot_be_is_refused_by_name(tmp_path, monkeypatch, sourc
     [
         ("a=text:x,a=text:y", "there are two of 'a'; give each source a name"),
         ("text:x,a=text:y", "name all sources, NAME=SOURCE, or none"),
-        ("a=text:x; 5: text:y", "evaluations are of one mixture during the whole run"),
+        ("a=text:x; 5: text:y", "evaluations are of one mixture during the run"),
     ],
 )
 def test_sources_of_an_evaluation_are_all_named_once_and_have_no_stages(source, said):
@@ -98,7 +98,7 @@ def test_batches_go_to_a_mesh_of_other_names_by_a_spec():
     ("spec", "message"),
     [
         (None, r"mesh=\('rows', 'seq'\): has other axes than this library's; .*spec=P\('data'\)"),
-        (PartitionSpec("rows", "seq"), "cp=1: attention over 2 ranks wants another order"),
+        (PartitionSpec("rows", "seq"), "cp=1: attention over 2 ranks needs another order"),
     ],
 )
 def test_a_mesh_whose_order_of_tokens_is_unknown_is_refused(spec, message):
