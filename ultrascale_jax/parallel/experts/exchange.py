@@ -73,6 +73,19 @@ type Outer = Callable[[list[Tokens], Any], list[jax.Array]]
 """A function as above, for the parts of a batch."""
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """How this rank's experts compute rows, so many in each round."""
+
+    one_round: OneRound
+    ragged: bool = False
+    """It takes rows of all experts together (the grouped kernel), not so many of each."""
+    splits: bool = False
+    """The ranks of sp split the experts' F."""
+    idles: bool = False
+    """There may be no rows at all, and nothing is computed then."""
+
+
 DROPLESS = MoEConfig()
 
 
@@ -134,8 +147,8 @@ def expert_layer(
         one_round = functools.partial(padded_experts, product, activation)
     matrices = model_dim_first([w_gate, w_up, *(biases or ()), w_down])
     splits = "sp" in varying(base_of(w_up)) - {*_names(axis)}
-    kind = product is None, splits, idles
-    return _send(one_round, matrices, (x, *choices), axis, moe, experts, *kind)
+    rounds = Rounds(one_round, ragged=product is None, splits=splits, idles=idles)
+    return _send(rounds, matrices, (x, *choices), axis, moe, experts)
 
 
 def expert_exchange(
@@ -165,20 +178,12 @@ def expert_exchange(
         raise ValueError(f"expert={expert!r}: must be a function (params, x_ECD) -> y_ECD")
     experts = Experts(num=ranks * num_local, top_k=ids.shape[-1])
     _check_tokens(x, ids, weights, moe, experts, ranks)
-    one_round = functools.partial(mapped_experts, expert, x.shape[1])
-    return _send(one_round, params, (x, *_merge_repeated(ids, weights)), axis, moe, experts)
+    rounds = Rounds(functools.partial(mapped_experts, expert, x.shape[1]))
+    return _send(rounds, params, (x, *_merge_repeated(ids, weights)), axis, moe, experts)
 
 
 def _send(
-    one_round: OneRound,
-    params: Any,
-    tokens: Tokens,
-    axis: Axis,
-    moe: MoEConfig,
-    experts: Experts,
-    ragged: bool = False,
-    splits: bool = False,
-    idles: bool = False,
+    rounds: Rounds, params: Any, tokens: Tokens, axis: Axis, moe: MoEConfig, experts: Experts
 ) -> tuple[jax.Array, jax.Array]:
     """Send this rank's tokens to their experts and back, in one part or two; see `expert_layer`."""
     x, ids, weights = tokens
@@ -191,8 +196,7 @@ def _send(
     ids = jnp.where(in_range, ids, experts.num).astype(jnp.int32)
     parts = num_chunks(moe, ranks, x.shape[0])
     batch = list(zip(*(jnp.split(a, parts) for a in (x, ids, weights)), strict=True))
-    shared = jax.lax.axis_size("sp") if splits else 1
-    run = _outer(one_round, moe, experts, axis, batch[0], shared, ragged, idles)
+    run = _outer(rounds, moe, experts, axis, batch[0])
     return jnp.concatenate(run(batch, params)).astype(x.dtype), dropped
 
 
@@ -280,33 +284,20 @@ def _check_tokens(x, ids, weights, moe: MoEConfig, experts: Experts, ranks: int)
         raise ValueError(f"ids {ids.dtype}, weights {weights.dtype}: want integers and floats")
 
 
-def _outer(
-    one_round: OneRound,
-    moe: MoEConfig,
-    experts: Experts,
-    axis: Axis,
-    tokens: Tokens,
-    shared: int,
-    ragged: bool,
-    idles: bool,
-) -> Outer:
-    """Compose nested all-to-alls around the local experts, for parts of a batch like `tokens`.
-
-    `shared` ranks of sp split the experts' F.
-    """
+def _outer(rounds: Rounds, moe: MoEConfig, experts: Experts, axis: Axis, tokens: Tokens) -> Outer:
+    """Compose nested all-to-alls around the local experts, for parts of a batch like `tokens`."""
+    shared = jax.lax.axis_size("sp") if rounds.splits else 1
     ranks, (n, D) = jax.lax.axis_size(axis), tokens[0].shape
     stages = a2a_stages(moe, experts, ranks, n)
     rows_held = [n, *(stage.parts * stage.rows for stage in stages)]
     local = _Local(
-        one_round=one_round,
-        ragged=ragged,
+        rounds=rounds,
         num=experts.num // ranks,
         d_model=D,
         rows=n * experts.top_k * shared,
         received=rows_held[-1] * shared,
         capacity_factor=expert_capacity_factor(moe, experts, ranks),
         alone=one_expert_per_rank(experts, ranks),
-        idles=idles,
     )
     run: Inner = functools.partial(_over_sequence, local.run) if shared > 1 else local.run
     agreed = _names(axis) + (("sp",) if shared > 1 else ())
@@ -358,9 +349,7 @@ def _in_turn(
 class _Local:
     """The experts of this rank, on rows that are here."""
 
-    one_round: OneRound
-    ragged: bool
-    """Whether `one_round` takes rows of all experts together (the grouped kernel), not so many of each."""
+    rounds: Rounds
     num: int
     """Experts of this rank (E)."""
     d_model: int
@@ -371,8 +360,6 @@ class _Local:
     capacity_factor: float
     alone: bool
     """Whether the rank has one expert."""
-    idles: bool
-    """Whether there may be no rows at all, and nothing is computed then."""
 
     def run(self, tokens: Tokens, params: Any) -> jax.Array:
         x, ids, weights = tokens
@@ -380,7 +367,7 @@ class _Local:
         first = capacity(self.received, self.rows / self.num, self.capacity_factor)
         size = scaled(first, n, self.received)
         assignment = Assignment.of(ids, self.num)
-        if self.ragged:
+        if self.rounds.ragged:
             size = 8 * -(-min(n * k, self.num * size) // 8)
             busiest, most = jnp.sum(assignment.counts), n * k
         else:
@@ -389,13 +376,13 @@ class _Local:
         def compute():
             sizes = size, later_rows(size, alone=self.alone)
             floats = (x, weights), params
-            return in_rounds(self.one_round, sizes, busiest, most, assignment, floats)
+            return in_rounds(self.rounds.one_round, sizes, busiest, most, assignment, floats)
 
         def nothing():
             return vary(jnp.zeros((n, self.d_model), x.dtype), varying(x))
 
         some = jnp.sum(assignment.counts) > 0
-        return jax.lax.cond(some, compute, nothing) if self.idles else compute()
+        return jax.lax.cond(some, compute, nothing) if self.rounds.idles else compute()
 
 
 def _over_sequence(run: Inner, tokens: Tokens, params: Any) -> jax.Array:
