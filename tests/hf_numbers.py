@@ -1,15 +1,9 @@
 """Logits, loss, gradients and AdamW steps of each family on a mesh, and what `transformers` computed of them.
 
 `expected.npz` beside each checkpoint was written by transformers 5.23 with torch 2.13 on a CPU, in float32 with eager
-attention; `tests/data/make_hf.py`, with 5.24, wrote those that it lists.
-`llama3`, `qwen3` and `mixtral` are the reference checkpoints; the others are as
-small as their family allows: a window shorter than the sequence (mistral, qwen2 on its last layer),
-biases (qwen2), post-norms (olmo2), tied bfloat16 shards with one kv head (smollm2), no grouped heads
-and a config as old as Llama 2 (llama2), a dense first layer (qwen3_moe), all that DeepSeek-V3 has (latent attention
-with a stretch, groups, biases and shared experts) and all that Gemma 3 has (norms on both sides, windows in two of
-three layers and rotary positions of two kinds) and gpt-oss (sinks, biases, experts with clamped gates). DeepSeek-V3's
-module of multi-token prediction, which `transformers` leaves out, is its `DeepseekV3DecoderLayer` between the parts of
-arXiv 2412.19437, section 2.2, in float64 (`tests/data/make_mtp.py`); gradients and steps are of both losses.
+attention, or by 5.24 and `tests/data/make_hf.py`. DeepSeek-V3's module of multi-token prediction, which `transformers`
+leaves out, is its `DeepseekV3DecoderLayer` between the parts of arXiv 2412.19437, section 2.2, in float64; gradients
+and steps are of both losses.
 """
 
 import collections

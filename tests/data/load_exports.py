@@ -1,32 +1,16 @@
-"""Load folders that `ultrascale convert-hf` wrote in transformers, or in vLLM's loader on a CPU.
+"""Load folders that `ultrascale convert-hf` wrote in vLLM's loader on a CPU, or adapters in `peft`.
 
-    python tests/data/load_exports.py transformers FOLDER ...
     python tests/data/load_exports.py vllm FOLDER ...
     python tests/data/load_exports.py adapters BASE ADAPTERS MERGED
 
-The first generates five tokens. The second runs vLLM's checks of the configuration, makes its model and loads the
-weights into it, without a forward pass: the published wheel has no CPU kernels. It needs only the Python files of the
-wheel, unpacked on the path, and what these import. The third compares the logits of a base under its adapters, loaded
-by `peft`, with those of the merged export. None is a test: they need torch.
+The first runs vLLM's checks of the configuration, makes its model and loads the weights into it, without a forward
+pass: the published wheel has no CPU kernels. It needs only the Python files of the wheel, unpacked on the path, and
+their imports. The second compares the logits of a base under its adapters, loaded by `peft`, with those of the merged
+export. Neither is a test: they need torch.
 """
 
 import os
 import sys
-
-
-def by_transformers(folder: str) -> str:
-    import torch
-    import transformers
-
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, dtype=torch.float32
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("the sky is", return_tensors="pt")["input_ids"] % model.config.vocab_size
-    tokens = model.generate(ids, max_new_tokens=5, do_sample=False)[0].tolist()
-    left_over = {name: found for name, found in info.items() if found}
-    ends = model.generation_config.eos_token_id
-    return f"{type(model).__name__}, not loaded: {left_over}, ends {ends}, tokens {tokens}"
 
 
 def by_vllm(folder: str) -> str:
@@ -73,15 +57,14 @@ def by_peft(base: str, adapters: str, merged: str) -> str:
 def main(kind: str, folders: list[str]) -> None:
     if kind == "adapters":
         return print(by_peft(*folders))
-    if kind == "vllm":
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        import vllm.platforms
-        from vllm.platforms.cpu import CpuPlatform
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
 
-        vllm.platforms._current_platform = CpuPlatform()
+    vllm.platforms._current_platform = CpuPlatform()
     for folder in folders:
         try:
-            said = by_vllm(folder) if kind == "vllm" else by_transformers(folder)
+            said = by_vllm(folder)
         except Exception as error:
             said = f"refused: {type(error).__name__}: {error}"
         print(f"{folder}: {said}", flush=True)

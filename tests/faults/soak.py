@@ -2,13 +2,13 @@
 
 A run of two processes under the supervisor is struck by a random fault of the matrix every so many seconds, for so
 many minutes. Then the same run goes on a second time, undisturbed, up to the same step. The losses of every step must
-be equal to the last bit, and the ledger must explain every second. A report says what struck, what it cost, and the
-verdict; the exit code is 1 if anything differs.
+be equal to the last bit, and the ledger must explain every second. The exit code is 1 if a promise was not kept.
 
 Most faults come from outside: signals, a flipped byte, a full disk (where a small disk can be mounted). Some must come
 from inside (an exception, a kill in the middle of a save, a loss that is not finite), and are planned by step.
 """
 
+import argparse
 import collections
 import contextlib
 import os
@@ -18,20 +18,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
+from tests.checkpoints import flip
 from tests.processes import environment, kill
 from ultrascale_jax.checkpoint.step_dirs import steps as saved_steps
-from ultrascale_jax.cli import command_line
-from ultrascale_jax.config import require
 from ultrascale_jax.launch.events import Events, read_events
-from ultrascale_jax.launch.goodput import Ledger, read_beat, read_ledger
+from ultrascale_jax.launch.goodput import read_beat, read_ledger
 from ultrascale_jax.launch.processes import SUPERVISOR
 from ultrascale_jax.launch.run_files import METRICS
 from ultrascale_jax.training.metrics import read_rows
+
+STEPS = 100_000
+"""Length of the learning rate's schedule; it need not be reached."""
 
 PROCESSES, DEVICES = 2, 2
 HANG_S = 10
@@ -57,106 +57,69 @@ SLACK_S = 15.0
 """Seconds allowed for Python's first start and last end, which no event records."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of the soak test."""
-
-    minutes: float = 30.0
-    """Minutes for which faults strike."""
-    every: float = 30.0
-    """Seconds between them; if the run has done no new step since the last one, it is given the time to."""
-    seed: int = 0
-    """Of the order of the faults."""
-    recipe: str = "demo"
-    """The recipe to train."""
-    steps: int = 100_000
-    """Length of the learning rate's schedule; it need not be reached."""
-    save_every: int = 20
-    """Steps between checkpoints."""
-    inside_every: int = 400
-    """Steps between faults from inside."""
-    run_dir: Path = Path("out/soak")
-    """Directory of both runs; its contents are removed."""
-    out: Annotated[Path | None, command_line.option("FILE", "stdout")] = None
-    """File for the report."""
-
-    def __post_init__(self):
-        for name in ("minutes", "every", "steps", "save_every", "inside_every"):
-            value = getattr(self, name)
-            require(value > 0, name, value, "must be above 0")
+OPTIONS = (
+    ("minutes", 30.0, "minutes for which faults strike"),
+    (
+        "every",
+        30.0,
+        "seconds between them; a run that has done no new step since is given the time to",
+    ),
+    ("seed", 0, "of the order of the faults"),
+    ("recipe", "demo", "the recipe to train"),
+    ("save-every", 20, "steps between checkpoints"),
+    ("inside-every", 400, "steps between faults from inside"),
+    ("run-dir", Path("out/soak"), "directory of both runs; its contents are removed"),
+)
 
 
-@dataclass
-class Strike:
-    """One fault from outside."""
-
-    time: float
-    """Of its end."""
-    kind: str
-    step: int
-    """Steps done before it."""
-    detail: str
-    flipped: int | None = None
-    """The checkpoint that it damaged."""
-
-
-def main(argv: Sequence[str]) -> None:
-    with command_line.user_errors():
-        prog = "python -m tests.faults.soak"
-        options = command_line.read(Options, argv, prog=prog, description=__doc__ or "")
-        command_line.load_recipe(options.recipe)
-        ours = not options.run_dir.exists() or (options.run_dir / "disturbed").exists()
-        fix = "is not the directory of a soak; give one that may be removed"
-        require(ours, "run_dir", str(options.run_dir), fix)
-    # Told to stop, it takes its processes and its disk along.
+def main() -> int:
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser("python -m tests.faults.soak", formatter_class=form)
+    for name, default, words in OPTIONS:
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=words)
+    options = parser.parse_args()
+    disturbed, quiet = options.run_dir / "disturbed", options.run_dir / "undisturbed"
+    if options.run_dir.exists() and not disturbed.exists():
+        parser.error(f"{options.run_dir} is not the directory of a soak")
+    # Told to stop, it takes its processes along, and with the last of them its disk.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shutil.rmtree(options.run_dir, ignore_errors=True)
-    disturbed, quiet = options.run_dir / "disturbed", options.run_dir / "undisturbed"
-    with small_disk(disturbed / "checkpoints") as disk:
-        soak = Soak(options, disturbed, disk)
-        soak.run()
-    ledger = read_ledger(disturbed)
+    wall_s = Soak(options, disturbed, small_disk(disturbed / "checkpoints")).run()
     reached = max(rows_of(disturbed), default=0)
     print(f"soak: step {reached} is reached; the undisturbed run begins", flush=True)
     train_undisturbed(options, quiet, reached)
-    report, good = verdict(options, soak.wall_s, soak.strikes, ledger, disturbed, quiet)
-    if options.out is None:
-        print(report)
-    else:
-        options.out.write_text(report)
-        print(f"soak: {'passed' if good else 'FAILED'}; the report is {options.out}")
-    raise SystemExit(0 if good else 1)
+    kept = promises(options, wall_s, disturbed, quiet)
+    print(*(f"{'Yes' if good else 'NO'}: {text}." for text, good in kept.items()), sep="\n")
+    print(read_ledger(disturbed).table())
+    return int(not all(kept.values()))
 
 
 class Soak:
     """The disturbed run."""
 
-    def __init__(self, options: Options, run_dir: Path, disk: Path | None):
+    def __init__(self, options: argparse.Namespace, run_dir: Path, disk: Path | None):
         self._options, self._run_dir, self._disk = options, run_dir, disk
         self._random = random.Random(options.seed)
         self._events = Events(run_dir, rank=None)
-        self._job: subprocess.Popen | None = None
-        self.wall_s, self.strikes = 0.0, list[Strike]()
-        self._flipped: int | None = None
-        self._kinds: dict[str, Callable[[], str]] = {
+        self._job = self._launch()
+        self._kinds: dict[str, Callable[[], int | None]] = {
             "SIGKILL of one rank": lambda: self._signal(signal.SIGKILL),
             "SIGKILL of all ranks": self._kill_all,
-            "SIGKILL of the supervisor": lambda: self._signal_job(signal.SIGKILL),
+            "SIGKILL of the supervisor": lambda: self._job.send_signal(signal.SIGKILL),
             "SIGSTOP of one rank": lambda: self._signal(signal.SIGSTOP),
-            "SIGTERM to the job": lambda: self._signal_job(signal.SIGTERM),
+            "SIGTERM to the job": lambda: self._job.send_signal(signal.SIGTERM),
             "SIGTERM to one rank": lambda: self._signal(signal.SIGTERM),
             FLIP: self._flip,
         }
         if disk is not None:
             self._kinds[FULL] = self._fill
 
-    def run(self) -> None:
-        """Train and strike until the time is over, then stop the run as a scheduler would."""
+    def run(self) -> float:
+        """Train and strike until the time is over, then stop the run as a scheduler would; return the seconds."""
         begun = time.monotonic()
         until = begun + 60 * self._options.minutes
         strike_at, furthest, bag = begun + self._options.every, 0, []
         try:
-            self._job = self._launch()
             while time.monotonic() < until:
                 time.sleep(0.2)
                 if self._job.poll() is not None:
@@ -169,29 +132,19 @@ class Soak:
                 # There must be an older checkpoint to fall back on.
                 if bag[0] == FLIP and len(saved_steps(self._run_dir / "checkpoints")) < 2:
                     bag.append(bag.pop(0))
-                furthest = self._strike(bag.pop(0), step)
+                kind, furthest = bag.pop(0), step
+                self._events.record("strike", fault=kind, step=step, flipped=self._kinds[kind]())
+                print(f"soak: {kind} after step {step}", flush=True)
                 strike_at = max(strike_at + self._options.every, time.monotonic())
             self._job.send_signal(signal.SIGTERM)
             self._job.wait(timeout=300)
         finally:
-            if self._job is not None:
-                kill(self._job)
-        self.wall_s = time.monotonic() - begun
+            kill(self._job)
+        return time.monotonic() - begun
 
     def _launch(self) -> subprocess.Popen:
-        planned = plan(self._options, self._random)
-        faults = {"FAULTS": planned, "FAULTY_RECIPE": self._options.recipe}
+        faults = {"FAULTS": plan(self._options), "FAULTY_RECIPE": self._options.recipe}
         return launch(self._options, self._run_dir, "tests.faults.faulty", **faults)
-
-    def _strike(self, kind: str, step: int) -> int:
-        """Do it; the step from which the run must get on before the next one."""
-        self._flipped = None
-        detail = self._kinds[kind]()
-        strike = Strike(time.time(), kind, step, detail, self._flipped)
-        self.strikes.append(strike)
-        self._events.record("strike", fault=kind, detail=detail, step=step)
-        print(f"soak: {kind} after step {step} {detail}", flush=True)
-        return step
 
     def _new_step(self, furthest: int) -> int | None:
         """Return the steps done, if all processes live and are beyond step `furthest`; None otherwise."""
@@ -201,41 +154,29 @@ class Soak:
                 return None
         return min(beat.step for beat in beats if beat is not None)
 
-    def _signal(self, number: signal.Signals, rank: int | None = None) -> str:
+    def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
         """Send a signal to `rank`, or to a random one."""
         rank = self._random.randrange(PROCESSES) if rank is None else rank
         beat = read_beat(self._run_dir, rank)
         with contextlib.suppress(ProcessLookupError):
             if beat is not None:
                 os.kill(beat.pid, number)
-        return f"(rank {rank})"
 
-    def _signal_job(self, number: signal.Signals) -> str:
-        assert self._job is not None
-        self._job.send_signal(number)
-        return ""
-
-    def _kill_all(self) -> str:
+    def _kill_all(self) -> None:
         for rank in range(PROCESSES):
             self._signal(signal.SIGKILL, rank)
-        return ""
 
-    def _flip(self) -> str:
-        """Flip one bit of the newest checkpoint, and kill a rank, so that the checkpoint is read."""
+    def _flip(self) -> int | None:
+        """Flip one bit of the newest checkpoint, and kill a rank, so that it is read; return its step."""
         steps = saved_steps(self._run_dir / "checkpoints")
-        detail = "(there were not two checkpoints yet)"
-        if len(steps) > 1:
-            folder = self._run_dir / "checkpoints" / str(steps[-1])
-            path = self._random.choice(files_of_arrays(folder))
-            data = bytearray(path.read_bytes())
-            data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
-            path.write_bytes(data)
-            self._flipped = steps[-1]
-            detail = f"({path.relative_to(self._run_dir)})"
+        if len(steps) < 2:
+            return None
+        path = self._random.choice(files_of_arrays(self._run_dir / f"checkpoints/{steps[-1]}"))
+        flip(path, self._random.randrange(path.stat().st_size), self._random.randrange(8))
         self._signal(signal.SIGKILL)
-        return detail
+        return steps[-1]
 
-    def _fill(self) -> str:
+    def _fill(self) -> None:
         """Fill the disk for some seconds, so that nothing can be saved."""
         assert self._disk is not None
         filler = self._disk / "filler"
@@ -244,10 +185,9 @@ class Soak:
                 file.write(bytes(1 << 20))
         time.sleep(FULL_S)
         filler.unlink()
-        return f"(for {FULL_S:.0f} s)"
 
 
-def plan(options: Options, chance: random.Random) -> str:
+def plan(options: argparse.Namespace) -> str:
     """Plan faults from inside, in the words of `inject.VARIABLE`; the run itself leaves out faults that have struck."""
     faults = []
     for turn in range(1, 100):
@@ -259,38 +199,28 @@ def plan(options: Options, chance: random.Random) -> str:
     return ",".join(faults)
 
 
-def arguments(options: Options, run_dir: Path, recipe: str) -> list[str]:
-    """Return the command line of a process of the run."""
-    words = [recipe, "--log.run-dir", str(run_dir), "--mesh", f"fsdp={PROCESSES * DEVICES}"]
-    words += ["--train.steps", str(options.steps), "--train.eval-every", "0"]
-    words += ["--checkpoint.every", str(options.save_every)]
-    return [*words, "--watch.rerun", "--watch.hang-s", str(HANG_S), "--dist.heartbeat-s", "10"]
-
-
-def launch(options: Options, run_dir: Path, recipe: str, **environ: str) -> subprocess.Popen:
+def launch(options: argparse.Namespace, run_dir: Path, recipe: str, **environ: str):
     """Start the run under its supervisor, in a process group of its own."""
-    processes = ["--processes", str(PROCESSES), "--devices-per-process", str(DEVICES)]
+    words = [
+        *("-m", "ultrascale_jax", "launch", "--processes", PROCESSES),
+        *("--devices-per-process", DEVICES, "--", recipe, "--log.run-dir", run_dir),
+        *("--mesh", f"fsdp={PROCESSES * DEVICES}", "--train.steps", STEPS),
+        *("--train.eval-every", 0, "--checkpoint.every", options.save_every),
+        *("--watch.rerun", "--watch.hang-s", HANG_S, "--dist.heartbeat-s", 10),
+    ]
     cache = {
         SUPERVISOR: str(os.getpid()),
         "JAX_COMPILATION_CACHE_DIR": str(options.run_dir.resolve() / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "ultrascale_jax",
-            "launch",
-            *processes,
-            "--",
-            *arguments(options, run_dir, recipe),
-        ],
+        [sys.executable, *map(str, words)],
         env=environment(DEVICES, **cache, **environ),
         start_new_session=True,
     )
 
 
-def train_undisturbed(options: Options, run_dir: Path, steps: int) -> None:
+def train_undisturbed(options: argparse.Namespace, run_dir: Path, steps: int) -> None:
     """Train the same run up to step `steps` without faults."""
     job = launch(options, run_dir, options.recipe)
     try:
@@ -303,18 +233,22 @@ def train_undisturbed(options: Options, run_dir: Path, steps: int) -> None:
         kill(job)
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path):
-    """Mount a disk at `folder`, and yield the folder; None where mounting is not allowed."""
+def small_disk(folder: Path) -> Path | None:
+    """Mount a disk at `folder`, which only this process and its children see; None where that is not allowed."""
     folder.mkdir(parents=True)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
-    has_mount = shutil.which("mount") is not None
-    mounted = has_mount and subprocess.run(words, capture_output=True).returncode == 0
+    size = ("-o", f"size={DISK_MB}m")
     try:
-        yield folder if mounted else None
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        os.unshare(os.CLONE_NEWNS)
+        for words in (("--make-rprivate", "/"), ("-t", "tmpfs", *size, "tmpfs", folder)):
+            subprocess.run(["mount", *words], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return folder
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """Return the rows of the steps in `metrics.jsonl`."""
+    return [row for row in read_rows(run_dir / METRICS) if "loss" in row]
 
 
 def rows_of(run_dir: Path) -> dict[int, list[tuple[str, ...]]]:
@@ -335,14 +269,9 @@ def files_of_arrays(checkpoint: Path) -> list[Path]:
     return sorted([*checkpoint.rglob("d/*"), *manifests])
 
 
-def steps_of(run_dir: Path) -> Iterator[dict]:
-    """Yield the rows of the steps in `metrics.jsonl`."""
-    yield from (row for row in read_rows(run_dir / METRICS) if "loss" in row)
-
-
-def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int], list[int]]:
+def unfound(events: Sequence[dict]) -> tuple[list[int], list[int]]:
     """Return flipped checkpoints that the next start read and kept, and sound checkpoints that it put aside."""
-    flips = [(strike.time, strike.flipped) for strike in strikes if strike.flipped is not None]
+    flips = [(e["time"], e["flipped"]) for e in events if e.get("flipped") is not None]
     aside = [(event["time"], event["step"]) for event in events if event["kind"] == "quarantined"]
     began = [(event["time"], event["step"]) for event in events if event["kind"] == "begin"]
     starts = [event["time"] for event in events if event["kind"] == "start"]
@@ -356,92 +285,36 @@ def unfound(strikes: Sequence[Strike], events: Sequence[dict]) -> tuple[list[int
     return missed, [step for _, step in aside if step not in dict(flips).values()]
 
 
-def saves_due(strikes: Sequence[Strike], rows: Iterable[dict], every: int) -> int:
+def saves_due(events: Sequence[dict], rows: Sequence[dict], every: int) -> int:
     """Count the saves that were due while the disk was full, of steps neither done again nor skipped."""
-    full = [(strike.time - FULL_S, strike.time - 2.0) for strike in strikes if strike.kind == FULL]
+    ends = [event["time"] for event in events if event.get("fault") == FULL]
     due = [row["time"] for row in rows if row["step"] % every == 0 and not row.get("skipped")]
-    return sum(first < time < last for time in due for first, last in full)
+    return sum(end - FULL_S < time < end - 2.0 for time in due for end in ends)
 
 
-def verdict(
-    options: Options,
-    wall_s: float,
-    strikes: Sequence[Strike],
-    ledger: Ledger,
-    disturbed: Path,
-    quiet: Path,
-) -> tuple[str, bool]:
-    """Return the report on a disturbed run of `wall_s` seconds, and whether it kept all promises."""
-    ours, reference = rows_of(disturbed), rows_of(quiet)
-    differ = [step for step in ours if ours[step] != reference.get(step)]
-    events = read_events(disturbed)
-    due = saves_due(strikes, steps_of(disturbed), options.save_every)
-    checks = _checks(wall_s, strikes, ledger, due, ours, differ, events)
-    outside = collections.Counter(strike.kind for strike in strikes)
-    # A fault that strikes all ranks has a line of each.
-    record = disturbed / "faults.txt"
-    faults = (
-        {line.split()[0] for line in record.read_text().splitlines()} if record.exists() else ()
-    )
-    inside = collections.Counter(fault.partition("@")[0] for fault in faults)
-    lines = [
-        "# Soak",
-        "",
-        f"`python -m tests.faults.soak --minutes {options.minutes:g} --every {options.every:g} --seed {options.seed} "
-        f"--recipe {options.recipe}`, {os.cpu_count()} cores, {PROCESSES} processes of {DEVICES} CPU devices.",
-        "",
-        "## Verdict",
-        "",
-        *(f"- {'Yes' if good else '**NO**'}: {text}." for text, good in checks.items()),
-        *([f"- Steps that differ: {differ[:20]}."] if differ else []),
-        "",
-        "## What struck",
-        "",
-        "| fault | times |",
-        "|---|---|",
-        *(f"| {kind} | {n} |" for kind, n in sorted(outside.items())),
-        *(f"| {kind} from inside | {n} |" for kind, n in sorted(inside.items())),
-        "",
-        "## Where the time went",
-        "",
-        "```",
-        ledger.table(),
-        "```",
-        "",
-    ]
-    return "\n".join(lines), all(checks.values())
-
-
-def _checks(
-    wall_s: float,
-    strikes: Sequence[Strike],
-    ledger: Ledger,
-    due: int,
-    ours: Mapping[int, Sequence],
-    differ: Sequence[int],
-    events: Sequence[dict],
+def promises(
+    options: argparse.Namespace, wall_s: float, disturbed: Path, quiet: Path
 ) -> dict[str, bool]:
-    """Return each promise as a sentence, and whether the disturbed run kept it."""
-    last = max(ours, default=0)
-    whole = sorted(ours) == list(range(1, last + 1)) and all(
-        len(rows) == 1 for rows in ours.values()
-    )
-    unexplained = wall_s - ledger.total_s
+    """Return each promise as a sentence, and whether a disturbed run of `wall_s` seconds kept it."""
+    ours, reference, events = rows_of(disturbed), rows_of(quiet), read_events(disturbed)
+    last, total_s = max(ours, default=0), read_ledger(disturbed).total_s
+    differ = [step for step in ours if ours[step] != reference.get(step)]
+    once = all(len(rows) == 1 for rows in ours.values())
     reasons = {event.get("reason") for event in events if event["kind"] == "gave_up"}
     failed = any(event["kind"] == "save_failed" for event in events)
-    missed, sound = unfound(strikes, events)
-
-    def but(steps: Sequence[int]) -> str:
-        return f", but those of steps {', '.join(map(str, steps))}" if steps else ""
-
+    missed, sound = unfound(events)
+    due = saves_due(events, steps_of(disturbed), options.save_every)
     return {
-        f"Every step from 1 to {last} is in `metrics.jsonl` once": whole and last > 0,
-        f"Loss, gradient norm and batch of all {last} steps equal the undisturbed run's, bit for bit": not differ,
-        f"The ledger's classes sum to {ledger.total_s:.1f} s of {wall_s:.1f} s by another clock (the rest is "
-        "the first start of Python and its last end)": 0 <= unexplained < SLACK_S,
+        f"Every step from 1 to {last} is in `metrics.jsonl` once": last > 0
+        and sorted(ours) == list(range(1, last + 1))
+        and once,
+        "Loss, gradient norm and batch of every step equal the undisturbed run's, bit for bit, but of "
+        f"{differ[:20]}": not differ,
+        f"The ledger's classes sum to {total_s:.1f} s of {wall_s:.1f} s by another clock (Python's first start and "
+        "its last end are not in it)": 0 <= wall_s - total_s < SLACK_S,
         "No supervisor gave up before it was told to stop": reasons <= {"told to stop"},
-        f"Every flipped checkpoint that was asked for was put aside{but(missed)}": not missed,
-        f"No checkpoint that was sound was put aside{but(sound)}": not sound,
+        f"Every flipped checkpoint that was asked for was put aside, but of {missed}": not missed,
+        f"No checkpoint that was sound was put aside, but of {sound}": not sound,
         f"Of {due} saves that were due while the disk was full, one at least was told to have failed": (
             not due or failed
         ),
@@ -449,4 +322,4 @@ def _checks(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

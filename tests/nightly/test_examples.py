@@ -1,6 +1,7 @@
 """Each program of `examples/` runs alone, and those that take longer compute what they claim on any mesh."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import ultrascale_jax as us
 from tests.examples import FOLDER, load, on_page, run, same
+from tests.paths import ROOT
 from tests.runs import step_rows
 from ultrascale_jax.config import SCHEDULES
 
@@ -73,3 +75,20 @@ def test_a_tuned_model_is_read_back_with_the_logits_that_it_had(tmp_path):
 def test_a_model_in_no_recipe_is_planned_by_formulas_that_xla_confirms():
     compiled, by_formula = load("plan_own_model").main()
     np.testing.assert_allclose(by_formula, compiled, rtol=0.1)
+
+
+def test_the_journey_from_a_text_to_a_chat(tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    env |= {"PYTHON": sys.executable, "STEPS": "60", "TUNE_STEPS": "60"}
+    command = ["bash", str(ROOT / "examples" / "journey.sh"), str(tmp_path / "journey")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"\$ kill -9 \d+\n", done.stdout)
+    assert re.search(r"resumed from \S+/out/base/checkpoints/\d+", done.stdout)
+    base, tuned = (step_rows(tmp_path / "journey/out" / name) for name in ("base", "tuned"))
+    assert [row["step"] for row in tuned] == list(range(1, 61)) and base[-1]["step"] == 60
+    assert base[-1]["loss"] < base[0]["loss"] - 3 and tuned[-1]["loss"] < tuned[0]["loss"] - 1
+    before, after = re.findall(r"│ talks *│ *[\d,]+ │ *([\d.]+) │", done.stdout)
+    assert float(after) < float(before) - 1
+    assert "logits differ by" in done.stdout or "transformers reads config" in done.stdout
+    assert "the capital of" in done.stdout.rpartition("$ ultrascale generate")[2]

@@ -1,4 +1,4 @@
-"""A run evaluates its own sources to the numbers of `ultrascale evaluate`."""
+"""A run evaluates its own sources to the numbers of `ultrascale evaluate`, which knows the names of tasks."""
 
 import dataclasses
 import json
@@ -6,7 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from tests.commands import refused
 from tests.faults.tiny import config as tiny
+from tests.paths import HF
 from tests.runs import change, run
 from ultrascale_jax.cli.evaluate import main
 from ultrascale_jax.config import DataConfig, MeshConfig
@@ -37,3 +39,11 @@ def test_a_run_evaluates_its_own_sources_to_the_numbers_of_this_command(tmp_path
         np.testing.assert_allclose(summary[f"eval_loss_{name}"], loss, rtol=1e-5)
     np.testing.assert_allclose(summary["eval_loss"], sum(losses.values()) / 2, rtol=1e-5)
     assert losses["a"] != losses["b"] and ": a {a:.4f}, b {b:.4f}\n".format(**losses) in printed
+
+
+def test_a_task_that_the_harness_lacks_is_told(capsys):
+    """It reads the harness's thousands of files."""
+    said = refused(
+        capsys, "evaluate", HF / "llama3", "--tokenizer", "bytes", "--tasks", "x,arc_easy"
+    )
+    assert "tasks='x,arc_easy': lm-evaluation-harness has no x; give" in said

@@ -1,7 +1,10 @@
-"""`ultrascale plan` compiles the best of a search, and a pipeline, and executes a program."""
+"""`ultrascale plan` compiles the best of a search, and a pipeline, and executes a program; its verbs agree."""
 
 import json
 
+import pytest
+
+from tests.plan_questions import check, larger_questions, questions
 from ultrascale_jax.cli import plan
 from ultrascale_jax.parallel.pipeline import schedules
 
@@ -36,3 +39,8 @@ def test_compile_executes_a_tiny_program(capsys):
     executed = answer(capsys, run)["executed"]
     assert executed["relative_differences"].keys() >= {"metrics['loss']", "state.step"}
     assert 0 < executed["largest"] == max(executed["relative_differences"].values()) < 1e-5
+
+
+@pytest.mark.parametrize(("machine", "run"), questions(50)[4:] + larger_questions(50))
+def test_guide_search_and_memory_agree(machine, run, capsys):
+    check(capsys, machine, run)

@@ -1,11 +1,10 @@
 """Runs under the supervisor: whatever strikes them, they reach the losses of a run that nothing struck."""
 
-import signal
 from pathlib import Path
 
 from tests.faults.jobs import RECIPE
-from tests.processes import is_alive, python, wait_for
-from ultrascale_jax.launch.goodput import read_beat, read_ledger
+from tests.processes import python
+from ultrascale_jax.launch.goodput import read_ledger
 
 
 def test_a_killed_worker_costs_steps_and_no_bit_of_the_losses(launch, undisturbed):
@@ -66,43 +65,9 @@ def test_a_straggler_is_named_within_twenty_steps(launch):
     assert [row["of"] for row in times["slowest"]] == [1, 0]
 
 
-def test_an_error_that_a_restart_cannot_mend_is_not_restarted(launch):
-    """Row 28, whose other half is in tests/e2e/launch/test_supervisor.py."""
-    run = launch("--mesh.tp", "3")
-    assert run.check_ends(2).splitlines()[-1].startswith("rank ")
-    assert len(run.events("spawn")) == 1
-
-
-def test_sigterm_to_the_supervisor_saves_once_and_ends_all(launch):
-    run = launch("--train.steps", "100000")
-    (supervisor,) = run.processes
-    wait_for(lambda: len(run.steps()) > 3, supervisor)
-    supervisor.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM after step" in run.check_ends(0)
-    assert len(run.events("spawn")) == 1 and len(run.events("told")) == 1
-    assert run.checkpoints()[-1] == max(run.steps())
-
-
-def test_a_killed_supervisor_leaves_no_orphans(launch):
-    run = launch("--train.steps", "100000")
-    (supervisor,) = run.processes
-    beats = wait_for(lambda: all_beats(run), supervisor)
-    supervisor.kill()
-    supervisor.wait(timeout=300)
-    wait_for(lambda: not any(is_alive(beat.pid) for beat in beats))
-
-
-def test_a_soak_of_three_minutes_loses_no_bit_and_no_second(tmp_path):
+def test_a_soak_of_three_minutes_keeps_every_promise(tmp_path):
     words = ["--minutes", "3", "--every", "15", "--recipe", RECIPE, "--inside-every", "40"]
-    words += ["--save-every", "5", "--run-dir", tmp_path / "soak", "--out", tmp_path / "soak.md"]
+    words += ["--save-every", "5", "--run-dir", tmp_path / "soak"]
     with python("-m", "tests.faults.soak", *words, devices=2) as soak:
         output, error = soak.communicate(timeout=900)
     assert soak.returncode == 0, output[-5000:] + error[-5000:]
-    report = (tmp_path / "soak.md").read_text()
-    lines = report.partition("## Verdict\n\n")[2].partition("\n\n")[0].splitlines()
-    assert lines and all(line.startswith("- Yes: ") for line in lines), report
-
-
-def all_beats(run):
-    beats = [read_beat(run.run_dir, rank) for rank in range(2)]
-    return beats if all(beat is not None and beat.step > 0 for beat in beats) else None

@@ -1,4 +1,4 @@
-"""The communication of larger programs: hybrid sharding on 64 GPUs, long sequences, a large pipeline."""
+"""Larger programs: hybrid sharding on 64 GPUs, long sequences, large and mixed pipelines; and steps for other GPUs."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 
 from tests.gpu_programs import (
+    FAST,
     HOPS,
     compile_once,
     compiled,
@@ -15,11 +16,16 @@ from tests.gpu_programs import (
     pick,
     steady_sends,
 )
-from ultrascale_jax.config import GPU_MEMORY_SHARE, MeshConfig
+from tests.programs.hlo.test_documents import check_documents
+from ultrascale_jax.cli.command_line import load_recipe
+from ultrascale_jax.config import GPU_MEMORY_SHARE, Experts, MeshConfig
 from ultrascale_jax.configs import llama3_8b_1m, llama3_8b_128k, llama3_405b
+from ultrascale_jax.hlo.classes import block_of
+from ultrascale_jax.parallel.experts.capacity import DENSE_OR_SHARED
 from ultrascale_jax.parallel.pipeline.schedules import of_config
 from ultrascale_jax.plan.auto import choose_auto
-from ultrascale_jax.plan.compiled.compile import simulate_step
+from ultrascale_jax.plan.compiled.compile import compile_step, simulate_step
+from ultrascale_jax.plan.formulas.pipeline import shares
 from ultrascale_jax.plan.hardware import find_cluster, find_gpu
 
 FLOAT32 = 4
@@ -73,3 +79,35 @@ def test_a_large_model_fits_and_its_steady_state_waits_for_no_send():
     steady = steady_sends(of_config(cfg), step)
     assert len(steady) == 2
     assert all(c.asynchronous and c.hidden_by for c in steady)
+
+
+def test_tokens_travel_outside_of_the_conditional_where_layers_of_both_kinds_are_in_a_stage():
+    experts = Experts(num=8, top_k=2, d_ff=512, shared=1, dense_layers=1)
+    batch = {"microbatches": 4, "global_batch": 16, "zero": 1, "remat": "full"}
+    mesh = {"pp": 2, "fsdp": 2, "ep": 2}
+    # With room for every token there are no further rounds, which are the same program again in a loop.
+    moe = {"capacity_factor": 8.0}
+    cfg, step = compiled(8, mesh, experts=experts, moe=moe, **batch)
+    computations, module = step.module.computations, step.module
+    conditionals = [i for body in computations.values() for i in body if i.opcode == "conditional"]
+    conditionals = [i for i in conditionals if block_of(module, i) == "moe"]
+    branches = {name for i in conditionals for name in i.called}
+    assert branches and not branches & {c.computation for c in step.collectives}
+    # In lock step all ranks wait for the experts, which have wider products than the dense layer of another rank.
+    assert cfg.model.d_ff <= (experts.top_k + experts.shared) * cfg.model.expert_d_ff
+    share = shares(step.run, module)
+    expected = [float(DENSE_OR_SHARED not in i.op_name) for i in conditionals]
+    assert [share(i, (4,)) for i in conditionals] == expected and set(expected) == {0.0, 1.0}
+
+
+def test_documents_of_a_pipeline_are_a_call_for_each_class_of_lengths_and_no_mask():
+    check_documents(pp=2, fsdp=4)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus_per_host"), [("a100", 2), ("gb200", None), ("b300", 4), ("a40", 4)]
+)
+def test_a_step_compiles_for_gpus_whose_times_xla_does_not_know(gpu, gpus_per_host):
+    step = compile_step(load_recipe("debug"), 4, gpu, gpus_per_host=gpus_per_host, options=FAST)
+    assert step.axes["fsdp"] == 4
+    assert 0 < step.argument_bytes < step.peak_bytes

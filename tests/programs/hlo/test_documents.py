@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.document_programs import check_documents
 from tests.gpu_programs import FAST, MODEL, NO_MACHINE_CODE, compile_once
 from ultrascale_jax.config import Config, ContextConfig, DataConfig, MeshConfig, TrainConfig
 from ultrascale_jax.hlo import parse
@@ -24,6 +23,28 @@ from ultrascale_jax.plan.compiled.timeline import simulate
 from ultrascale_jax.plan.hardware import find_cluster
 
 PIECE = 4096
+
+
+def check_documents(**mesh: int) -> None:
+    """Assert that the program on this mesh attends by classes of lengths and has no mask."""
+    cfg = Config(
+        model=MODEL,
+        mesh=MeshConfig(**mesh),
+        data=DataConfig(seq_len=2048),
+        train=TrainConfig(global_batch=16, microbatches=2, remat="selective"),
+    )
+    step = compile_once(cfg, 8, tuple(FAST.items()))
+    bodies = step.module.computations.values()
+    squares = [i.name for body in bodies for i in body for a in i.arrays if a.dims.count(2048) > 1]
+    assert squares == []
+    tokens = 8 // cfg.mesh.batch * 2048
+    classes = list(zip(class_lengths(2048), class_segments(2048), strict=True))
+    calls = attention_calls(step.module)
+    assert {(call.backward, call.operands[0].dims, call.segments) for call in calls} == {
+        (backward, (tokens // L, L, MODEL.num_heads, MODEL.head_dim), M)
+        for backward in (False, True)
+        for L, M in classes
+    }
 
 
 def test_documents_are_a_call_for_each_class_of_lengths_and_no_mask():
