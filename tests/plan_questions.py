@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shlex
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,8 +18,12 @@ type Question = tuple[list[str], list[str]]
 """Words of the command line for the machine, and those for the run."""
 
 
-def questions(count: int) -> list[Question]:
-    """Return questions about small models on a few GPUs, the same each time."""
+SMALL = ("smollm2_135m", "llama32_1b")
+LARGE = ("llama3_8b", "qwen3_8b", "qwen3_30b_a3b")
+
+
+def questions(count: int, models: Sequence[str] = SMALL) -> list[Question]:
+    """Return questions about these models on a few GPUs, the same each time."""
     draw, asked = random.Random(43), []
     for _ in range(count):
         gpus = draw.choice([2, 4])
@@ -30,24 +35,10 @@ def questions(count: int) -> list[Question]:
                 ["--gpu", "3,600,100", "--cluster", f"1x{gpus},64,12"],
             ]
         )
-        run = [draw.choice(["smollm2_135m", "llama32_1b"])]
+        run = [draw.choice(models)]
         run += ["--train.global-batch", str(draw.choice([2, 4]))]
         run += ["--data.seq-len", str(draw.choice([1024, 4096, 16384]))]
         run += draw.choice([[], ["--train.zero", "3"], ["--train.remat", "full"], ["--mesh.pp=2"]])
-        asked.append((machine, run))
-    return asked
-
-
-def larger_questions(count: int) -> list[Question]:
-    """Return questions about models up to 30 B parameters on up to 8 GPUs, the same each time."""
-    draw, asked = random.Random(43), []
-    for _ in range(count):
-        name = draw.choice(["llama32_1b", "llama3_8b", "qwen3_8b", "smollm2_135m", "qwen3_30b_a3b"])
-        machine = ["--gpus", str(draw.choice([2, 4, 8]))]
-        machine += ["--gpu", draw.choice(["h100", "a100", "h200", "h20", "l4"])]
-        run = [name, "--train.global-batch", str(draw.choice([4, 8]))]
-        run += ["--data.seq-len", str(draw.choice([2048, 4096, 16384]))]
-        run += draw.choice([[], ["--train.remat", "full"], ["--train.zero", "3"]])
         asked.append((machine, run))
     return asked
 

@@ -1,17 +1,14 @@
 """Train random models on random meshes by the command line, and on one device: equal, or refused before the first step.
 
-`python -m tests.random_models --seed 7 --count 20`. A seed fixes its model, mesh and run; one that
-fails becomes a row of `tests/parity`.
+A seed fixes its model, mesh and run; one that fails becomes a row of `tests/parity`.
 """
 
-import argparse
 import dataclasses
 import json
 import math
 import random
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -306,25 +303,3 @@ def try_seed(seed: int, folder: Path) -> Outcome:
     error = float(np.max(np.abs(trained - expected) / np.abs(expected)))
     fault = "" if math.isfinite(error) and error < TOLERANCE else f"relative error {error:.1e}"
     return Outcome(seed, words, f"equal to {error:.1e}", fault)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.random_models", description=__doc__)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--count", type=int, default=20, help="seeds from --seed on")
-    options = parser.parse_args()
-    faults = 0
-    for seed in range(options.seed, options.seed + options.count):
-        with tempfile.TemporaryDirectory(prefix="random-model-") as folder:
-            outcome = try_seed(seed, Path(folder))
-        faults += bool(outcome.fault)
-        print(f"{seed}: {outcome.fault or 'ok'}: {outcome.result}", flush=True)
-        if outcome.fault:
-            print(
-                f"    ultrascale train debug --fake-devices {DEVICES} {outcome.words}", flush=True
-            )
-    return int(faults > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """A real S3 server on loopback (moto's), and the fixtures of tests with object storage."""
 
-import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +10,9 @@ from moto.server import ThreadedMotoServer
 BUCKET = "bucket"
 
 
-@contextlib.contextmanager
-def serving() -> Iterator[dict[str, str]]:
-    """Run a server with an empty `BUCKET`; yield the environment of its clients, which this process has inside too."""
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[dict[str, str]]:
+    """A server on loopback with an empty `BUCKET`; the environment of its clients, which this process has too."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
@@ -25,30 +23,18 @@ def serving() -> Iterator[dict[str, str]]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
         client().mkdir(BUCKET)
         yield environment
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        server.stop()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
 
 
 def client():
     """The file system of the server in this process's environment."""
     return fsspec.filesystem("s3", use_listings_cache=False)
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[dict[str, str]]:
-    """A server on loopback; the environment of its clients."""
-    with serving() as environment:
-        yield environment
 
 
 @pytest.fixture(params=["memory", "s3"])

@@ -14,6 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests.checkpoints import flip
 from tests.faults.tiny import config as TINY
 from tests.processes import python
 from tests.runs import bits, change, run, saved_state, step_rows
@@ -35,27 +36,6 @@ def until(step: int) -> Config:
     return change(CFG, train={"steps": step})
 
 
-def flip(path: Path, rng: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    for _ in range(rng.choice([1, 1, 8])):
-        if content:
-            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-
-
-def truncate(path: Path, rng: random.Random) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: rng.randrange(max(1, len(content)))])
-
-
-def swap(path: Path, rng: random.Random, paths: list[Path]) -> None:
-    other = rng.choice([one for one in paths if one.exists()])
-    if other != path:
-        first, second = path.read_bytes(), other.read_bytes()
-        path.write_bytes(second)
-        other.write_bytes(first)
-
-
 def damage(folder: Path, rng: random.Random) -> list[str]:
     """Damage one to three files, mostly of checkpoints and mostly of the newest; return what was done."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -68,16 +48,19 @@ def damage(folder: Path, rng: random.Random) -> list[str]:
         done.append(f"{kind} {path.relative_to(folder)}")
         if not path.exists():
             continue
-        if kind == "flip":
-            flip(path, rng)
+        content = path.read_bytes()
+        if kind == "flip" and content:
+            flip(path, rng.randrange(len(content)), rng.randrange(8))
         elif kind == "truncate":
-            truncate(path, rng)
+            path.write_bytes(content[: rng.randrange(max(1, len(content)))])
         elif kind == "delete":
             path.unlink()
         elif kind == "empty":
             path.write_bytes(b"")
-        else:
-            swap(path, rng, rng.choice([newest, saved]))
+        elif kind == "swap":
+            other = rng.choice([one for one in rng.choice([newest, saved]) if one.exists()])
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(content)
     return done
 
 

@@ -9,7 +9,7 @@ from tests.random_models import try_seed, undrawn
 
 COUNT = 24
 FIRST = int(os.environ.get("RANDOM_MODELS_SEED", random.SystemRandom().randrange(10**6)))
-"""The first seed; a test that fails says its own, and `python -m tests.random_models --seed` repeats it."""
+"""The first seed; a test that fails says its own, with which `-k 'refused[0]'` repeats it."""
 
 
 def test_every_field_of_a_model_is_drawn():

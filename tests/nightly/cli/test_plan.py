@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.plan_questions import check, larger_questions, questions
+from tests.plan_questions import LARGE, check, questions
 from ultrascale_jax.cli import plan
 from ultrascale_jax.parallel.pipeline import schedules
 
@@ -41,6 +41,6 @@ def test_compile_executes_a_tiny_program(capsys):
     assert 0 < executed["largest"] == max(executed["relative_differences"].values()) < 1e-5
 
 
-@pytest.mark.parametrize(("machine", "run"), questions(50)[4:] + larger_questions(50))
+@pytest.mark.parametrize(("machine", "run"), questions(50)[4:] + questions(50, LARGE))
 def test_guide_search_and_memory_agree(machine, run, capsys):
     check(capsys, machine, run)

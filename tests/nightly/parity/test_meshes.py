@@ -1,7 +1,7 @@
 """Models and meshes that the covering design leaves out train as one device does: losses, gradients and evaluation.
 
-Preference pairs, multi-token prediction, windows that differ within a loop, hybrids of ring and Ulysses, axes of more
-than two ranks. `rows.py` has every pair of axes, strategies, ZeRO stages and kinds of layer.
+Preference pairs, multi-token prediction, hybrids of ring and Ulysses, axes of more than two ranks. `rows.py` has every
+pair of axes, strategies, ZeRO stages and kinds of layer.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from ultrascale_jax.config import (
     Experts,
     Keep,
     LatentAttention,
-    LinearAttention,
     Lora,
     MeshConfig,
     ModelConfig,
@@ -37,20 +36,6 @@ BASE = Config(
     optim=OptimConfig(lr=1e-2, warmup_steps=2),
     train=TrainConfig(steps=4, global_batch=16, microbatches=2, precision="fp32", z_loss=1e-3),
 )
-GEMMA3 = {
-    "num_layers": 3,
-    "num_kv_heads": 2,
-    "activation": "gelu_tanh",
-    "norm_placement": "both",
-    "qk_norm": "head",
-    "query_scale": 6.0,
-    "tied_embeddings": True,
-    "embed_scale": 0.0,
-    "rope_theta_local": 100.0,
-    "rope_scaling": RopeScaling(kind="linear", factor=2.0),
-    "sliding_window": 7,
-    "full_attention_every": 2,
-}
 MIXTRAL = {
     "d_model": 16,
     "num_heads": 4,
@@ -88,8 +73,6 @@ FAMILIES = {
             "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_seq_len=8, query_beta=0.5)
         }
     },
-    # One loop runs layers with a window and without one.
-    "gemma3": {"model": GEMMA3},
     "mixtral": {
         "model": MIXTRAL,
         "moe": {"aux_weight": 0.1, "aux_over": "sequence", "z_loss": 0.01},
@@ -99,13 +82,6 @@ FAMILIES = {
         "model": MIXTRAL,
         "moe": {"aux_weight": 0.1},
         "train": {"microbatches": 1},
-    },
-    "lora_of_attention": {
-        "model": {"qk_norm": "head", "num_kv_heads": 2, "qkv_bias": True},
-        "train": {
-            "lora": Lora(rank=2, targets=("q_proj", "k_proj", "o_proj")),
-            "init_from": "hf:x",
-        },
     },
     # Two pairs a row; the fixture `pairs` has their source.
     "dpo": {"data": {"seq_len": 64}, "train": DPO},
@@ -128,18 +104,6 @@ FAMILIES = {
         | {"lora": Lora(rank=4, targets=("q_proj", *(f"experts.{n}_proj" for n in EACH)))},
     },
     "lora_mtp": {"model": {"mtp_layers": 1}, "train": {"lora": Lora(rank=4), "init_from": "hf:x"}},
-    "lora_qwen3_next": {
-        "model": {
-            "num_layers": 4,
-            "full_attention_every": 2,
-            "linear": LinearAttention(key_heads=4, value_heads=8, key_dim=4, value_dim=6),
-            "output_gate": True,
-            "qk_norm": "head",
-            "experts": Experts(num=4, top_k=2, d_ff=8, shared=1, shared_gate=True),
-        },
-        "train": {"lora": Lora(rank=4), "init_from": "hf:x"},
-    },
-    "deepseek_v3": {"model": DEEPSEEK, "moe": {"bias_rate": 0.01}},
     # Two modules, with a window and without positions, as the last layer; z_loss is that of their logits too.
     "gemma3_mtp": {
         "model": {
@@ -169,14 +133,7 @@ TABLE = {
         {"cp": 4, "sp": 2}, {"remat": "selective"}, "qwen3_window", {"ulysses": 2},
     ),
     "cp4_allgather_x_ulysses2": ({"cp": 4}, {}, "llama_odd_pieces", ALLGATHER | {"ulysses": 2}),
-    # Windows that differ between the layers of a loop.
-    "fsdp2_cp2_sp2_gemma3": (FSDP_CP_SP, {"remat": "selective"}, "gemma3"),
-    "dp2_cp4_gemma3_ring": ({"dp": 2, "cp": 4}, {"remat": "dots"}, "gemma3", RING),
-    "ep2_cp4_gemma3_allgather": ({"ep": 2, "cp": 4}, {}, "gemma3", ALLGATHER),
-    "cp2_tp4_gemma3_ulysses": ({"cp": 2, "tp": 4}, {"zero": 0}, "gemma3", ULYSSES),
     "pp2_cp2_tp2_ministral3": ({"pp": 2, "cp": 2, "tp": 2}, {}, "ministral3"),
-    # Adapters of attention alone.
-    "dp2_cp2_sp2_lora_zero1": (DP_CP_SP, {"zero": 1}, "lora_of_attention"),
     # Preference pairs, with a frozen copy or the base of adapters as reference.
     "fsdp2_sp2_tp2_dpo_lora": ({"fsdp": 2, "sp": 2, "tp": 2}, {"remat": "selective"}, "dpo_lora"),
     "dp2_cp2_sp2_dpo_zero1": (DP_CP_SP, {"zero": 1}, "dpo"),
@@ -186,17 +143,12 @@ TABLE = {
     "pp2_cp2_tp2_dpo_lora": ({"pp": 2, "cp": 2, "tp": 2}, {"remat": "full"}, "dpo_lora"),
     "pp2_dp2_cp2_ipo_zero2": ({"pp": 2, "dp": 2, "cp": 2}, {"zero": 2}, "ipo_tied"),
     "ep2_tp2_dpo_lora_experts": ({"ep": 2, "tp": 2}, {"microbatches": 1}, "dpo_lora_experts"),
-    "pp2_ep2_fsdp2_lora_qwen3_next": ({"pp": 2, "ep": 2, "fsdp": 2}, {}, "lora_qwen3_next"),
-    "fsdp2_ep2_tp2_lora_qwen3_next": (
-        {"fsdp": 2, "ep": 2, "tp": 2}, {"remat": "selective"}, "lora_qwen3_next",
-    ),
     "fsdp2_tp2_lora_mtp": ({"fsdp": 2, "tp": 2}, {}, "lora_mtp"),
-    # Experts: tensors kept on the host, balance over a micro-batch, an exchange in two levels, groups of experts.
+    # Experts: tensors kept on the host, balance over a micro-batch, an exchange in two levels.
     "ep4_fsdp2_offloaded": (
         {"ep": 4, "fsdp": 2}, {"remat": Keep(saved=("up",), offloaded=("dispatched", "gate"))}, "mixtral_batch",
     ),
     "ep4_nodes2_tp2": ({"ep": 4, "tp": 2}, {}, "mixtral", {}, {"a2a_groups": 2}),
-    "ep2_cp2_sp2_deepseek": ({"ep": 2, "cp": 2, "sp": 2}, {"remat": "full"}, "deepseek_v3"),
     # Multi-token prediction.
     "fsdp2_sp2_tp2_mtp": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, "gemma3_mtp"),
     "ep2_cp2_fsdp2_mtp": ({"ep": 2, "cp": 2, "fsdp": 2}, {"remat": "full"}, "deepseek_v3_mtp"),

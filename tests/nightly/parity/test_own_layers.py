@@ -18,11 +18,8 @@ from tests.runs import change, run
     [
         ("fsdp=4,tp=2", {"remat": "full", "microbatches": 2}, "1f1b"),
         ("fsdp=2,cp=2,sp=2", {}, "1f1b"),
-        ("fsdp=2,ep=2,sp=2", {"remat": "full"}, "1f1b"),
         ("dp=2,fsdp=2,tp=2", {"zero": 2, "remat": "selective"}, "1f1b"),
-        ("pp=2,fsdp=2,sp=2", {"remat": "full"}, "1f1b"),
         ("pp=2,fsdp=2,sp=2", {}, "interleaved"),
-        ("pp=2,cp=2,tp=2", {"zero": 1}, "1f1b"),
         ("pp=2,fsdp=2,dp=2", {"zero": 2}, "1f1b"),
     ],
 )

@@ -1,7 +1,7 @@
 """Pipelines that the covering design leaves out train as one device does: losses, gradients and evaluation.
 
-More than two ranks, more stages a rank, stages that keep their input alone, layers of a loop that differ. `rows.py` has
-every schedule with every axis, strategy, ZeRO stage and kind of layer.
+More than two ranks, more stages a rank, stages that keep their input alone. `rows.py` has every schedule
+with every axis, strategy, ZeRO stage and kind of layer.
 """
 
 import dataclasses
@@ -33,10 +33,6 @@ BASE = Config(
 )
 LLAMA: dict = {}
 QWEN3 = {"qk_norm": "head", "sliding_window": 7}
-GEMMA3 = {
-    "activation": "gelu_tanh", "norm_placement": "both", "qk_norm": "head", "tied_embeddings": True,
-    "embed_scale": 0.0, "rope_theta_local": 100.0, "sliding_window": 5, "full_attention_every": 3, "num_layers": 6,
-}  # fmt: skip
 MIXED = {  # one layer without experts, and padding
     "num_layers": 3,
     "experts": Experts(
@@ -51,7 +47,6 @@ MIXED = {  # one layer without experts, and padding
     ),
 }
 UNEVEN = {"num_layers": 7}
-FSDP_SP = {"pp": 2, "fsdp": 2, "sp": 2}
 # name: (mesh, section pp, fields of train, fields of model, section cp)
 TABLE = {
     "1f1b_fsdp_full_zero2": ({"pp": 4, "fsdp": 2}, {}, {"zero": 2, "remat": "full"}, UNEVEN),
@@ -68,10 +63,6 @@ TABLE = {
     ),
     "1f1b_ep_cp_mixed_input": (
         {"pp": 2, "ep": 2, "cp": 2}, {"stash": "input"}, {"zero": 2, "remat": "full"}, MIXED,
-    ),
-    "1f1b_fsdp_sp_gemma3": (FSDP_SP, {}, {"zero": 3, "remat": "selective"}, GEMMA3),
-    "zb_uniform_cp_gemma3": (
-        {"pp": 2, "cp": 4}, {"schedule": "zb_uniform"}, {}, GEMMA3, {"strategy": "allgather"},
     ),
 }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """W&B gets the configuration and every step, and a resumed run goes on under its id."""
 
 import json
-import struct
 import time
 from pathlib import Path
 
@@ -16,25 +15,16 @@ wandb = pytest.importorskip("wandb")
 
 
 def wandb_records(file: Path):
-    """Yield the records of a W&B offline file, in the form of LevelDB's log."""
+    """Yield the records of a W&B offline file that is smaller than one block of LevelDB's log, whose form it has."""
     from wandb.proto import wandb_internal_pb2
 
-    data, parts, place = file.read_bytes()[7:], b"", 7
-    while len(data) >= 7:
-        in_block = 32768 - place % 32768
-        if in_block < 7:
-            data, place = data[in_block:], place + in_block
-            continue
-        _, length, kind = struct.unpack("<IHB", data[:7])
-        if len(data) < 7 + length:
-            return
-        parts += data[7 : 7 + length]
-        data, place = data[7 + length :], place + 7 + length
-        if kind in (1, 4):  # full, last
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            yield record
-            parts = b""
+    data = file.read_bytes()[7:]
+    while len(data) >= 7 and len(data) >= 7 + (length := int.from_bytes(data[4:6], "little")):
+        assert data[6] == 1, "a record in several blocks"
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data[7 : 7 + length])
+        yield record
+        data = data[7 + length :]
 
 
 def test_wandb_offline_has_configuration_and_every_step_and_a_resumed_run_its_id(
