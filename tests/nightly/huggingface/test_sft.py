@@ -1,22 +1,19 @@
-"""A Qwen3-Next tuned by commands on a pipeline with experts leaves as one checkpoint, and learns preferences."""
+"""A Qwen3-Next tuned by commands on a pipeline with experts leaves as one checkpoint with the same logits."""
 
 from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
 from tests.chats import CHATML, turns, write_bpe, write_lines
 from tests.commands import ultrascale
 from tests.hf_layout import changed, load
-from tests.runs import eval_rows, step_rows
 from ultrascale_jax.checkpoint.load_params import load_params
 from ultrascale_jax.config import MeshConfig
 from ultrascale_jax.config.lora import projections
 from ultrascale_jax.huggingface.config import read_config
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
-from ultrascale_jax.train_step.preference import SUMS
 
 MESH, VOCAB = "pp=2,ep=2,fsdp=2", 272
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, 48))
@@ -69,38 +66,8 @@ def logits_of(model: Transformer) -> np.ndarray:
         return np.asarray(jax.jit(lambda model: model.logits(TOKENS, places))(model))
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
-    return tune(tmp_path_factory.mktemp("sft"))
-
-
-def test_the_merged_export_has_the_logits_of_the_run(tuned):
-    base, run, merged = tuned
+def test_the_merged_export_has_the_logits_of_the_run(tmp_path):
+    base, run, merged = tune(tmp_path)
     ours, exported, before = logits_of(loaded(run)), logits_of(load(merged)), logits_of(load(base))
     np.testing.assert_allclose(exported, ours, rtol=0, atol=1e-5 * np.abs(ours).max())
     assert np.abs(ours - before).max() > 0.1 * np.abs(before).max()
-
-
-def test_preferences_over_the_run_are_learned_on_two_meshes_one_after_the_other(tuned, tmp_path):
-    base, run, _ = tuned
-    facts = [(f"{n} plus {n}?", f"it is {2 * n}") for n in range(200)]
-    pairs = [{"chosen": turns(q, a), "rejected": turns(q, f"not {a}")} for q, a in facts]
-    write_lines(tmp_path / "pairs.jsonl", pairs)
-    words = ("--out", tmp_path / "pairs", "--tokenizer", base / "tokenizer.json", "--preferences")
-    command("prepare-data", "--input", tmp_path / "pairs.jsonl", *words)
-    for mesh, steps in (("fsdp=4,tp=2", 8), ("fsdp=2,sp=2,dp=2", 12)):
-        command(
-            *("train", "dpo", "--train.init-from", run, "--log.run-dir", tmp_path / "preferred"),
-            *("--data.source", f"tokens:{tmp_path}/pairs", "--data.seq-len", 128),
-            *("--data.eval-fraction", 0.1, "--train.eval-batches", 1, "--optim.lr", 1e-3),
-            *("--train.global-batch", 8, "--train.microbatches", 1, "--train.remat", "none"),
-            *("--mesh", mesh, "--train.steps", steps),
-        )
-    rows, evaluations = step_rows(tmp_path / "preferred"), eval_rows(tmp_path / "preferred")
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-3)
-    assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-3)
-    assert rows[-1]["reward_accuracy"] > 0.9 and rows[-1]["reward_margin"] > 0.1
-    metrics = {f"eval_{name}" for name in ("loss", "pairs", "reward_margin", *SUMS)}
-    assert [set(row) for row in evaluations] == [metrics | {"step"}] * 2
-    assert evaluations[-1]["eval_reward_accuracy"] > 0.9 and evaluations[-1]["eval_pairs"] >= 8
