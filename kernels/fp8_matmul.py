@@ -34,7 +34,7 @@ def fp8_matmul(
       `[M, N]`, or `[G, M, N]`.
 
     Raises:
-      ValueError: the scales are not those of blocks, the implementation is unknown, or the kernel cannot run here or on
+      ValueError: the scales are not of blocks, the implementation is unknown, or the kernel cannot run here or on
         these shapes.
     """
     shapes = a.values.shape, a.scales.shape, b.values.shape, b.scales.shape

@@ -85,7 +85,7 @@ def for_each_tile(
     """Multiply this program's tiles, `tile_at(loop, out_s)` for each `loop.index` of `grid`.
 
     Args:
-      operands, specs: like those of every tile, for the buffers.
+      operands, specs: like every tile's, for the buffers.
       out_s: allocation in shared memory, for results on their way to global memory.
       chained: the next tile's blocks are loaded while this one's results are stored; every tile has as many steps, a
         multiple of `STAGES`, and `grid` is known when it is compiled.
@@ -102,7 +102,7 @@ def for_each_tile(
 
     def visit(loop, buffers, out_s):
         tile, states = tile_at(loop, out_s), plgpu.PipelinePipeline
-        # The loads of the first tile fill the stages, those of later ones wait for them.
+        # The loads of the first tile fill the stages, and later tiles' loads wait for them.
         state = jnp.where(loop.local_index == 0, states.START, states.STEADY) if chained else None
         pipeline(
             tile.step,

@@ -42,9 +42,9 @@ def quantize(
     both: bool,
     tiles: bool,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return values in `dtype` and scales of x, `[M, K]`, and with `both` those of its transpose.
+    """Return values in `dtype` and scales of x, `[M, K]`, and with `both` also of its transpose.
 
-    `scale_of` makes scales of largest magnitudes, of each tile if `tiles`, or else of each block of 128 columns.
+    `scale_of` turns largest magnitudes into scales, of each tile if `tiles`, or else of each block of 128 columns.
     """
     (M, K), turns = x.shape, 2 if both else 1
     height, width = M // TILE, K // TILE

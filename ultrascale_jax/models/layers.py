@@ -230,8 +230,8 @@ def rms_norm(
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer: (silu(x w_gate) * (x w_up)) w_down (arXiv 2002.05202), or another activation; those of
-    `GATELESS` have no w_gate."""
+    """Feed-forward layer: (silu(x w_gate) * (x w_up)) w_down (arXiv 2002.05202), or another activation; without
+    w_gate for one of `GATELESS`."""
 
     def __init__(self, cfg: ModelConfig, key: jax.Array, d_ff: int | None = None):
         self.activation = cfg.activation

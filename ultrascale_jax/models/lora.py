@@ -66,8 +66,8 @@ class Adapter(nnx.Module):
         uniform = functools.partial(
             jax.random.uniform, key, dtype=jnp.float32, minval=-bound, maxval=bound
         )
-        # The gradient of A is a sum over the devices that split the base's columns, too, and that of B over those that
-        # split its rows: each of them has products of its own with the side that all have.
+        # The gradient of A is a sum also over the devices that split the base's columns, and B's over the devices that
+        # split its rows: each multiplies a shard of its own with the replicated side.
         a, b = draw(rows, uniform), draw(columns, jnp.zeros)
         act = weight.act_dims
         self.a = nnx.Param(a, dims=rows, act_dims=act + columns, multiplier=weight.multiplier)

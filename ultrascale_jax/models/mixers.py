@@ -37,7 +37,7 @@ class SideBySide(nnx.Module):
 
     def __call__(self, x_BRD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """Map `[B, R, D]` to partial sums `[B, T, D]` of the tensor group, and return the cache: attention's two parts,
-        those of linear attention, and the number of tokens."""
+        linear attention's, and the number of tokens."""
         x_BTD, cache = gather_sequence(x_BRD), inputs.cache
         parts = (None, None) if cache is None else ((*cache[:2], cache[-1]), cache[2:])
         mixers = self.attention, self.linear

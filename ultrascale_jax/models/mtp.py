@@ -38,7 +38,7 @@ class MTPModule(nnx.Module):
     ) -> tuple[jax.Array, Routed | None]:
         """Map hidden states and embeddings `[B, R, D]` to hidden states after the norm; parameters as they are stored.
 
-        The second result is what the router of experts did, if there is one. `inputs` are those of the last layer,
+        The second result is what the router of experts did, if there is one. `inputs` are the last layer's,
         without a cache. Each device of a tensor group projects its own part of the residual stream, in the type of
         compute.
         """

@@ -18,7 +18,7 @@ def frequencies(cfg: ModelConfig, *, local: bool = False) -> np.ndarray:
 
     They are 0 from the share of the pairs on that `cfg.rope_share` names.
 
-    `local`: those of layers with a window, by `cfg.rope_theta_local` and without a stretch.
+    `local`: for layers with a window, by `cfg.rope_theta_local` and without a stretch.
     """
     scaling, H = None if local else cfg.rope_scaling, cfg.rotary_dim
     base = cfg.rope_theta_local if local else cfg.rope_theta

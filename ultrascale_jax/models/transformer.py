@@ -253,7 +253,7 @@ class Transformer(nnx.Module):
         require(not unknown, "capture", unknown, fix)
 
     def check_layer_terms(self, terms: Collection[str]) -> None:
-        """Refuse names of terms, as the parts of the layers returned them, that are not those of `layer_terms`."""
+        """Refuse other names of terms, which the parts of the layers returned, than `layer_terms`."""
         fix = f"the parts returned {sorted(terms)}; the attribute names each, with its weight, and no other"
         same = sorted(terms) == sorted(self.layer_terms)
         require(same, f"{type(self).__name__}.layer_terms", self.layer_terms, fix)

@@ -37,7 +37,7 @@ def with_base(w: Any, base: Any) -> Any:
 
 
 def low_rank(subscripts: str, x: jax.Array, w: Adapted) -> jax.Array:
-    """Return scale * (x a) b on this device's shards; `subscripts` are those of x and the base.
+    """Return scale * (x a) b on this device's shards; `subscripts` are of x and the base.
 
     A letter of the base that both other terms have numbers experts.
     """

@@ -132,7 +132,7 @@ def recur(
 
 
 def change_back(chunks: Chunks, d_out: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of corrections that come from outputs, and those of the states before the chunks, float32.
+    """Return the gradients, from outputs, of corrections and of the states before the chunks, float32.
 
     `d_out` is `[b, c, t, k, r, w]`; the first is `[c, b, k, r, t, w]`, the second `[c, b, k, r, h, width]`.
     """

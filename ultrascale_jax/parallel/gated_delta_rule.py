@@ -254,7 +254,7 @@ def _rule_fwd(layout: Layout, delta: bool, arrays, begins, joins):
 
 
 def _apply(subscripts: str, changes: jax.Array, states: jax.Array) -> jax.Array:
-    """Return M S + B in the type of `changes`, whose columns are those of B and then of M."""
+    """Return M S + B in the type of `changes`, whose columns are B's and then M's."""
     W = states.shape[-1]
     product = delta_chunks.product(subscripts, changes[..., W:], states.astype(changes.dtype))
     return (product + changes[..., :W]).astype(changes.dtype)
@@ -297,7 +297,7 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
 def _start(layout: Layout, tokens: Tokens, delta: bool) -> jax.Array:
-    """Return states `[pieces * B, k, r, h, w]` of zeros; those of pieces with further columns, in which M begins as 1.
+    """Return states `[pieces * B, k, r, h, w]` of zeros; with cp they have further columns, in which M begins as 1.
 
     With the delta they are the identity, h columns.
     """

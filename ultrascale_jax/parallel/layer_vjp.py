@@ -48,7 +48,7 @@ class LayerVJP:
         return y, aux, statistics, [residuals[i] for i in self._keep]
 
     def backward(self, params, context, kept, cotangents) -> tuple[list, Any]:
-        """Return gradients of the leaves `trained` and of x, from those of y and of the auxiliary loss."""
+        """Return gradients of the leaves `trained` and of x, from the cotangents of y and of the auxiliary loss."""
         derived = iter(self._derive(*jax.tree.leaves(params), *jax.tree.leaves(context)))
         residuals = [next(derived) if place is None else kept[place] for place in self._places]
         dparams, dx = jax.tree.unflatten(self._pull_back_tree, residuals)(tuple(cotangents))

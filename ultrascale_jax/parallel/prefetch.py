@@ -4,7 +4,7 @@
     1. gather layer i + 1          1. compute the gradients of layer i
     2. offload of layer i - 1      2. gather layer i - 1
     3. compute layer i             3. reduce-scatter the gradients of layer i + 1
-                                   4. sum those of layer i + 2 over replicas, and store them
+                                   4. sum layer i + 2's over replicas, and store them
 
 The steps of an iteration do not wait for each other, so its collectives overlap with the products of layer i. An
 iteration of a plain scan waits for its own gathers. The price is memory: one more layer of gathered parameters, one
@@ -91,16 +91,16 @@ def prefetch_scan(
     `lowering = Lowering.gather_ahead(shards)` and `jax.jit(..., compiler_options=lowering.xla_options)`.
 
     Args:
-      layer: `(gathered, x[, context][, constants]) -> y` or `-> (y, aux[, statistics])`, with those of the two that are
-        given, and no closure over a value that is differentiated. y has x's type; aux is a tree of float arrays, and is
-        differentiated; statistics, any tree, are not.
+      layer: `(gathered, x[, context][, constants]) -> y` or `-> (y, aux[, statistics])`, with the given ones of
+        the two, and no closure over a value that is differentiated. y has x's type; aux is a tree of float arrays, and
+        is differentiated; statistics, any tree, are not.
       params: a tree of float arrays with a leading dim of layers, sharded as they are stored.
       x: the first layer's input, one array.
       gather: `(params[, constants]) -> gathered` of one layer: its all-gathers, whose transpose is the reduce-scatters.
         On an Explicit mesh `jax.reshard(p, P(None, None))`, or `P(None, None, reduced={axis})` if p is in products
         only: its gradient is then a partial sum until it is scattered. In `jax.shard_map` `jax.lax.all_gather`.
-      constants: a tree with a leading dim of layers, of any types, as of frozen parameters, whose gradient must not be
-        asked for: no gathered array that follows from it alone has one.
+      constants: a tree with a leading dim of layers, of any types, as of frozen parameters, which must not be
+        differentiated: no gathered array that follows from it alone has a gradient.
       context: a tree that every layer gets, which must not be differentiated.
       leave_sums: `params -> params` of one layer, typed so that the transpose of `gather` leaves sums over replicas to
         the transpose of this. Without it the transpose of `gather` sums over them too.

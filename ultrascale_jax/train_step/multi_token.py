@@ -2,7 +2,7 @@
 
 Module k of `model.mtp_layers` reads at each position the token k positions later and predicts the one after that. This
 file computes both from the batch's tokens and targets, so a batch is the same with and without such modules. Positions
-are those of the natural order: where cp shards the sequence in another order, the int32 arrays are gathered over cp
+are in the natural order: where cp shards the sequence in another order, the int32 arrays are gathered over cp
 first, 4 bytes a token. A target in another document, or after the end of the row, is not counted; it comes after every
 counted one, so attention shows it to none of them. In a pipeline every rank runs the modules on the last stage's
 output, as it computes its part of the head.
@@ -83,7 +83,7 @@ def predict_ahead(
 
 
 def _total(balance_BR: jax.Array) -> jax.Array:
-    """Sum the routers' terms over tokens; in a pipeline over those of a device's tensor group, as the loss is."""
+    """Sum the routers' terms over tokens; in a pipeline over a device's tensor group's, as the loss is."""
     total = equal_on_stages(jnp.sum(balance_BR))
     axes = tuple(sorted(varying(total) & set(TENSOR)))
     return jax.lax.psum(total, axes) if axes else total

@@ -4,7 +4,7 @@ Newton-Schulz multiplies a matrix with its transpose, over dims that ZeRO and th
 a stack are dealt to all devices that share them:
 
     [S, D/d, W/w]     S matrices of this rank of pp and ep, sharded as the momentum
-    all-to-all        over the axes of D, then over those of W
+    all-to-all        over the axes of D, then of W
     [S/dw, D, W]      full matrices; each replica (dp) takes an equal part of them
     Newton-Schulz     without communication
     all-gather        over the replicas
@@ -79,11 +79,11 @@ class _Layout:
     """A stack of matrices as `[S, D, W]`, and the axes that split each."""
 
     order: tuple[int, ...]
-    """Dims of the stack: those that number its matrices, the one that ZeRO splits, the others."""
+    """Dims of the stack: the numbers of its matrices, the one that ZeRO shards, the others."""
     numbering: int
     """How many dims number its matrices."""
     number: int
-    """S, of the whole stack."""
+    """S, of the full stack."""
     sizes: tuple[int, int]
     """D and W, of full matrices."""
     axes: tuple[tuple[str, ...], ...]

@@ -81,7 +81,7 @@ class NextToken:
     ) -> tuple[jax.Array, Sums]:
         """Return the part of `loss` that comes from the hidden states after the final norm.
 
-        Its statistics are those of `model.mtp_layers` alone.
+        Its statistics are of `model.mtp_layers` alone.
         """
         cfg, dtype = self.cfg, COMPUTE[self.cfg.train.precision]
         model = model.with_whole_head(dtype) if model.cfg.mtp_layers else model

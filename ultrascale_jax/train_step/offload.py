@@ -1,7 +1,7 @@
 """Keep moments of the layers' matrices in the host's memory, and update them layer by layer.
 
-Of the offloaded moments the device then holds one row of the stacks, on each rank of a pipeline one. The type
-of an array says in which memory it rests, so the update reads no option.
+The device then holds one row of these moments, on each rank of a pipeline one. The type of an array says in which
+memory it is, so the update reads no option.
 """
 
 from collections.abc import Callable

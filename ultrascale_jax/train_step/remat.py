@@ -5,7 +5,7 @@ full        the input of the layer
 selective   the tensors of a block that have a name: no attention scores, no float32 insides of norms and rotary
             embeddings (Megatron's selective, arXiv 2205.05198); flash attention does not run again
 dots        the results of matmuls with parameters, or what alone is read of them (`name_product`), of routed experts
-            only the sum that returns to a token; and those of attention, which does not run again: cuDNN's residuals,
+            only the sum that returns to a token; and attention's, which does not run again: cuDNN's residuals,
             or what blocks or documents are joined to
 Keep        its tensors alone, in the memory of the device or of the host; the layer's input in any case
 Split       one of these for the first layers, and another for the others

@@ -1,4 +1,4 @@
-"""Make the training state, and shard it at rest.
+"""Make the training state, in the sharding in which it is stored.
 
 In a pipeline the stacked layers are in the order of its stages: rank after rank, and on each rank stage after stage.
 All stages have the length of the longest; layers of zeros pad the others. Zeros pad a vocabulary, too, that the mesh

@@ -40,8 +40,8 @@ from ultrascale_jax.train_step.precision import COMPUTE
 def prepare_params(cfg: Config, params: Transformer) -> Transformer:
     """Return the parameters for the micro-batches: with `zero < 3`, cast and gather them here, once a step.
 
-    Their cotangents stay unreduced over the axes that shard the batch and the sequence (under ZeRO-3, over those of
-    them that do not shard the parameters), so that gradients accumulate without communication.
+    Their cotangents stay unreduced over the axes that shard the batch and the sequence (under ZeRO-3, except
+    the axes that shard the parameters), so that gradients accumulate without communication.
     """
 
     dtype, sizes = COMPUTE[cfg.train.precision], zero_sizes(cfg.model, params)

@@ -185,7 +185,7 @@ def _forward(spec: RingSpec, q, k, v, positions, segment_ids):
     mask = _local_mask(spec, positions, segment_ids)
     out, lse = attention_forward(q, k, v, mask, **spec.how)
     if distances := spec.distances(q.shape[1]):
-        # So the masks are this layer's: else JAX makes those of all distances at once, before the loop over layers.
+        # So the masks are this layer's: else JAX computes them for all distances at once, before the loop over layers.
         documents = compute_together((q, positions, segment_ids))[1:]
         queries = _chunks(spec, *documents, q=q)
         keys = _chunks(spec, *documents, kv=jnp.stack([k, v]))
@@ -315,7 +315,7 @@ def _pull_back(spec: RingSpec, queries: dict, keys: dict) -> tuple[jax.Array, ja
 
 
 def merge(done, *blocks) -> tuple[jax.Array, jax.Array]:
-    """Merge a result with those of blocks with other keys: `[B, T, N, H]` float32 and `[B, N, T]`."""
+    """Merge the results of blocks with different keys: `[B, T, N, H]` float32 and `[B, N, T]`."""
     parts = (done, *blocks)
     total = functools.reduce(jnp.logaddexp, (lse for _, lse in parts))
     shares = (jnp.moveaxis(jnp.exp(lse - total), 1, 2)[..., None] for _, lse in parts)

@@ -67,7 +67,7 @@ class Assignment(NamedTuple):
         return Slots(choice.reshape(-1), slot)
 
     def ragged(self, start: jax.Array | int, size: int) -> tuple[Slots, jax.Array]:
-        """Return a buffer with `size` slots for the sorted choices from number `start` on, and those of each place."""
+        """Return a buffer with `size` slots for the sorted choices from number `start` on, and each place's number."""
         ends = jnp.clip(jnp.cumsum(self.counts) - start, 0, size)
         offset = self.position - start
         inside = (self.places < self.counts.shape[0]) & (offset >= 0) & (offset < size)
