@@ -49,7 +49,7 @@ function showRuns() {
   // A column is left out where every run's is empty.
   const columns = Object.keys(state.runs[0].summary).filter((column) => state.runs.some(({ summary }) => say(column, summary[column])));
   const rows = state.runs.map(({ path, summary }, n) => [keyed(colour(n), path), ...columns.map((column) => say(column, summary[column]))]);
-  fillTable(byId("runs"), ["run", ...columns.map((column) => TITLES[column] ?? column.replaceAll("_", " "))], rows);
+  fillTable(byId("runs"), ["run", ...columns.map((column) => (TITLES[column] ?? column.replaceAll("_", " ")).replace(/ \(.*/, ""))], rows);
 }
 
 function showChart(field) {

@@ -230,11 +230,11 @@ function showMesh() {
   byId("map").replaceChildren(svg, nodes > drawnNodes ? `and ${whole(nodes - drawnNodes)} more nodes` : "");
   const where = used.map((axis) => `${axis} ${chosen[axis] + 1} of ${sizes[axis]}`).join(", ");
   byId("gpu").textContent = `GPU ${chosenGpu} in node ${Math.floor(chosenGpu / perNode)} of ${whole(nodes)} is ${where || "alone"}; in colour, whom it talks to. Choose another by click or arrow keys.`;
-  // The table of `plan memory --explain mesh`, and for each axis the traffic and the time of the step that waits for it.
+  // The table of `plan memory --explain mesh`, with each axis' traffic and the time of the step that waits for it in place of a group.
   const waits = (axis) => sum(Object.entries(time_s).filter(([part]) => part.startsWith("exposed ") && part.slice(8).split("*").includes(axis)).map(([, value]) => value));
-  const table = rows.map((row, n) => ({ ...row, sends: axes[n].sends, waits: waits(row.axis) ? seconds(waits(row.axis)) : "" }));
+  const table = rows.map(({ "group of GPU 0": group, ...row }, n) => ({ ...row, sends: axes[n].sends, waits: waits(row.axis) ? seconds(waits(row.axis)) : "" }));
   fillTable(byId("axes"), Object.keys(table[0] ?? {}), table.map(({ axis, ...cells }) => [keyed(AXIS_COLOURS[axis], axis), ...Object.values(cells)]),
-    ["splits", "group of GPU 0", "link", "sends"]);
+    ["splits", "link", "sends"]);
 }
 
 function showSweep(plan, { over, points, error }) {
