@@ -95,11 +95,8 @@ def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Ch
 
     Within documents those before come in reversed order, and as many count as are of the first query's document.
     """
-    earlier_ids, local_ids = jnp.split(documents_of(2 * T), 2, axis=1)
-    shared = (
-        jnp.sum(local_ids == earlier_ids[:, -1:], axis=1),
-        jnp.sum(earlier_ids == local_ids[:, :1], axis=1),
-    )
+    ids_before, ids = jnp.split(documents_of(2 * T), 2, axis=1)
+    shared = jnp.sum(ids == ids_before[:, -1:], axis=1), jnp.sum(ids_before == ids[:, :1], axis=1)
 
     def make(key, dtype) -> tuple:
         queries, keys = (1, T, N, H), (1, 2 * T, K, H)
@@ -107,10 +104,7 @@ def ring_block(T: int, N: int, K: int, H: int, *, documents: bool = False) -> Ch
 
     masks = BlockMask(), BlockMask(causal=True)
     if documents:
-        masks = (
-            BlockMask(lengths=shared),
-            BlockMask(causal=True, segment_ids=(local_ids, local_ids)),
-        )
+        masks = BlockMask(lengths=shared), BlockMask(causal=True, segment_ids=(ids, ids))
 
     def turned(x: jax.Array) -> jax.Array:
         return x[:, ::-1] if documents else x

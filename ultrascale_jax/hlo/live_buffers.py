@@ -120,10 +120,8 @@ def read_plan(assignment: str, ranges: str) -> MemoryPlan:
             places[name, at] = Place(number, int(value[4]), int(value[3]))
             start, end = lives.get((name, index), (0, -1))
             if kind == "parameter":  # the values that reuse its place start later
-                candidate = start, name, size
-                parameters[number] = min(
-                    parameters.get(number, candidate), candidate, key=itemgetter(0)
-                )
+                entry = start, name, size
+                parameters[number] = min(parameters.get(number, entry), entry, key=itemgetter(0))
             elif kind == "preallocated-temp" and end >= 0:
                 place = int(value[4]), int(value[3])
                 buffers.append(Buffer(name, value[5], start, end, *place))

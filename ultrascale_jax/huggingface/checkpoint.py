@@ -303,10 +303,8 @@ def save(
         dtype=dtype,
         model_type=model_type,
     )
-    table, wrapper = (
-        tensors(cfg, family),
-        None if wrapper_folder is None else Wrapper(Path(wrapper_folder)),
-    )
+    table = tensors(cfg, family)
+    wrapper = None if wrapper_folder is None else Wrapper(Path(wrapper_folder))
     _check_parameters(model, table)
     if wrapper is not None:
         with ExitStack() as stack:

@@ -380,12 +380,8 @@ class Run:
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step over all GPUs."""
-        arguments = (
-            self.shape,
-            self.document_length,
-            adapter_params(self.shape, self.lora, active=True),
-        )
-        return self.step_tokens * flops_per_token(*arguments, reference=self.reference)
+        args = self.shape, self.document_length, adapter_params(self.shape, self.lora, active=True)
+        return self.step_tokens * flops_per_token(*args, reference=self.reference)
 
     def mfu(self, step_s: float, gpu: Gpu) -> float:
         """Return model FLOPs utilisation if a step takes `step_s` seconds, as the trainer reports it for full rows."""

@@ -71,13 +71,11 @@ class Operations:
         """Return the work for an instruction that is no collective; none: it takes no time."""
         key = computation, instruction.name
         if key not in self._known:
-            operation = self._operation(computation, instruction)
-            if operation is not None:
-                kernel = kernel_of(self.module, instruction, operation.kind)
-                operation = replace(
-                    operation, kernel=kernel, block=block_of(self.module, instruction)
-                )
-            self._known[key] = operation
+            op = self._operation(computation, instruction)
+            if op is not None:
+                kernel = kernel_of(self.module, instruction, op.kind)
+                op = replace(op, kernel=kernel, block=block_of(self.module, instruction))
+            self._known[key] = op
         return self._known[key]
 
     def _operation(self, computation: str, i: Instruction) -> Operation | None:
@@ -141,10 +139,8 @@ class Operations:
 def _products(gpu: Gpu, i: Instruction, dots: list[Dot], device: int) -> Operation:
     """Time the matrix products, and operations fused with them (such as a residual) where those move more bytes."""
     scratch = sum(array.bytes for array in i.arrays[1:] if array.dtype in ("s8", "u8"))
-    written_down = sum(
-        2 * dot.batch * (dot.m * dot.k + dot.k * dot.n + dot.m * dot.n) for dot in dots
-    )
-    fused = costs.memory_seconds(gpu, max(0, device - scratch - written_down))
+    moved = sum(2 * dot.batch * (dot.m * dot.k + dot.k * dot.n + dot.m * dot.n) for dot in dots)
+    fused = costs.memory_seconds(gpu, max(0, device - scratch - moved))
     seconds = sum(
         costs.gemm_seconds(gpu, dot.m, dot.n, dot.k, _precision(dot.dtype), dot.batch)
         for dot in dots

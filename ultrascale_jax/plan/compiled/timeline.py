@@ -282,7 +282,7 @@ class _Replay:
         recording, steady, hidden, hidden_from = self.recording, None, 0, 0.0
         lengths = {stream: len(events) for stream, events in self.streams.items()}
         for done in range(1, trips + 1):
-            start, seconds = self.now, dict(self.seconds)
+            start, spent = self.now, dict(self.seconds)
             self.recording = recording and done <= SHOWN
             outer, self.trips = self.trips, (*self.trips, trips)
             self.computation(body)
@@ -292,7 +292,7 @@ class _Replay:
             if not hidden and (repeats or done == SHOWN):
                 hidden, hidden_from = trips - done, self.now
             if repeats:
-                self.skip(trips - done, start, seconds)
+                self.skip(trips - done, start, spent)
                 break
             steady = state
         self.recording = recording
@@ -314,25 +314,20 @@ class _Replay:
         """Take the slowest branch in its share of the time, and else the fastest."""
         trials = {name: self.tried(name) for name in instruction.called}
         share = 1.0 if self.share is None else self.share(instruction, self.trips)
-        start, seconds_then, free = self.now, dict(self.seconds), dict(self.free)
+        start, spent, free = self.now, dict(self.seconds), dict(self.free)
         self.computation(max(trials, key=lambda name: trials[name].now))
         if share < 1:
             fastest = min(trials.values(), key=lambda trial: trial.now)
-            self.shrink(share, fastest.now, start, seconds_then, free)
+            self.shrink(share, fastest.now, start, spent, free)
             for key, seconds in fastest.seconds.items():
-                self.seconds[key] += (1 - share) * (seconds - seconds_then.get(key, 0.0))
+                self.seconds[key] += (1 - share) * (seconds - spent.get(key, 0.0))
 
     def shrink(
-        self,
-        share: float,
-        end: float,
-        start: float,
-        seconds_then: dict,
-        free: dict[str | int, float],
+        self, share: float, end: float, start: float, spent: dict, free: dict[str | int, float]
     ) -> None:
         """Let what happened since `start` happen in a share of the time only; without it, it would be `end`."""
         for key, seconds in self.seconds.items():
-            self.seconds[key] -= (1 - share) * (seconds - seconds_then.get(key, 0.0))
+            self.seconds[key] -= (1 - share) * (seconds - spent.get(key, 0.0))
         self.now = share * self.now + (1 - share) * end
         self.free = {key: share * at + (1 - share) * free[key] for key, at in self.free.items()}
         for n, w in enumerate(self.works):
@@ -349,11 +344,11 @@ class _Replay:
         trial.computation(computation)
         return trial
 
-    def skip(self, times: int, start: float, seconds_then: dict) -> None:
+    def skip(self, times: int, start: float, spent: dict) -> None:
         """Let the iteration since `start` happen `times` more."""
         span = times * (self.now - start)
         for key, seconds in self.seconds.items():
-            self.seconds[key] += times * (seconds - seconds_then.get(key, 0.0))
+            self.seconds[key] += times * (seconds - spent.get(key, 0.0))
         self.free = {key: end + span for key, end in self.free.items()}
         self.works = [w._replace(start=w.start + span, end=w.end + span) for w in self.works]
         self.now += span
