@@ -40,7 +40,7 @@ class Delay:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """How XLA runs a step. The defaults are the plain form."""
+    """The way in which XLA runs a step. The defaults are the plain form."""
 
     gathers_ahead: bool = False
     """The scan over layers gathers the next layer's parameters while this one computes, and reduce-scatters its

@@ -14,7 +14,7 @@ from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import Config
 from ultrascale_jax.models.fp8 import is_variable
 from ultrascale_jax.models.layer_group import with_inputs
-from ultrascale_jax.models.stack import Piece, pieces
+from ultrascale_jax.models.stack import Segment, segments
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.primitives import reshard
 from ultrascale_jax.train_step.objective import Batch
@@ -121,8 +121,8 @@ def _forward(
         x_BRD = model.embedding(reshard("BT->BT", micro_batch["tokens"]), inputs.dtype)
         embedding, layers = _is_finite(x_BRD), []
         for i, (stack, numbers) in enumerate(zip(model.stacks, model.cfg.stacks, strict=True)):
-            for piece in pieces(stack, numbers, inputs.of_stack(i)):
-                x_BRD, finite_L2 = _run(piece, x_BRD)
+            for segment in segments(stack, numbers, inputs.of_stack(i)):
+                x_BRD, finite_L2 = _run(segment, x_BRD)
                 layers.append(finite_L2)
         targets_BT = micro_batch["targets"]
         weight = jnp.float32(1 / targets_BT.size)
@@ -133,18 +133,18 @@ def _forward(
     return jax.tree.map(lambda flags_M: jnp.all(flags_M, axis=0), finite)
 
 
-def _run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _run(segment: Segment, x_BRD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Run the layers of a chunk; return the residual stream, and whether it is finite after each half `[L, 2]`."""
 
     def run_layer(x_BRD, row):
         block, layer_row = row
         finite = []
-        for layer, inputs in with_inputs(block, piece.inputs.of_layer(layer_row)):
+        for layer, inputs in with_inputs(block, segment.inputs.of_layer(layer_row)):
             x_BRD, _, feed_forward, _ = layer.gather_params(inputs).attend(x_BRD, inputs)
             attended = _is_finite(x_BRD)
             x_BRD, *_ = layer.feed(x_BRD, feed_forward, inputs.moe)
             finite.append(jnp.stack([attended, _is_finite(x_BRD)]))
         return x_BRD, jnp.stack(finite)
 
-    x_BRD, finite_LG2 = jax.lax.scan(run_layer, x_BRD, (piece.block, piece.rows))
+    x_BRD, finite_LG2 = jax.lax.scan(run_layer, x_BRD, (segment.block, segment.rows))
     return x_BRD, finite_LG2.reshape(-1, 2)

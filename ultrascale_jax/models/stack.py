@@ -38,7 +38,7 @@ def keep_all(layer: int) -> Recomputation:
     return KEEP_ALL
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive layers of a stack with the same window, precision and recomputation."""
 
     block: Row
@@ -72,13 +72,13 @@ def cut[Tree](stack: Tree, rows: range) -> Tree:
     return jax.tree.map(lambda p: p if p.shape[0] == len(rows) else p[taken], stack)
 
 
-def pieces(
+def segments(
     stack: Row,
     layers: range,
     inputs: LayerInputs,
     remat: Callable[[int], Recomputation] = keep_all,
     ends: Collection[int] = (),
-) -> Iterator[Piece]:
+) -> Iterator[Segment]:
     """Cut a stack of these layers of the model where window, precision or recomputation change, and after the layers in
     `ends`; a cache among the inputs is that of the stack."""
     cfg, fp8 = stack.cfg, inputs.fp8
@@ -90,34 +90,34 @@ def pieces(
     for (window, in_fp8, recomputation, _), group in itertools.groupby(layers, traits):
         numbers = list(group)
         first, stop = numbers[0], numbers[-1] + layers.step
-        inputs_of_piece = dataclasses.replace(
+        inputs_of_segment = dataclasses.replace(
             recomputation.adapt(inputs), window=window, fp8=fp8 if in_fp8 else None
         )
         places = range(*((layer - layers.start) // layers.step for layer in (first, stop)))
-        block, (kv, *by_layer) = cut(stack, places), inputs_of_piece.stacked
+        block, (kv, *by_layer) = cut(stack, places), inputs_of_segment.stacked
         rows = cut(kv, places), *cut(by_layer, range(first, stop, layers.step))
         waits = remat(cfg.num_layers - 1) != recomputation
-        yield Piece(block, rows, inputs_of_piece, recomputation, waits, stop - 1)
+        yield Segment(block, rows, inputs_of_segment, recomputation, waits, stop - 1)
 
 
-def run(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
+def run(segment: Segment, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
     """Run the layers of a segment."""
-    num_layers = len(jax.tree.leaves(piece.block)[0])
-    if piece.inputs.lowering.gathers_ahead and num_layers > 1:
-        return _gathering_ahead(piece, x_BRD)
+    num_layers = len(jax.tree.leaves(segment.block)[0])
+    if segment.inputs.lowering.gathers_ahead and num_layers > 1:
+        return _gathering_ahead(segment, x_BRD)
 
     def layer(x_BRD, row):
         block, layer_row = row
-        inputs = piece.inputs.of_layer(layer_row)
+        inputs = segment.inputs.of_layer(layer_row)
         x_BRD, routed, cache, terms = block.gather_params(inputs)(x_BRD, inputs)
         return x_BRD, LayerOutputs(cache and cache[:-1], routed, terms)
 
-    return jax.lax.scan(piece.recomputation.wrap(layer), x_BRD, (piece.block, piece.rows))
+    return jax.lax.scan(segment.recomputation.wrap(layer), x_BRD, (segment.block, segment.rows))
 
 
-def _gathering_ahead(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
+def _gathering_ahead(segment: Segment, x_BRD: jax.Array) -> tuple[jax.Array, LayerOutputs]:
     """Run the layers, the parameters of the next one gathered while this one computes."""
-    inputs, lowering = piece.inputs, piece.inputs.lowering
+    inputs, lowering = segment.inputs, segment.inputs.lowering
 
     def compute(block, x_BRD, inputs, constants):
         row, _ = constants
@@ -132,23 +132,23 @@ def _gathering_ahead(piece: Piece, x_BRD: jax.Array) -> tuple[jax.Array, LayerOu
         return block.gather_params(inputs.of_layer(row))
 
     # The base of adapters is frozen.
-    trained, frozen = split_adapters(piece.block)
+    trained, frozen = split_adapters(segment.block)
     if not jax.tree.leaves(trained):
         trained, frozen = frozen, None
 
     # The layers read no fp8 from their inputs: `gather_params` has made of it what their parameters are.
     context = dataclasses.replace(inputs, fp8=None)
     x_BRD, ((balance_LBR, terms), *statistics) = prefetch_scan(
-        piece.recomputation.wrap(compute),
+        segment.recomputation.wrap(compute),
         trained,
         x_BRD,
         gather=gather,
-        constants=(piece.rows, frozen),
+        constants=(segment.rows, frozen),
         context=context,
         leave_sums=functools.partial(map_params, leave_sums) if lowering.sums_late else None,
         lowering=lowering,
-        offload=piece.recomputation.offload,
-        waits=piece.waits,
+        offload=segment.recomputation.offload,
+        waits=segment.waits,
     )
     routed = Routed(balance_LBR, *statistics) if statistics else None
     return x_BRD, LayerOutputs(None, routed, terms)

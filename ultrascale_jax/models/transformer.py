@@ -40,7 +40,7 @@ from ultrascale_jax.models.layers import (
 )
 from ultrascale_jax.models.loss import capped, cross_entropy, cross_entropy_of_shards
 from ultrascale_jax.models.mtp import MTPModule
-from ultrascale_jax.models.stack import LayerOutputs, Recomputation, keep_all, pieces, run
+from ultrascale_jax.models.stack import LayerOutputs, Recomputation, keep_all, run, segments
 from ultrascale_jax.parallel.pipeline.schedules import LayerOrder
 from ultrascale_jax.sharding.primitives import (
     einsum,
@@ -220,12 +220,12 @@ class Transformer(nnx.Module):
         caches: list[Any] = []
         for i, (stack, layers) in enumerate(zip(self.stacks, self.cfg.stacks, strict=True)):
             first = len(outputs)
-            for piece in pieces(stack, layers, inputs.of_stack(i), remat, capture):
+            for segment in segments(stack, layers, inputs.of_stack(i), remat, capture):
                 with jax.named_scope("layers"):
-                    x_BRD, output = run(piece, x_BRD)
+                    x_BRD, output = run(segment, x_BRD)
                 outputs.append(output)
-                if piece.last_layer in capture:
-                    captured[piece.last_layer] = x_BRD
+                if segment.last_layer in capture:
+                    captured[segment.last_layer] = x_BRD
             caches.append(_joined([output.kv for output in outputs[first:]]))
         routers = [output.routed for output in outputs if output.routed is not None]
         balance = sum((jnp.sum(router.balance_BR) for router in routers), jnp.float32(0.0))

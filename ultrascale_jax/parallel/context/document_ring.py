@@ -41,7 +41,7 @@ from ultrascale_jax.sharding.rules import varying
 
 
 class Hops(NamedTuple):
-    """How far keys go in one direction."""
+    """The reach of keys in one direction."""
 
     direction: int
     """1 to the next place, -1 to the one before."""

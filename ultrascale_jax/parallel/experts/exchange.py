@@ -75,7 +75,7 @@ type Outer = Callable[[list[Tokens], Any], list[jax.Array]]
 
 @dataclass(frozen=True)
 class Rounds:
-    """How this rank's experts compute rows, so many in each round."""
+    """The computation of this rank's experts, of so many rows in each round."""
 
     one_round: OneRound
     ragged: bool = False
@@ -404,7 +404,7 @@ def _local_choices(ids: jax.Array, weights: jax.Array, num: int) -> tuple[jax.Ar
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Sends tokens to the parts of a group that have their experts, runs `inner` there, and returns the results."""
+    """An exchange of tokens with the parts of a group that have their experts, which runs `inner` there."""
 
     stage: A2AStage
     first: int
