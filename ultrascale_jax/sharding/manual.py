@@ -53,12 +53,17 @@ def smap(
     region = jax.shard_map(
         fn, mesh=mesh, in_specs=kept_in, out_specs=kept_out, axis_names=axes, check_vma=True
     )
-    # Over one device JAX 0.12.0 lowers no region, and fails where a result or a cotangent is a partial sum
-    # ("Expected last op to be sdy.sharding_constraint").
-    if not alone:
-        return region
+    return _typed_outside(region, out_specs, axes) if alone else region
 
-    def plain(*args):
+
+def _typed_outside(region: Callable, out_specs: Any, axes: set[str]) -> Callable:
+    """Return a region over one device that takes reduced arguments and gives partial sums over `axes`.
+
+    JAX 0.12.0 lowers no region there, and fails where a result or a cotangent is a partial sum ("Expected last op to be
+    sdy.sharding_constraint").
+    """
+
+    def run(*args):
         results = region(*jax.tree.map(_plain, args))
 
         def leave(spec: P, part: Any) -> Any:
@@ -66,7 +71,7 @@ def smap(
 
         return jax.tree.map(leave, out_specs, results, is_leaf=_is_spec)
 
-    return plain
+    return run
 
 
 def _is_spec(x: object) -> bool:
