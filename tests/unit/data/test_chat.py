@@ -1,6 +1,7 @@
 """Conversations by a chat template: their text, their answers, and the tokens that the loss counts."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -29,46 +30,26 @@ from ultrascale_jax.data.loader import Loader, batch_hash
 from ultrascale_jax.data.tokenizer import JsonTokenizer
 
 TOOLS = [{"name": "<f>"}]
-EXPECTED = {
-    CHATML: (
-        "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi\u00e9 <|im_end|>\n<|im_start|>assistant\n"
-        "[ Yes <b>\n<|im_end|>]\n<|im_start|>user\n\nso?<|im_end|>\n<|im_start|>assistant\n"
-        "[\u20ac no.<|im_end|>]\n"
-    ),
-    LLAMA3: (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi\u00e9<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n[Yes <b><|eot_id|>]"
-        "<|start_header_id|>user<|end_header_id|>\n\nso?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n[\u20ac no.<|eot_id|>]"
-    ),
-    MARKED: '[{"name": "<f>"}]"Be brief""Hi\u00e9 "[ Yes <b>\n<|im_end|>]"\\nso?"[\u20ac no.<|im_end|>]',
+ANSWERS = {
+    CHATML: (" Yes <b>\n<|im_end|>", "\u20ac no.<|im_end|>"),
+    LLAMA3: ("Yes <b><|eot_id|>", "\u20ac no.<|eot_id|>"),
+    MARKED: (" Yes <b>\n<|im_end|>", "\u20ac no.<|im_end|>"),
 }
 
 
 @pytest.mark.parametrize("where", ["config", "list", "file"])
-@pytest.mark.parametrize("template", EXPECTED, ids=["chatml", "llama3", "marked"])
-def test_a_conversation_is_the_reference_template_s_text_with_its_answers(chat, template, where):
-    text = chat(template, where).render({"messages": TALK, "tools": TOOLS})
-    assert marked(text) == EXPECTED[template]
-    options = {"chat_template": template, "bos_token": BOS}
+@pytest.mark.parametrize("source", ANSWERS, ids=["chatml", "llama3", "marked"])
+def test_a_conversation_and_a_prompt_are_the_texts_of_transformers_with_answers_marked(
+    chat, source, where
+):
+    template, options = chat(source, where), {"chat_template": source, "bos_token": BOS}
+    text = template.render({"messages": TALK, "tools": TOOLS})
+    answers = ANSWERS[source]
+    assert tuple(re.findall(f"{BEGIN}(.*?){END}", text, re.DOTALL)) == answers
     assert [unmarked(text)] == render_jinja_template([TALK], TOOLS, **options)[0]
-
-
-@pytest.mark.parametrize(
-    ("source", "head", "end"),
-    [
-        (CHATML, "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
-        (LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-        (MARKED, '"\\nso?"', "<|im_end|>"),
-    ],
-    ids=["chatml", "llama3", "marked"],
-)
-def test_a_chat_is_prompted_for_the_next_answer_and_ends_with_its_token(chat, source, head, end):
-    template = chat(source)
-    prompt = template.prompt(TALK[:-1])
-    assert prompt.endswith(head) and not {BEGIN, END} & set(prompt)
-    assert template.end_of_turn() == end
+    prompts, _ = render_jinja_template([TALK[:-1]], add_generation_prompt=True, **options)
+    assert [template.prompt(TALK[:-1])] == prompts
+    assert answers[1].endswith(f".{template.end_of_turn()}")
 
 
 def test_reasoning_that_the_template_drops_from_earlier_answers_is_no_answer(chat):
