@@ -19,12 +19,15 @@ from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    Distill,
+    Dpo,
     Experts,
     FullAttention,
     Keep,
     LatentAttention,
     LinearAttention,
     LogConfig,
+    Lora,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -131,6 +134,19 @@ REFUSED = [
     (OptimConfig, {"name": "muon", "moment_dtype": "bfloat16", "stochastic_rounding": True}),
     (OptimConfig, {"moment_dtype": "bfloat16", "weight_dtype": "bfloat16"}),
     (OptimConfig, {"decay_steps": 5}),
+    (OptimConfig, {"name": "muon", "offload": "second"}),
+    (Lora, {"rank": -1}),
+    (Lora, {"rank": 8, "alpha": -1.0}),
+    (Lora, {"rank": 8, "targets": ("qproj",)}),
+    (Lora, {"alpha": 16.0}),
+    (Dpo, {"beta": -1.0}),
+    (Dpo, {"beta": 1.0, "label_smoothing": 0.5}),
+    (Dpo, {"beta": 1.0, "loss": "ipo", "label_smoothing": 0.1}),
+    (Dpo, {"beta": 1.0, "loss": ""}),
+    (Dpo, {"beta": 1.0, "reference": "x"}),
+    (Dpo, {"loss": "ipo"}),
+    (Distill, {"temperature": 2.0}),
+    (Distill, {"teacher": "hf:x", "top_k": 5}),
     (TrainConfig, {"remat": "some"}),
     (PipelineConfig, {"schedule": "gpipe"}),
     (PipelineConfig, {"virtual": 2}),
@@ -182,6 +198,15 @@ BIASED = {"model__experts": Experts(num=4, biases=True)}
 FOLDING = {"moe__folding": True}
 HEADS_12 = {"model__num_heads": 12, "model__num_kv_heads": 4, "mesh__fsdp": 1}
 HEADS_12 |= {"model__d_model": 48, "model__d_ff": 48, "model__vocab_size": 252, "data__seq_len": 96}
+PAIRS = {"train__dpo": Dpo(beta=0.1)}
+
+
+def taught_by(**changes) -> dict:
+    """The recipe's model as a teacher, changed."""
+    teacher = dataclasses.replace(load_recipe("debug").model, **changes)
+    return {"train__distill": Distill(teacher="hf:x", model=teacher)}
+
+
 MIXED_WINDOWS = {"model__sliding_window": 8, "model__first_window_layer": 2}
 
 
@@ -343,6 +368,50 @@ def test_the_tokens_of_a_step_can_be_counted_in_int32():
             "mesh.pp=1",
         ),
         ({"train__remat": EIGHT}, 8, "train.remat='full:8+dots'", "the model has 8 layers"),
+        ({"model__mtp_layers": 256}, 8, "model.mtp_layers=256", "less than data.seq_len"),
+        *(
+            ({**objective, field: value}, 8, named, fix)
+            for objective in (PAIRS, taught_by())
+            for field, value, named, fix in (
+                ("model__mtp_layers", 1, "model.mtp_layers=1", "use 0"),
+                ("train__z_loss", 0.1, "train.z_loss=0.1", "use 0"),
+                ("kernels__loss", "mosaic", "kernels.loss='mosaic'", "use auto or xla"),
+            )
+        ),
+        (
+            {**PAIRS, "data__document_mask": False},
+            8,
+            "train.dpo.beta=0.1",
+            "data.document_mask=True",
+        ),
+        ({**PAIRS, "train__precision": "fp8"}, 8, "train.precision='fp8'", "fp8_block"),
+        ({**PAIRS, **taught_by()}, 8, "train.dpo.beta=0.1", "leave out"),
+        ({**taught_by(), "mesh__pp": 2}, 8, "train.distill.teacher='hf:x'", "no pipeline runs"),
+        (taught_by(vocab_size=128), 8, "train.distill.teacher='hf:x'", "vocabulary has 128 tokens"),
+        (
+            {**taught_by(num_heads=6, num_kv_heads=6), "mesh__tp": 4},
+            8,
+            "train.distill.teacher='hf:x'",
+            "the teacher's model.num_heads=6: must be divisible",
+        ),
+        (
+            {"train__distill": Distill(teacher="hf:x")},
+            8,
+            "train.distill.teacher='hf:x'",
+            "its shape is not known",
+        ),
+        (
+            {"train__distill": Distill(teacher="topk:x", top_k=257)},
+            8,
+            "train.distill.top_k=257",
+            "from 1 to model.vocab_size=256",
+        ),
+        (
+            {"train__lora": Lora(rank=4, targets=("q_a_proj",))},
+            8,
+            "train.lora.targets=('q_a_proj',)",
+            "the model has no q_a_proj; name",
+        ),
         (
             {**PP4, "train__remat": dataclasses.replace(EIGHT, layers=1)},
             8,

@@ -21,7 +21,6 @@ from ultrascale_jax.config import (
     ModelConfig,
     Multipliers,
     TrainConfig,
-    UserError,
 )
 from ultrascale_jax.config.lora import Lora, projections
 from ultrascale_jax.models.frozen_fp8 import quantised
@@ -54,27 +53,11 @@ CFG = Config(
 )
 
 
-def test_an_adapters_scale_and_what_its_fields_refuse():
+def test_an_adapters_scale_is_alpha_over_the_rank_or_its_root():
     assert Lora(rank=8).scale == Lora(rank=8, alpha=16.0).scale == 2.0
     lora = Lora(rank=16, alpha=8.0, rslora=True, targets=("v_proj", "q_proj"))
     assert (lora.scale, lora.targets) == (2.0, ("q_proj", "v_proj"))
     assert Lora(rank=16, alpha=8.0).scale == 0.5
-    assert not Lora().enabled and lora.enabled
-    for wrong, named in (
-        ({"rank": -1}, r"rank=-1: must be from 0 to 100000"),
-        ({"rank": 8, "alpha": -1.0}, r"alpha=-1\.0: must not be negative"),
-        ({"rank": 8, "targets": ("qproj",)}, r"targets=\('qproj',\): .* one of q_proj"),
-        ({"alpha": 16.0}, r"alpha=16\.0: has no effect without train\.lora\.rank; give both"),
-    ):
-        with pytest.raises(UserError, match=rf"^train\.lora\.{named}"):
-            Lora(**wrong)
-
-
-def test_what_adapters_cannot_be_with_is_refused():
-    with pytest.raises(
-        UserError, match=r"train\.lora\.targets=.*: the model has no q_a_proj; name"
-    ):
-        change(CFG, train={"lora": Lora(rank=4, targets=("q_a_proj",))}).check(4)
 
 
 def gradients(cfg, mesh, state, batch):

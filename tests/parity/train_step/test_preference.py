@@ -1,4 +1,4 @@
-"""Preference pairs: what they refuse, their formulas, and the tokens, losses and rewards of TRL (tests/trl.py)."""
+"""Preference pairs: their formulas, and the tokens, losses and rewards of TRL (tests/trl.py)."""
 
 import jax
 import numpy as np
@@ -9,9 +9,6 @@ from tests.parity.comparison import compare
 from tests.runs import change
 from tests.states import bytes_at_rest
 from tests.trl import BATCH, CFG, STEPS, compare_with_trl, documents, expected
-from ultrascale_jax.config import (
-    UserError,
-)
 from ultrascale_jax.config.dpo import Dpo
 from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.plan.formulas import memory
@@ -22,37 +19,6 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.preference import count_pairs, pair_losses
 from ultrascale_jax.train_step.state import abstract_state
-
-
-def test_the_fields_of_the_loss_refuse_what_they_cannot_mean():
-    assert Dpo(beta=0.1).has_reference and not Dpo(beta=0.1, reference="none").has_reference
-    assert not Dpo().enabled and not Dpo().has_reference
-    for wrong, named in (
-        ({"beta": -1.0}, r"beta=-1\.0: must not be negative"),
-        ({"beta": 1.0, "label_smoothing": 0.5}, r"label_smoothing=0\.5: must be less than 0\.5"),
-        ({"beta": 1.0, "label_smoothing": 0.1, "loss": "ipo"}, r"label_smoothing=.*loss=sigmoid"),
-        ({"beta": 1.0, "loss": ""}, r"loss='': must be one of sigmoid, ipo"),
-        ({"beta": 1.0, "reference": "x"}, r"reference='x': must be one of initial, none"),
-        ({"loss": "ipo"}, r"loss='ipo': has no effect without train\.dpo\.beta; give both"),
-    ):
-        with pytest.raises(UserError, match=rf"^train\.dpo\.{named}"):
-            Dpo(**wrong)
-
-
-def test_what_pairs_cannot_be_with_is_refused():
-    cfg = change(CFG, train={"dpo": Dpo(beta=0.1)})
-    for sections, words in (
-        ({"model": {"mtp_layers": 1}}, r"model\.mtp_layers=1: .* use 0"),
-        ({"data": {"document_mask": False}}, r"train\.dpo\.beta=.* data\.document_mask=True"),
-        ({"train": {"dpo": Dpo(beta=0.1), "z_loss": 1e-4}}, r"train\.z_loss=.* use 0"),
-        (
-            {"train": {"dpo": Dpo(beta=0.1), "precision": "fp8"}},
-            r"train\.precision='fp8': .* fp8_block",
-        ),
-        ({"kernels": {"loss": "mosaic"}}, r"kernels\.loss=.* use auto or xla"),
-    ):
-        with pytest.raises(UserError, match=words):
-            change(cfg, **sections).check(4)
 
 
 def test_label_smoothing_and_no_reference_by_their_formulas():
