@@ -1,20 +1,16 @@
 """Blocks of attention for the kernel of documents and rings: what calls it, and what the oracle says."""
 
 import functools
-import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from tests.attention_oracle import Dense, dense_attention
-from tests.gpu_kernels import relative
-from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
+from tests.gpu_kernels import compile_for, relative
 from ultrascale_jax.kernels import attention_mosaic as mosaic
 from ultrascale_jax.kernels.attention_mask import BlockMask
-from ultrascale_jax.sharding.manual import smap
 
 
 class Case(NamedTuple):
@@ -102,28 +98,17 @@ EXACT, ROUNDED = (1e-6, 1e-5, 1e-6), (4e-3, 1e-3, 1e-2)
 KERNEL = [functools.partial(run, staged=True) for run in (mosaic.forward, mosaic.backward)]
 
 
-def compile_for(mesh, run, specs, shape, tokens: int, rows: int):
-    """Result and gradients of `run(q, k, v, segment_ids)` on each of the devices, `[rows, tokens]` on all."""
+def compile_attention(mesh, run, spec, shape, tokens: int, rows: int):
+    """Compile result and gradients of `run(q, k, v, segment_ids)` on each of the devices, `[rows, tokens]` on all."""
     _, _, N, K, H = shape
 
     def with_gradients(q, k, v, dout, ids):
         out, pull_back = jax.vjp(lambda q, k, v: run(q, k, v, ids), q, k, v)
         return out, *pull_back(dout)
 
-    with jax.set_mesh(mesh), uncached():
-        local = smap(
-            with_gradients, in_specs=(specs,) * 5, out_specs=(specs,) * 4, axes=mesh.axis_names
-        )
-        given = [
-            jax.ShapeDtypeStruct((rows, tokens, *dims), dtype, sharding=NamedSharding(mesh, specs))
-            for dims, dtype in [((n, H), jnp.bfloat16) for n in (N, K, K, N)] + [((), jnp.int32)]
-        ]
-        options = {"xla_gpu_enable_triton_gemm": False, **DEVICELESS_OPTIONS}
-        return jax.jit(local).lower(*given).compile(compiler_options=options)
-
-
-def kernels(text: str) -> int:
-    return len(re.findall("custom_call_target=.mosaic", text))
+    arrays = [((rows, tokens, n, H), jnp.bfloat16) for n in (N, K, K, N)]
+    arrays += [((rows, tokens), jnp.int32)]
+    return compile_for(mesh, with_gradients, arrays, (spec,) * 5, (spec,) * 4)
 
 
 LLAMA3_8B = (1, 8192, 32, 8, 128)

@@ -1,9 +1,10 @@
-"""The GPU interpreter, H100s that are not there, and kernels over rows compiled for them."""
+"""The GPU interpreter, H100s that are not there, and kernels compiled for them."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -11,7 +12,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ultrascale_jax.hlo.deviceless import DEVICELESS_OPTIONS, uncached
-from ultrascale_jax.kernels.device import match_vma
 from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.sharding.manual import smap
 
@@ -40,31 +40,40 @@ def h100s() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, ("dp",), axis_types=(AxisType.Explicit,))
 
 
-@pytest.fixture(scope="module")
-def compiled(h100s) -> Callable:
-    """`compiled(run, *shapes)`: `run` on each device, with its own bfloat16 rows; vectors are whole and float32."""
+def compile_for(
+    mesh: jax.sharding.Mesh,
+    run: Callable,
+    arrays: Sequence[tuple[tuple[int, ...], Any]],
+    in_specs: Sequence[P],
+    out_specs: Any,
+) -> jax.stages.Compiled:
+    """Compile `run` on the shards of each device, for global arrays of these shapes and types."""
+    with jax.set_mesh(mesh), uncached():
+        given = [
+            jax.ShapeDtypeStruct(*array, sharding=NamedSharding(mesh, spec))
+            for array, spec in zip(arrays, in_specs, strict=True)
+        ]
+        region = smap(run, in_specs=tuple(in_specs), out_specs=out_specs, axes=mesh.axis_names)
+        options = {"xla_gpu_enable_triton_gemm": False, **DEVICELESS_OPTIONS}
+        return jax.jit(region).lower(*given).compile(compiler_options=options)
 
-    def compile_run(run, *shapes):
-        rows = [len(shape) > 1 for shape in shapes]
-        specs = tuple(P("dp") if split else P() for split in rows)
 
-        def local(*args):
-            # Varying already, so that a vector's gradient stays what this device has of it.
-            return run(*match_vma(*args))
+@pytest.fixture
+def in_registers(monkeypatch, capfd) -> Callable:
+    """`in_registers(program)`, after it was compiled: the results of its kernels, all of which keep to their registers,
+    in a program that sends nothing."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
-        with jax.set_mesh(h100s), uncached():
-            given = [
-                jax.ShapeDtypeStruct(
-                    (h100s.size * shape[0], *shape[1:]) if split else shape,
-                    jnp.bfloat16 if split else jnp.float32,
-                    sharding=NamedSharding(h100s, spec),
-                )
-                for shape, split, spec in zip(shapes, rows, specs, strict=True)
-            ]
-            region = smap(local, in_specs=specs, out_specs=P("dp"), axes=("dp",))
-            return jax.jit(region).lower(*given).compile(compiler_options=DEVICELESS_OPTIONS)
+    def results(program: jax.stages.Compiled) -> list[str]:
+        text, log = program.as_text() or "", "".join(capfd.readouterr())
+        assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+        found = re.findall(r"= \(?(\w+\[[\d,]*\]).*custom_call_target=.mosaic", text)
+        unspilled = log.count("0 bytes spill stores, 0 bytes spill loads")
+        assert unspilled == log.count("spill stores") == len(found)
+        assert not re.search("setmaxnreg|serialized", log)
+        return found
 
-    return compile_run
+    return results
 
 
 def relative(got, want) -> float:

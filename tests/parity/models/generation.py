@@ -7,17 +7,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tests.parity.rows import BASE, MODELS
 from tests.states import some_state
 from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import (
     Config,
-    Experts,
-    FullAttention,
-    LatentAttention,
-    LinearAttention,
     MeshConfig,
     ModelConfig,
-    Multipliers,
     PipelineConfig,
     TrainConfig,
 )
@@ -25,107 +21,34 @@ from ultrascale_jax.models.generate import generate
 from ultrascale_jax.models.transformer import Transformer
 from ultrascale_jax.sharding.mesh import make_mesh
 
-LAYERS = 5
-LLAMA = ModelConfig(
-    vocab_size=33, d_model=16, d_ff=32, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=8
-)
-MODELS = {
-    "llama": LLAMA,
-    "windows_in_upper_layers": dataclasses.replace(
-        LLAMA,
-        tied_embeddings=True,
-        qkv_bias=True,
-        qk_norm="full",
-        norm_placement="post",
-        sliding_window=3,
-        first_window_layer=2,
-    ),
-    "gemma3": dataclasses.replace(
-        LLAMA,
-        activation="gelu_tanh",
-        norm_placement="both",
-        qk_norm="head",
-        embed_scale=0.0,
-        rope_theta_local=100.0,
-        sliding_window=3,
-        full_attention_every=3,
-        nope_every=2,
-    ),
-    "gemma4": dataclasses.replace(
-        LLAMA,
-        num_layers=6,
-        qk_norm="head",
-        value_norm=True,
-        layer_scale=True,
-        norm_placement="both",
-        embed_scale=0.0,
-        logit_cap=500.0,  # lower ones make ties of large logits
-        rope_theta_local=100.0,
-        sliding_window=3,
-        full_attention_every=3,
-        full_attention=FullAttention(
-            num_kv_heads=1, head_dim=16, rope_share=0.5, values_are_keys=True
-        ),
-    ),
-    "gpt_oss": dataclasses.replace(
-        LLAMA,
-        activation="clamped_swiglu",
-        attention_sinks=True,
-        qkv_bias=True,
-        o_bias=True,
-        residual_scale=0.5,
-        logit_divisor=2.0,
-        rope_dim=4,
-        sliding_window=3,
-        full_attention_every=2,
-        experts=Experts(num=4, top_k=2, d_ff=8, biases=True),
-    ),
-    "qwen3_next": dataclasses.replace(
-        LLAMA,
-        num_layers=6,
-        qk_norm="head",
-        output_gate=True,
-        rope_dim=4,
-        full_attention_every=3,
-        linear=LinearAttention(key_heads=2, value_heads=4, key_dim=4, value_dim=6),
-    ),
-    "granite4_h": dataclasses.replace(
-        LLAMA,
-        num_layers=6,
-        nope_every=1,
-        full_attention_every=3,
-        full_attention_offset=1,
-        linear=LinearAttention(rule="mamba2", key_heads=1, value_heads=4, key_dim=4, value_dim=6),
-    ),
-    "falcon_h1": dataclasses.replace(
-        LLAMA,
-        linear=LinearAttention(
-            rule="mamba2",
-            key_heads=1,
-            value_heads=4,
-            key_dim=4,
-            value_dim=6,
-            norm=False,
-            beside_attention=True,
-        ),
-        multipliers=Multipliers(attn_o=2.0, linear_q=0.7),
-    ),
-    "nemotron_h": dataclasses.replace(
-        LLAMA,
-        num_layers=8,
-        pattern=2 * "M-M*--",
-        nope_every=1,
-        linear=LinearAttention(
-            rule="mamba2", key_heads=2, value_heads=4, key_dim=4, value_dim=6, step_min=0.5
-        ),
-    ),
-    "deepseek": dataclasses.replace(
-        LLAMA,
-        num_kv_heads=4,
-        experts=Experts(num=4, top_k=2, d_ff=8, shared=1, dense_layers=2),
-        latent=LatentAttention(q_rank=8, kv_rank=8, rope_dim=4, v_dim=6),
-    ),
+LLAMA = dataclasses.replace(BASE.model, vocab_size=33)
+OWN = {
+    "windows_in_upper_layers": {
+        "tied_embeddings": True,
+        "qkv_bias": True,
+        "qk_norm": "full",
+        "norm_placement": "post",
+        "sliding_window": 3,
+        "first_window_layer": 2,
+    },
+    "gemma3": {
+        "activation": "gelu_tanh",
+        "norm_placement": "both",
+        "qk_norm": "head",
+        "embed_scale": 0.0,
+        "rope_theta_local": 100.0,
+        "sliding_window": 3,
+        "full_attention_every": 3,
+        "nope_every": 2,
+    },
+    "gemma4": MODELS["gemma4"] | {"logit_cap": 500.0},  # lower ones make ties of large logits
 }
+
+
+def model(name: str) -> ModelConfig:
+    """Return a model of `OWN` or of the rows of parity, with the vocabulary of `LLAMA`."""
+    fields = (MODELS | OWN)[name] | {"vocab_size": LLAMA.vocab_size}
+    return dataclasses.replace(LLAMA, **fields)
 
 
 def large(cfg: Config, mesh: Mesh) -> Transformer:
@@ -156,6 +79,6 @@ def tokens(
 
 def compare(name: str, sizes: dict[str, int], schedule: str = "1f1b") -> None:
     """Compare the tokens of a model on a mesh with those of one device."""
-    found = tokens(MODELS[name], sizes, PipelineConfig(schedule=schedule))
-    np.testing.assert_array_equal(found, tokens(MODELS[name], {}, PipelineConfig()))
+    found = tokens(model(name), sizes, PipelineConfig(schedule=schedule))
+    np.testing.assert_array_equal(found, tokens(model(name), {}, PipelineConfig()))
     assert len(np.unique(found)) > 8

@@ -1,5 +1,5 @@
 """The GPU interpreter and H100s that are not there."""
 
-from tests.gpu_kernels import compiled, h100s, interpreted
+from tests.gpu_kernels import h100s, in_registers, interpreted
 
-__all__ = ["compiled", "h100s", "interpreted"]
+__all__ = ["h100s", "in_registers", "interpreted"]

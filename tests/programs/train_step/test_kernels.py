@@ -1,11 +1,13 @@
 """The section `kernels`: each of its fields puts a kernel into the program of a step, and none is there unasked."""
 
+import contextlib
 import dataclasses
 import re
 
 import jax
 import pytest
 
+from tests.runs import change
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -68,28 +70,26 @@ def test_scales_for_blocks_take_their_kernels_on_an_h100_unless_told_not_to(choi
     assert found == (KERNELS["fp8_matmul"] if taken else set())
 
 
-@pytest.mark.parametrize(("seq_len", "head_dim"), [(1000, 128), (8192, 100), (8192, 512)])
-def test_forced_packed_attention_is_refused_for_rows_and_heads_that_cannot_be(seq_len, head_dim):
-    device, kernels = target_devices(1)[0], KernelsConfig(attention="cudnn_packed")
-    packed = Config(model=MODEL, data=DataConfig(seq_len=8192), kernels=kernels)
-    check_kernels(packed, device)
-    model = dataclasses.replace(MODEL, head_dim=head_dim)
-    cfg = dataclasses.replace(packed, model=model, data=DataConfig(seq_len=seq_len))
-    with pytest.raises(
-        UserError, match=rf"^kernels\.attention='cudnn_packed'.*{seq_len}.*{head_dim}"
-    ):
-        check_kernels(cfg, device)
+PACKED = Config(
+    model=MODEL,
+    data=DataConfig(seq_len=8192),
+    kernels=KernelsConfig(attention="cudnn_packed"),
+)
 
 
-def test_forced_packed_attention_on_a_ring_needs_long_places_unless_there_are_no_documents():
-    device, kernels = target_devices(1)[0], KernelsConfig(attention="cudnn_packed")
-    data = DataConfig(seq_len=8192)
-    check_kernels(Config(model=MODEL, data=data, kernels=kernels, mesh=MeshConfig(cp=4)), device)
-    cfg = Config(model=MODEL, data=data, kernels=kernels, mesh=MeshConfig(cp=8))
-    with pytest.raises(
-        UserError, match=r"^kernels\.attention='cudnn_packed': needs rows of 2048 tokens or more"
-    ):
-        check_kernels(cfg, device)
-    check_kernels(
-        dataclasses.replace(cfg, data=dataclasses.replace(data, document_mask=False)), device
-    )
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({}, None),
+        ({"data": {"seq_len": 1000}}, "1000.*128"),
+        ({"model": {"head_dim": 100}}, "8192.*100"),
+        ({"mesh": {"cp": 4}}, None),
+        ({"mesh": {"cp": 8}}, ": needs rows of 2048 tokens or more"),
+        ({"mesh": {"cp": 8}, "data": {"document_mask": False}}, None),
+    ],
+)
+def test_forced_packed_attention_is_refused_for_rows_and_heads_that_cannot_be(sections, message):
+    """A place of a ring has a part of the row; without documents nothing is packed."""
+    refused = pytest.raises(UserError, match=rf"^kernels\.attention='cudnn_packed'.*{message}")
+    with refused if message else contextlib.nullcontext():
+        check_kernels(change(PACKED, **sections), target_devices(1)[0])

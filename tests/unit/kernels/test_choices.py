@@ -70,6 +70,7 @@ def test_attention_is_the_first_implementation_that_a_call_has_all_for(
         ({"queries": 8191, "keys": 8191}, "cudnn", "an even length for a mask"),
         ({"kind": "NVIDIA B200"}, "mosaic", "an H100 or H200"),
         ({"head_dim": 96}, "mosaic", "a head dim of 64 or 128"),
+        ({"softcap": True}, "mosaic", "no soft cap"),
     ],
 )
 def test_attention_that_is_asked_for_and_lacks_something_fails_loudly(change, implementation, need):
