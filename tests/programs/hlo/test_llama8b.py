@@ -38,6 +38,12 @@ def test_fully_sharded_waits_for_no_collective(fully_sharded):
     assert sum(sums) <= norms + 128
 
 
+def test_fully_sharded_gathers_run_beside_matmuls(fully_sharded):
+    gathers = [c for c in fully_sharded.collectives if c.kind == "all-gather" and c.loops]
+    hidden = sum(c.result_bytes for c in gathers if c.hidden_by_heavy)
+    assert hidden >= 0.8 * sum(c.result_bytes for c in gathers)
+
+
 def test_fully_sharded_sets_no_activations_to_zero_and_gathers_no_embedding(fully_sharded):
     m, tokens = RUN.model, RUN.train.global_batch // 8 * RUN.data.seq_len
     stack = rf"bf16\[{m.num_layers},{RUN.train.global_batch // 8},{RUN.data.seq_len},{m.d_model}\]"

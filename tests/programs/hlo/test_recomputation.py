@@ -68,17 +68,16 @@ def test_what_is_kept_takes_memory():
     assert kept == sorted(kept) and len(set(kept)) == len(kept)
 
 
-@pytest.mark.parametrize("others", [NAMED])
-def test_memory_is_linear_in_the_number_of_layers_with_a_policy(others):
+def test_memory_is_linear_in_the_number_of_layers_with_a_policy():
     """But for the parameters of one layer; and the policy that keeps less needs less memory in the first layers."""
-    (cfg, full), (_, alone) = run("full"), run(others)
+    (cfg, full), (_, alone) = run("full"), run(NAMED)
     count, layers = LAYERS, cfg.model.num_layers
-    _, split = run(Split(first="full", layers=count, last=others))
+    _, split = run(Split(first="full", layers=count, last=NAMED))
     kept, kept_split = (step.temporary_bytes - full.temporary_bytes for step in (alone, split))
     gathered = 2 * sum(matrices(cfg).values())  # norms apart
     assert kept_split == pytest.approx(kept * (layers - count) / layers, abs=1.01 * gathered)
     assert split.host_bytes * layers == alone.host_bytes * (layers - count)
-    _, reverse = run(Split(first=others, layers=layers - count, last="full"))
+    _, reverse = run(Split(first=NAMED, layers=layers - count, last="full"))
     assert split.temporary_bytes < reverse.temporary_bytes
 
 
