@@ -1,4 +1,4 @@
-"""`pipeline_loss` against one device: any x, learned context, tensor parallelism."""
+"""`pipeline_loss` against one device: any x, learned context, tensor parallelism, and ticks in which ranks idle."""
 
 import functools
 
@@ -11,6 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax as us
+from ultrascale_jax.parallel.pipeline import layer_loop
+from ultrascale_jax.parallel.pipeline.program import assemble
 
 M, ROWS, D = 4, 4, 8
 SPECS = {"up": P("stage", None, "model"), "down": P("stage", "model")}
@@ -41,7 +43,7 @@ def context(shared, batch):
     return {"time": batch["time"] @ shared["time"], "kind": batch["kind"]}
 
 
-def plain(blocks, shared, batches):
+def plain(blocks, shared, batches, layer=layer, head=head):
     def one(batch):
         around = context(shared, batch)
         x, aux = lax.scan(lambda x, p: layer(p, x, around), embed(shared, batch), blocks)
@@ -51,7 +53,7 @@ def plain(blocks, shared, batches):
     return jax.tree.map(jnp.mean, jax.vmap(one)(batches))
 
 
-def arrays(layers, dtype=np.float32):
+def arrays(layers, dtype=np.float32, count=M):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -59,8 +61,9 @@ def arrays(layers, dtype=np.float32):
 
     blocks = {"up": normal(layers, D, 2 * D), "down": normal(layers, 2 * D, D)}
     shared = {"in": normal(3, D), "out": normal(D, 2), "time": normal(5, D)}
-    batches = {"x": normal(M, ROWS, 3), "y": normal(M, ROWS, 2), "time": normal(M, ROWS, 5)}
-    return blocks, shared, batches | {"kind": rng.integers(0, 2, (M, ROWS), dtype=np.int32)}
+    sizes = {"x": 3, "y": 2, "time": 5}
+    batches = {name: normal(count, ROWS, size) for name, size in sizes.items()}
+    return blocks, shared, batches | {"kind": rng.integers(0, 2, (count, ROWS), dtype=np.int32)}
 
 
 def make_mesh(kind=AxisType.Auto):
@@ -97,10 +100,10 @@ def test_a_surrounding_loss_has_the_gradients_of_one_device():
 
 
 def test_64_bit_types_sums_and_inputs_of_stages_and_the_loss_alone():
-    inputs = arrays(4, np.float64)
+    inputs = arrays(5, np.float64)
     # Without `mesh.set_mesh` and `jit` around it, as in a notebook.
     make = functools.partial(
-        us.pipeline_loss, layer, embed, head, schedule=us.build_schedule("1f1b", 2, M),
+        us.pipeline_loss, layer, embed, head, schedule=us.build_schedule("zb_v", 2, M),
         mesh=make_mesh(), stage_axis="stage", batch_axes=("data", "model"), context=context,
     )  # fmt: skip
     with jax.enable_x64(True):
@@ -132,6 +135,66 @@ def test_a_weighted_mean_over_all_rows_divides_by_the_mean_of_the_devices_sums()
         schedule=us.build_schedule("1f1b", 2, M), mesh=make_mesh(), stage_axis="stage", batch_axes="data",
     )  # fmt: skip
     assert_equal(loss(gains, shared, batches), jnp.mean(jax.vmap(one_device)(batches)))
+
+
+def normed(x):
+    """Divide by the root of the mean square, which is 0 where nothing was stored yet."""
+    return x | {"h": x["h"] * lax.rsqrt(jnp.mean(x["h"] ** 2, -1, keepdims=True))}
+
+
+def test_idle_ticks_of_layers_add_nothing_not_even_nan():
+    def normed_layer(params, x, context):
+        return layer(params, normed(x), context)
+
+    inputs = arrays(4)
+    loss = us.pipeline_loss(
+        normed_layer, embed, head, schedule=us.build_schedule("zb_h1", 2, M), mesh=make_mesh(),
+        stage_axis="stage", batch_axes="data", context=context,
+    )  # fmt: skip
+    expected = surrounding(functools.partial(plain, layer=normed_layer), *inputs)
+    assert_equal(surrounding(loss, *inputs), expected)
+
+
+def test_a_masked_tick_of_the_head_adds_nothing_not_even_nan():
+    """Idle ticks too few for a branch, too many for a scan each: the head runs in them, on zeros."""
+    table = us.build_schedule("1f1b", 1, 64)
+    ticks = [
+        row for t, row in enumerate(table.ticks) for row in ([row, ({},)] if t % 12 == 6 else [row])
+    ]
+    gaps = table.with_ticks(ticks).check()
+    [segment] = assemble(gaps).segments
+    assert 0.9 <= assemble(gaps).every["head"].mean() < 1 and segment.kinds == {"F", "B"}
+
+    def normed_head(shared, x, batch):
+        return head(shared, normed(x), batch)
+
+    inputs = arrays(2, count=64)
+    mesh = jax.make_mesh((1, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    loss = us.pipeline_loss(
+        layer, embed, normed_head, schedule=gaps, mesh=mesh, stage_axis="stage", batch_axes="data",
+        context=context,
+    )  # fmt: skip
+    expected = surrounding(functools.partial(plain, head=normed_head), *inputs)
+    assert_equal(surrounding(loss, *inputs), expected)
+
+
+def test_the_backward_pass_is_cut_in_two_only_for_a_schedule_that_splits_it(monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("cut in two")
+
+    monkeypatch.setattr(layer_loop, "SplitBackward", refuse)
+    inputs = arrays(2)
+
+    def trace(name):
+        loss = us.pipeline_loss(
+            layer, embed, head, schedule=us.build_schedule(name, 2, M), mesh=make_mesh(),
+            stage_axis="stage", context=context,
+        )  # fmt: skip
+        jax.eval_shape(jax.value_and_grad(loss, has_aux=True), *inputs)
+
+    trace("1f1b")
+    with pytest.raises(AssertionError, match="cut in two"):
+        trace("zb_h1")
 
 
 def wrapped(change):
