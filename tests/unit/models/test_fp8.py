@@ -6,11 +6,8 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax as us
 from tests.states import some_state
@@ -147,30 +144,6 @@ def test_the_largest_magnitude_of_each_layers_matrices_is_found():
         np.testing.assert_array_equal(
             found[path], np.abs(np.asarray(weight[...])).reshape(3, -1).max(1)
         )
-
-
-@pytest.mark.parametrize("scaling", ["row", "block"])
-def test_a_product_of_split_rows_is_that_of_one_device(scaling):
-    rng = np.random.default_rng(0)
-    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 256, 256), (256, 128)))
-    x[0] *= 2.0 ** rng.integers(-3, 4, size=(256, 1))
-
-    def loss(x, w):
-        y = us.fp8_dot(x, w, scaling=scaling, gradients="e5m2", wgrad="bf16")
-        return jnp.sum(jnp.tanh(y / 16)), y
-
-    expected = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, w)
-    rows = P(None, "rows")
-
-    def region(x, w):
-        value, y = loss(x, w)
-        return jax.lax.psum(value, "rows"), y
-
-    mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:2])
-    split = jax.shard_map(region, mesh=mesh, in_specs=(rows, P()), out_specs=(P(), rows))
-    found = jax.jit(jax.value_and_grad(split, (0, 1), has_aux=True))(x, w)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
 @pytest.mark.parametrize(
