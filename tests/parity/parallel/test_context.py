@@ -14,8 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax as uj
 from tests.attention_oracle import Dense, dense_attention
+from tests.collective_order import unordered
 from ultrascale_jax.config import ContextConfig
+from ultrascale_jax.hlo import parse
 from ultrascale_jax.kernels.attention_xla import attention_reference
+from ultrascale_jax.parallel.context import document_loops, document_ring
 from ultrascale_jax.parallel.context.ring import RingSpec
 
 TOLERANCE = 1e-5
@@ -91,10 +94,10 @@ def program(context: ContextConfig, layout: Layout, window: int | None = None):
         )
         return with_gradients(region, qkv, d_out, *documents)
 
-    def put_and_run(qkv, d_out, *documents):
+    def put_and_run(qkv, d_out, *documents, way=lambda run: run):
         specs = dict.fromkeys(qkv, qkv_specs), layout.q, document, document
         with jax.set_mesh(layout.mesh):
-            return jax.device_get(run(*jax.device_put((qkv, d_out, *documents), specs)))
+            return jax.device_get(way(run)(*jax.device_put((qkv, d_out, *documents), specs)))
 
     return put_and_run
 
@@ -142,8 +145,9 @@ def documents(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return index - first, np.cumsum(starts, axis=1, dtype=np.int32)
 
 
-def random_documents(seed: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    return documents(np.random.default_rng(seed).random((B, seq_len)) < 0.15)
+def random_documents(seed: int, seq_len: int, share: float = 0.15) -> tuple[np.ndarray, np.ndarray]:
+    """Documents that begin at this share of the tokens."""
+    return documents(np.random.default_rng(seed).random((B, seq_len)) < share)
 
 
 GQA = ["gqa"]
@@ -224,6 +228,93 @@ def test_documents_at_the_extremes(context):
 
 
 T = 4 * PIECE[4]
+
+
+OVER_RANKS = ((3, 50, 11), (1,) * 20 + (43, 1), (64,), (1,) * 64, (30, 34), (15, 2, 15, 2, 30))
+"""Documents of rows of 64 tokens: over several ranks, of one token, the whole row, from border to border."""
+
+
+def ids_of(rows) -> np.ndarray:
+    return np.stack([np.repeat(np.arange(1, len(row) + 1), row) for row in rows]).astype(np.int32)
+
+
+@pytest.fixture
+def short_tiles(monkeypatch):
+    """Tiles of two tokens, of programs that other tests do not share."""
+    monkeypatch.setattr(document_loops, "TILE", 2)
+    program.cache_clear()
+    yield
+    program.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("context", "n"),
+    [(RING, 8), (ZIGZAG, 8), (ALLGATHER, 4), (ContextConfig(ulysses=2), 8)],
+    ids=["ring", "zigzag", "allgather", "zigzag_u2"],
+)
+def test_documents_of_all_lengths_equal_dense_float64(short_tiles, context, n):
+    sets = [ids_of([one, other]) for one in OVER_RANKS for other in OVER_RANKS[:2]]
+    sets += [random_documents(seed, 64, 1 / mean)[1] for seed, mean in enumerate((2, 5, 12, 40))]
+    for ids in sets:
+        check(context, over(n), 64, segments=ids, heads=GQA)
+
+
+@pytest.mark.parametrize("context", [RING, ZIGZAG], ids=name_of)
+def test_groups_whose_documents_ask_for_other_distances_make_the_same_hops(short_tiles, context):
+    """A document over all ranks of one group, and documents of one token in the other: neither waits for ever.
+
+    Processes start the collectives in one order.
+    """
+    spec, ids = P("rows", "tokens"), ids_of([(32,), (1,) * 32])
+    groups = Layout(build_mesh((2, 4), ("rows", "tokens"), AUTO), spec, spec, "tokens")
+    check(context, groups, 32, segments=ids, heads=GQA)
+    qkv, d_out = ({"gqa": x["gqa"]} for x in inputs(32))
+    text = program(context, groups, None)(
+        qkv,
+        d_out,
+        None,
+        ids,
+        way=lambda run: lambda *arrays: run.lower(*arrays).compile().as_text(),
+    )
+    assert not unordered(parse(text))
+
+
+@functools.cache
+def hops(context: ContextConfig, ranks: int):
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("cp",))
+    spec = RingSpec("cp", ranks, 1, context.chunks, False, None, True, "xla")
+
+    def local(ids):
+        ends = document_ring.find_ends(spec, ids)
+        return jnp.stack([way.count for way in document_ring.count_hops(spec, ends)])
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(None, "cp"), out_specs=P()))
+
+
+@pytest.mark.parametrize(("context", "ranks"), [(RING, 8), (ZIGZAG, 8), (ZIGZAG, 5), (ZIGZAG, 2)])
+def test_keys_go_as_far_as_a_document_asks_for_and_no_farther(context, ranks):
+    """Beside brute force: the fewest hops, at least one in each direction, that have all distances with shared keys."""
+    T = 6 * ranks
+    order = uj.sequence_order(T, ranks, context).reshape(ranks, -1)
+    for seed in range(40):
+        ids = random_documents(seed, T, 1 / (2, 6, 12, 30)[seed % 4])[1]
+        places = ids[:, order]
+        same = (places[:, :, None, :, None] == places[:, None, :, None, :]).any(0)
+        same &= order[:, None, :, None] > order[None, :, None, :]
+        wanted = {(i - j) % ranks for i, j in np.argwhere(same.any((2, 3)))} - {0}
+        count = [int(x) for x in hops(context, ranks)(ids[:, order.ravel()])]
+        if len(count) == 1:
+            assert count == [max(wanted, default=1)]
+            continue
+        least = min(
+            forward + back
+            for forward in range(1, ranks - 1)
+            for back in range(1, ranks - forward)
+            if wanted <= {*range(1, forward + 1), *range(ranks - back, ranks)}
+        )
+        forward, back = count
+        assert forward + back == least and min(count) >= 1
+        assert wanted <= {*range(1, forward + 1), *range(ranks - back, ranks)}
 
 
 @ONE_OF_EACH_EXCHANGE

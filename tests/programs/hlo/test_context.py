@@ -69,42 +69,48 @@ def test_keys_travel_while_a_block_is_at_work():
     assert hops_beside_attention(step) == HOPS
 
 
+def on_one_gpu(attend):
+    """Compile result and gradients of attention over an axis of one rank."""
+    mesh = jax.make_mesh((1,), ("cp",), devices=target_devices(1))
+    pieces = P(None, "cp")
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (1, 1024, heads, 128), jnp.bfloat16, sharding=NamedSharding(mesh, pieces)
+        )
+        for heads in (32, 8, 8, 32)
+    ]
+    local = jax.shard_map(attend, in_specs=pieces, out_specs=pieces)
+
+    def run(q, k, v, d_out):
+        out, pull_back = jax.vjp(local, q, k, v)
+        return out, pull_back(d_out)
+
+    flags = {name: BOOLEANS.get(value, value) for name, value in GPU_FLAGS.items()}
+    with jax.set_mesh(mesh), target_checks((9, 0), 91000), uncached():
+        text = jax.jit(run).lower(*arrays).compile(compiler_options=flags).as_text()
+    return parse(text or "")
+
+
+def entry(module):
+    """Count the instructions of the program by their kind and arrays."""
+    return Counter((i.opcode, i.arrays) for i in module.computations[module.entry])
+
+
+@functools.cache
+def cudnn_alone():
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    return entry(on_one_gpu(attend))
+
+
 @pytest.mark.parametrize("strategy", ["ring", "zigzag", "allgather", "ulysses"])
 def test_over_one_rank_there_is_nothing_beside_cudnns_two_calls(strategy):
     """Result and gradients of q, k and v: the program of cuDNN's attention called directly, and nothing copied."""
-    mesh = jax.make_mesh((1,), ("cp",), devices=target_devices(1))
-    shapes = [(1, 1024, heads, 128) for heads in (32, 8, 8, 32)]
-    pieces = P(None, "cp")
-    arrays = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, pieces))
-        for shape in shapes
-    ]
-
-    def instructions(attend):
-        local = jax.shard_map(attend, in_specs=pieces, out_specs=pieces)
-
-        def run(q, k, v, d_out):
-            out, pull_back = jax.vjp(local, q, k, v)
-            return out, pull_back(d_out)
-
-        flags = {name: BOOLEANS.get(value, value) for name, value in GPU_FLAGS.items()}
-        with jax.set_mesh(mesh), target_checks((9, 0), 91000), uncached():
-            text = jax.jit(run).lower(*arrays).compile(compiler_options=flags).as_text()
-        module = parse(text or "")
-        return module, module.computations[module.entry]
-
     context = ContextConfig(strategy=strategy)
-    ours, program = instructions(lambda q, k, v: context_attention(context, q, k, v, axis="cp")[0])
+    module = on_one_gpu(lambda q, k, v: context_attention(context, q, k, v, axis="cp")[0])
     free = {"parameter", "get-tuple-element", "bitcast", "tuple"}
-    kernels = [i for i in program if i.opcode not in free]
+    kernels = [i for i in module.computations[module.entry] if i.opcode not in free]
     assert [i.opcode for i in kernels] == ["custom-call"] * 2
-    assert [m.name for m in matmuls(ours) if m.attention] == [i.name for i in kernels]
+    assert [m.name for m in matmuls(module) if m.attention] == [i.name for i in kernels]
     assert 'fmhaSoftmax"' in kernels[0].attributes
     assert 'fmhaSoftmaxBackward"' in kernels[1].attributes
-
-    _, direct = instructions(
-        functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    )
-    assert Counter((i.opcode, i.arrays) for i in program) == Counter(
-        (i.opcode, i.arrays) for i in direct
-    )
+    assert entry(module) == cudnn_alone()
