@@ -83,10 +83,30 @@ def ours(x, head, targets, z_loss, loss=cross_entropy):
     )
 
 
+def check(mesh, x, head, targets, *, loss=cross_entropy, words=V, cap=0.0):
+    """Compare the loss, with its gradients and without them, with the textbook's of the first `words` columns."""
+    expected, (dx, dhead) = textbook(x, head[:, :words], targets, 0.1, cap=cap or math.inf)
+    options = (words, cap) if cap else (words,)
+
+    @jax.jit
+    def run(*arguments):
+        def of(*arguments):
+            return ours(*arguments, 0.1, lambda *given: loss(*given, *options))
+
+        return jax.value_and_grad(of, (0, 1), has_aux=True)(*arguments), of(*arguments)
+
+    with on(**mesh):
+        (values, grads), without = run(*put(x, head, targets))
+    np.testing.assert_allclose([values, without], [expected, expected], rtol=1e-6)
+    assert_close(grads, (dx, np.pad(dhead, [(0, 0), (0, V - words)])))
+    assert not np.asarray(grads[1])[:, words:].any()
+
+
+SHARDS = functools.partial(cross_entropy_of_shards, implementation="xla")
 LOSSES = {
     "one_chunk": (2**29, cross_entropy),
     "a_chunk_for_each_position": (4 * V, cross_entropy),
-    "pieces": (2**29, functools.partial(cross_entropy_of_shards, implementation="xla")),
+    "shards": (2**29, SHARDS),
 }
 
 
@@ -94,72 +114,35 @@ LOSSES = {
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_loss_and_gradients_equal_the_textbook(mesh, chosen, monkeypatch):
     chunk_bytes, loss = LOSSES[chosen]
-    ours_of = functools.partial(ours, loss=loss)
     monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
-    x, head, targets = inputs()
-    (expected, bare), expected_grads = textbook(x, head, targets, 0.1)
-    with on(**mesh):
-
-        @jax.jit
-        def run(*args):
-            with_gradients = jax.value_and_grad(ours_of, (0, 1), has_aux=True)
-            return with_gradients(*args, 0.1), ours_of(*args, 0.1)
-
-        ((objective, nll), grads), without = run(*put(x, head, targets))
-    np.testing.assert_allclose([objective, nll], [expected, bare], rtol=1e-6)
-    np.testing.assert_allclose(without, [expected, bare], rtol=1e-6)
-    assert_close(grads, expected_grads)
+    check(mesh, *inputs(), loss=loss)
 
 
-def test_capped_logits_have_the_gradients_of_the_textbook(monkeypatch, words=13, cap=6.0):
-    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 8 * V)
-    x, head, targets = inputs()
-    targets = np.where(targets < words, targets, -1)
-    values, (dx, dhead) = textbook(x, head[:, :words], targets, 0.1, cap=cap)
-    with on(**MESHES[1]):
-
-        @jax.jit
-        def run(*arguments):
-            def loss(*arguments):
-                return ours(*arguments, 0.1, lambda *them: cross_entropy(*them, words, cap))
-
-            with_gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
-            return with_gradients(*arguments), loss(*arguments)
-
-        (found, grads), without = run(*put(x, head, targets))
-    np.testing.assert_allclose([found, without], [values, values], rtol=1e-6)
-    assert_close(grads, (dx, np.pad(dhead, [(0, 0), (0, V - words)])))
-
-
-@pytest.mark.parametrize("chosen", LOSSES)
+@pytest.mark.parametrize("chosen", [*LOSSES, "capped"])
 def test_columns_after_the_words_count_for_nothing(chosen, monkeypatch, words=13):
-    chunk_bytes, loss = LOSSES[chosen]
+    """Four devices split the columns: one has words alone, one both, and two have padding alone."""
+    chunk_bytes, loss = LOSSES.get(chosen, (8 * V, cross_entropy))
     monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", chunk_bytes)
     x, head, targets = inputs()
-    # Four devices split the columns: one has words alone, one both, and two have padding alone.
     head[:, words:] *= 30.0
     targets = np.where(targets < words, targets, -1)
-    values, (dx, dhead) = textbook(x, head[:, :words], targets, 0.1)
-    expected = dx, np.pad(dhead, [(0, 0), (0, V - words)])
-    with on(**MESHES[1]):
+    cap = 6.0 if chosen == "capped" else 0.0
+    check(MESHES[1], x, head, targets, loss=loss, words=words, cap=cap)
 
-        @jax.jit
-        def run(x, head, targets):
-            def padded(*arguments):
-                return loss(*arguments, words)
 
-            def of(targets):
-                with_gradients = jax.value_and_grad(
-                    functools.partial(ours, loss=padded), (0, 1), True
-                )
-                return with_gradients(x, head, targets, 0.1)
+@pytest.mark.parametrize("scale", [5.0, 95.0])
+def test_the_least_likely_targets_have_exact_losses_and_gradients(scale):
+    x, head, targets = inputs()
+    head *= scale
+    least = np.argmin(np.float64(x) @ head, axis=2)
+    check(MESHES[1], x, head, np.where(targets >= 0, least, -1).astype(np.int32))
 
-            return of(targets), of(jnp.where(targets < 0, words, targets))[0]
 
-        (found, grads), of_no_word = run(*put(x, head, targets))
-    np.testing.assert_allclose(found, values, rtol=1e-6)
-    assert_close(grads, expected)
-    assert not np.asarray(grads[1])[:, words:].any() and np.isnan(of_no_word).all()
+def test_a_last_chunk_that_is_not_full_changes_nothing(monkeypatch):
+    x, head, targets = inputs()
+    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V * 3)
+    assert loss_chunks.num_chunks(7, V, 4) == 3
+    check({"fsdp": 1}, x[:1, :7], head, targets[:1, :7])
 
 
 def test_losses_of_tokens_in_chunks_have_the_gradients_of_any_function_of_them(
@@ -198,50 +181,22 @@ def test_chunks_bound_the_exponentials_of_a_device():
         assert tokens // n * vocab_size * 4 <= loss_chunks.CHUNK_BYTES
 
 
-@pytest.mark.parametrize("scale", [5.0, 95.0])
-def test_the_least_likely_targets_have_exact_losses_and_gradients(scale):
+@pytest.mark.parametrize(("target", "words"), [(V, V), (-2, V), (13, 13)])
+@pytest.mark.parametrize("loss", [cross_entropy, SHARDS], ids=["ours", "shards"])
+def test_a_target_that_is_no_word_makes_the_loss_nan(loss, target, words):
     x, head, targets = inputs()
-    head *= scale
-    least = np.argmin(np.float64(x) @ head, axis=2)
-    targets = np.where(targets >= 0, least, -1).astype(np.int32)
-    (objective, nll), expected_grads = textbook(x, head, targets, 0.1)
-    with on(**MESHES[1]):
-        placed = put(x, head, targets)
-        values, grads = jax.jit(
-            lambda *args: jax.value_and_grad(ours, (0, 1), has_aux=True)(*args, 0.1)
-        )(*placed)
-        without_gradients = jax.jit(lambda *args: ours(*args, 0.1))(*placed)
-    np.testing.assert_allclose(values, (objective, nll), rtol=1e-6)
-    np.testing.assert_allclose(without_gradients, (objective, nll), rtol=1e-6)
-    assert_close(grads, expected_grads)
-
-
-def test_a_last_chunk_that_is_not_full_changes_nothing(monkeypatch):
-    x, head, targets = (value[:1, :7] if value.ndim > 2 else value for value in inputs())
-    targets = targets[:1, :7]
-    monkeypatch.setattr(loss_chunks, "CHUNK_BYTES", 4 * V * 3)
-    assert loss_chunks.num_chunks(7, V, 4) == 3
-    (expected, _), expected_grads = textbook(x, head, targets, 0.1)
-    with on(fsdp=1):
-        (objective, _), grads = jax.jit(
-            lambda x: jax.value_and_grad(ours, (0, 1), has_aux=True)(x, head, targets, 0.1)
-        )(jax.device_put(x, act("BRD")))
-    np.testing.assert_allclose(objective, expected, rtol=1e-6)
-    assert_close(grads, expected_grads)
-
-
-@pytest.mark.parametrize("target", [V, -2])
-def test_a_target_that_is_no_word_makes_the_loss_nan(target):
-    x, head, targets = inputs()
+    targets = np.where(targets < words, targets, -1)
     targets[0, 3] = target
+
+    @jax.jit
+    def run(*arguments):
+        def of(*arguments):
+            return ours(*arguments, 0.1, lambda *given: loss(*given, words))
+
+        return of(*arguments), jax.value_and_grad(of, (0, 1), has_aux=True)(*arguments)[0]
+
     with on(fsdp=2, tp=2):
-        placed = jax.device_put(x, act("BRD")), jax.device_put(head, P(None, ("sp", "tp")))
-        loss = jax.jit(lambda *args: ours(*args, targets, 0.1))
-        loss_with_gradients = jax.jit(
-            lambda *args: jax.value_and_grad(ours, (0, 1), has_aux=True)(*args, targets, 0.1)
-        )
-        values = *loss(*placed), *loss_with_gradients(*placed)[0]
-    assert np.isnan(values).all()
+        assert np.isnan(run(*put(x, head, targets))).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -35,7 +35,7 @@ CFG = Config(
     data=DataConfig(source="synthetic", seq_len=32),
     optim=OptimConfig(lr=1e-2, warmup_steps=2),
     train=TrainConfig(
-        steps=2,
+        steps=1,
         global_batch=16,
         microbatches=2,
         precision="fp32",
