@@ -8,15 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from tests.parity.rows import LATENT, MODELS
 from tests.runs import change, mesh_of
 from tests.states import bytes_at_rest, some_state
 from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import (
     Config,
     DataConfig,
+    Experts,
+    LatentAttention,
+    LinearAttention,
     MeshConfig,
     ModelConfig,
+    Multipliers,
     TrainConfig,
 )
 from ultrascale_jax.config.lora import Lora, projections
@@ -72,15 +75,42 @@ def gradients(cfg, mesh, state, batch):
     }
 
 
-AHEAD = {
-    **LATENT,
-    "latent": dataclasses.replace(LATENT["latent"], q_rank=0),
-    "mtp_layers": 1,
+EXPERTS = Experts(num=4, top_k=2, d_ff=16, shared=1, dense_layers=1)
+LATENT = LatentAttention(q_rank=16, kv_rank=16, rope_dim=4, v_dim=8)
+DEEPSEEK = {
+    **{"num_layers": 3, "num_kv_heads": 4, "head_dim": 12},
+    **{"latent": LATENT, "experts": EXPERTS},
+}
+LINEAR = {
+    "num_layers": 2,
+    "full_attention_every": 2,
+    "linear": LinearAttention(key_heads=2, value_heads=4, key_dim=4, value_dim=6),
+    "output_gate": True,
+}
+MODELS = {
+    "linear": LINEAR,
+    "linear_groups": LINEAR | {"num_layers": 4},
+    "falcon_h1": {
+        "linear": LinearAttention(
+            rule="mamba2",
+            key_heads=1,
+            value_heads=4,
+            key_dim=4,
+            value_dim=6,
+            beside_attention=True,
+        ),
+        "multipliers": Multipliers(attn_o=2.0, mlp_gate=0.5, linear_q=0.7, linear_o=3.0),
+    },
+    "llama": {"num_layers": 3},
+    "experts": {"experts": dataclasses.replace(EXPERTS, dense_layers=0)},
+    "routed": DEEPSEEK,
+    "ahead": DEEPSEEK
+    | {"mtp_layers": 1, "experts": None, "latent": dataclasses.replace(LATENT, q_rank=0)},
 }
 
 
 def config(model, axes, schedule=None):
-    cfg = change(CFG, model=AHEAD if model == "ahead" else MODELS[model])
+    cfg = change(CFG, model=MODELS[model])
     if cfg.model.experts is not None:
         lora = dataclasses.replace(cfg.train.lora, targets=projections(cfg.model))
         cfg = change(cfg, train={"lora": lora})
@@ -193,10 +223,10 @@ def test_a_base_that_rests_in_fp8_gives_the_bits_of_one_that_each_step_quantises
     ("model", "axes", "schedule"),
     [
         ("ahead", {"fsdp": 2, "tp": 2}, None),
-        ("latent", {"ep": 2, "tp": 2}, None),
+        ("routed", {"ep": 2, "tp": 2}, None),
         ("llama", {"pp": 2, "fsdp": 2}, "interleaved"),
-        ("deepseek", {"pp": 2, "ep": 2}, "1f1b"),
-        ("linear", {"pp": 2, "tp": 2}, "1f1b"),
+        ("routed", {"pp": 2, "ep": 2}, "1f1b"),
+        ("linear_groups", {"pp": 2, "tp": 2}, "1f1b"),
     ],
 )
 def test_the_planner_counts_the_adapters_of_each_model(model, axes, schedule):
