@@ -61,21 +61,28 @@ def kill(run: subprocess.Popen) -> None:
             pipe.close()
 
 
-def run_pair(program: str, code: int, **variables: str) -> list[tuple[str, str]]:
-    """Run a program in two processes that join, and end with `code`; return stdout and stderr of each."""
+def run_pair(
+    program: str, *arguments: object, code: int = 0, devices: int = 1, **variables: str
+) -> list[tuple[str, str]]:
+    """Run a program in two processes of so many CPU devices, which end with `code`; return stdout and stderr of each.
+
+    The program joins them by `JOIN`, or as it likes; `arguments` are its `sys.argv[1:]`.
+    """
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    place |= {"no_proxy": ""} | variables
     with contextlib.ExitStack() as stack:
         runs = [
             stack.enter_context(
-                python(
-                    "-c", program, env=place | {"JAX_PROCESS_ID": rank, "no_proxy": ""} | variables
-                )
+                python("-c", program, *arguments, devices=devices, env=place | rank)
             )
-            for rank in ("0", "1")
+            for rank in ({"JAX_PROCESS_ID": "0"}, {"JAX_PROCESS_ID": "1"})
         ]
         outputs = [run.communicate(timeout=300) for run in runs]
     assert [run.returncode for run in runs] == [code, code], outputs
     return outputs
+
+
+JOIN = "from ultrascale_jax.launch import distributed; distributed.initialize()\n"
 
 
 def wait_for[T](
@@ -96,28 +103,3 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-JOIN = """
-import sys, jax
-address, process = sys.argv[1:3]
-jax.distributed.initialize(address, 2, int(process), initialization_timeout=300)
-"""
-
-
-def in_two_processes(
-    program: str, *arguments: object, devices: int
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run `program` in two processes of so many CPU devices, joined by JAX; its arguments are `sys.argv[3:]`."""
-    address, variables = f"127.0.0.1:{free_port()}", {"XLA_FLAGS": ""}
-    with contextlib.ExitStack() as stack:
-        running = []
-        for rank in range(2):
-            words = ("-c", JOIN + program, address, rank, *arguments)
-            run = stack.enter_context(python(*words, devices=devices, env=variables))
-            running.append(run)
-        outputs = [process.communicate(timeout=300) for process in running]
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *output)
-        for process, output in zip(running, outputs, strict=True)
-    ]

@@ -42,7 +42,7 @@ distributed.initialize(DistConfig(timeout_s=60, heartbeat_s=60))
 
 
 def test_two_versions_of_jax_are_refused_on_both_hosts():
-    (_, first), _ = run_pair(OTHER_VERSION, 2)
+    (_, first), _ = run_pair(OTHER_VERSION, code=2)
     words = f"has jax 0.0.1 and jaxlib {jax.lib.__version__}, and process 0 jax {jax.__version__}"
     # Rank 0 tells it for all.
     assert words in first.splitlines()[-1]
@@ -53,7 +53,7 @@ def test_two_processes_join_past_a_proxy_and_an_exception_in_a_thread_of_one_end
     # A jaxlib that did not know one of the flags would abort here.
     flags = " ".join(f"--{name}={value}" for name, value in GPU_FLAGS.items())
     # Nobody is at the proxy.
-    outputs = run_pair(PAIR, 70, XLA_FLAGS=flags, http_proxy="http://127.0.0.1:9")
+    outputs = run_pair(PAIR, code=70, XLA_FLAGS=flags, http_proxy="http://127.0.0.1:9")
     for rank, (out, err) in enumerate(outputs):
         assert out.startswith("waiting for 2 processes at 127.0.0.1:"), err
         assert "note: the way to 127.0.0.1 does not go through http_proxy" in out, err

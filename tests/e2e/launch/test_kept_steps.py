@@ -50,8 +50,8 @@ if os.environ["START"] == "second":
 
 def test_a_step_is_loaded_by_all_processes_or_compiled_by_all(tmp_path):
     place = {"XDG_CACHE_HOME": str(tmp_path)}
-    for out, _ in run_pair(PROGRAM, 0, START="first", **place):
+    for out, _ in run_pair(PROGRAM, START="first", **place):
         assert out.splitlines()[-1:] == ["compiled 25.0"]
     words = ["loaded", "compiled", "compiled", "loaded", "compiled", "compiled"]
-    for out, _ in run_pair(PROGRAM, 0, START="second", **place):
+    for out, _ in run_pair(PROGRAM, START="second", **place):
         assert out.splitlines()[-len(words) :] == [f"{word} 25.0" for word in words]

@@ -6,13 +6,14 @@ from safetensors.numpy import load_file
 
 from tests.hf_layout import assert_same_tensors, stored
 from tests.paths import HF
-from tests.processes import in_two_processes
+from tests.processes import JOIN, run_pair
 from ultrascale_jax.config import DataConfig
 from ultrascale_jax.data.loader import Loader
 
 FOLDER = HF / "llama3"
 PROGRAM = """
-import json
+import json, sys
+import jax
 import numpy as np
 from ultrascale_jax.config import Config, ContextConfig, DataConfig, MeshConfig
 from ultrascale_jax.data.loader import Loader
@@ -39,7 +40,7 @@ for mesh, rows in ((MeshConfig(), 4), (MeshConfig(cp=2), 4), (MeshConfig(fsdp=1,
             np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
     print("hash", digest()(), flush=True)
 
-source, target = sys.argv[3:]
+source, target = sys.argv[1:]
 taken, read_one = [], hf._read_one
 
 def counting(*arguments):
@@ -61,10 +62,9 @@ def test_each_of_two_processes_reads_its_part_and_together_they_hold_and_write_t
     expected = Loader(data, vocab_size=99, global_batch=8, seed=4).batch_hash(5)
     sizes = {name: value.nbytes for name, value in load_file(FOLDER / "model.safetensors").items()}
     vectors = sum(size for name, size in sizes.items() if "norm" in name)
-    for done in in_two_processes(PROGRAM, FOLDER, tmp_path / "out", devices=4):
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count(f"hash {expected}\n") == 3
-        reads = json.loads(done.stdout.splitlines()[-1])
+    for out, _ in run_pair(JOIN + PROGRAM, FOLDER, tmp_path / "out", devices=4):
+        assert out.count(f"hash {expected}\n") == 3
+        reads = json.loads(out.splitlines()[-1])
         # Norm scales are whole on every device, matrices have their D split between the processes.
         assert reads["taken"] == (sum(sizes.values()) - vectors) // 2 + vectors
         assert reads["largest"] <= max(sizes.values()) // 8
