@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -209,22 +207,3 @@ def test_ranks_that_talk_in_a_loop_leave_it_together(moe, folding):
 
 def test_ranks_of_sp_may_need_different_numbers_of_rounds():
     check(TIGHT, Layout(4, sp=2), routing("one_rank_of_half"))
-
-
-def skewed(seed: int, hot: int, share: float) -> np.ndarray:
-    """Random choices, of which a share of the tokens has all among the `hot` first experts of a random order."""
-    rng = np.random.default_rng(seed)
-    draws = rng.random((N, EXPERTS.num))
-    lucky = rng.permutation(EXPERTS.num)[:hot]
-    draws[np.ix_(rng.random(N) < share, lucky)] -= 1
-    return np.argsort(draws, axis=1)[:, : EXPERTS.top_k].astype(np.int32)
-
-
-@settings(max_examples=8)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    hot=st.integers(EXPERTS.top_k, EXPERTS.num),
-    share=st.floats(0, 1),
-)
-def test_nothing_is_dropped_whatever_is_chosen(seed, hot, share):
-    check(TIGHT, Layout(4), skewed(seed, hot, share))

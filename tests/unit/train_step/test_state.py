@@ -187,17 +187,3 @@ def test_layers_move_and_a_vocabulary_does_not_however_their_shardings_are_writt
     for after, before in zip(jax.tree.leaves(moved), jax.tree.leaves(state), strict=True):
         stacked = before.ndim > 0 and len(before) == len(order)
         np.testing.assert_array_equal(after, np.asarray(before)[rows] if stacked else before)
-
-
-def test_layers_that_rest_as_the_model_runs_them_are_not_copied():
-    cfg = on(
-        "pp2_1f1b", dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, num_layers=4))
-    )
-    params = some_state(cfg, mesh_of(cfg)).params
-    assert params.orders == ((0, 1, 2, 3),)
-    pairs = zip(
-        jax.tree.leaves(to_checkpoint_layout(params)),
-        jax.tree.leaves(params),
-        strict=True,
-    )
-    assert all(a is b for a, b in pairs)
