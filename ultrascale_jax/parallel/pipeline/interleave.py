@@ -11,13 +11,15 @@ each are scheduled with `jax.experimental.scheduling_groups` as without, and the
 all four exchanges synchronous.
 """
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 
+from ultrascale_jax.config import GPUS_PER_NODE
 from ultrascale_jax.config.lowering import H100
 from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.equations import (
@@ -29,6 +31,7 @@ from ultrascale_jax.parallel.equations import (
     primitives,
     run_equation,
 )
+from ultrascale_jax.parallel.pipeline.list_scheduler import Task, order
 
 EXCHANGES = "all_to_all", "ppermute"
 
@@ -47,10 +50,12 @@ def interleave(*runs: tuple[Callable[[Any], Any], Any]) -> list:
     inputs of the functions, such as parameters, at any time.
     """
     functions = [_Function(*run) for run in runs]
-    if any(map(_is_exchange, itertools.chain.from_iterable(fn.eqns for fn in functions))):
-        _Program(functions).run()
-        return [fn.results() for fn in functions]
-    return [fn(activations) for fn, activations in runs]
+    if not any(_is_exchange(eqn) for fn in functions for eqn in fn.eqns):
+        return [fn(activations) for fn, activations in runs]
+    program = _Program(functions)
+    orders = [order(program.tasks, share) for share in LOOKAHEADS]
+    program.run(min(orders, key=lambda ends: max(ends.values())))
+    return [fn.results() for fn in functions]
 
 
 class _Function:
@@ -80,47 +85,51 @@ class _Function:
 
 
 class _Program:
-    """The equations of all functions by number, and the order of those that take time."""
+    """The equations of all functions by number; `tasks` are those that take time."""
 
     def __init__(self, functions: list[_Function]):
         self.functions = functions
         self.owners = [fn for fn in functions for _ in fn.eqns]
         self.eqns = [eqn for fn in functions for eqn in fn.eqns]
         makers = {v: n for n, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.before = [
-            {makers[v] for v in eqn.invars if is_var(v) and v in makers} for eqn in self.eqns
-        ]
-        self.seconds = [_seconds(eqn) for eqn in self.eqns]
-        self.exchanges = {n for n, eqn in enumerate(self.eqns) if _is_exchange(eqn)}
-        least = LIGHT * sum(self.seconds)
-        heavy = {n for n, s in enumerate(self.seconds) if s > least} | self.exchanges
-        heavy_sources: list[set[int]] = []
-        for sources in self.before:
-            heavy_sources.append(
-                set().union(*({m} if m in heavy else heavy_sources[m] for m in sources))
-            )
-        self.sources = {n: heavy_sources[n] for n in sorted(heavy)}
-        """Equations that take time, each with those that it waits for, directly or through light ones."""
-
-    def run(self) -> None:
-        """Run all equations: each that takes time in its turn, behind the light ones that it needs."""
+        self.sources = [{makers[v] for v in _reads(eqn) if v in makers} for eqn in self.eqns]
+        self.tasks = self._tasks()
         self.todo = set(range(len(self.eqns)))
-        self.held = {v: fn for fn in self.functions for v in fn.inputs}
-        least = min(num_bytes(v) for n in self.exchanges for v in self.eqns[n].outvars)
-        self.large = least / 64
-        flying: dict = {}
-        orders = [_Schedule(self, share).order() for share in LOOKAHEADS]
-        for n in min(orders, key=lambda done: max(done.values())):
+        self.held = {v: fn for fn in functions for v in fn.inputs}
+        """Values that barriers hold, and their functions."""
+        exchanged = [v for eqn in filter(_is_exchange, self.eqns) for v in eqn.outvars]
+        self.large = min(map(num_bytes, exchanged)) / 64
+        """Bytes from which on a value is held."""
+
+    def _tasks(self) -> dict[int, Task]:
+        """Return the equations that take time, each with those that it waits for, directly or through light ones."""
+        seconds = [_seconds(eqn) for eqn in self.eqns]
+        tasks: dict[int, Task] = {}
+        awaited: list[frozenset[int]] = []
+        for n, eqn in enumerate(self.eqns):
+            sources = ({m} if m in tasks else awaited[m] for m in self.sources[n])
+            awaited.append(frozenset().union(*sources))
+            if _is_exchange(eqn):
+                queue = self.functions.index(self.owners[n])
+                tasks[n] = Task(seconds[n], awaited[n], queue)
+            elif seconds[n] > LIGHT * sum(seconds):
+                tasks[n] = Task(seconds[n], awaited[n])
+        return tasks
+
+    def run(self, order: Iterable[int]) -> None:
+        """Run all equations: each that takes time in its turn, behind the light ones that it needs."""
+        sent: dict = {}
+        for n in order:
             needed = self.needed(n)
-            read = {v for m in needed for v in self.eqns[m].invars if is_var(v)}
-            arrived = {v: flying.pop(v) for v in [*flying] if v in read}
+            read = {v for m in needed for v in _reads(self.eqns[m])}
+            arrived = {v: sent.pop(v) for v in [*sent] if v in read}
             if arrived:
                 self.barrier(arrived)
             for m in needed[:-1]:
                 self.execute(m)
-            if n in self.exchanges:
-                self.barrier({v: self.owners[n] for v in self.eqns[n].invars if is_var(v)})
-                flying |= dict.fromkeys(self.eqns[n].outvars, self.owners[n])
+            if _is_exchange(self.eqns[n]):
+                self.barrier(dict.fromkeys(_reads(self.eqns[n]), self.owners[n]))
+                sent |= dict.fromkeys(self.eqns[n].outvars, self.owners[n])
             self.execute(n)
         for n in sorted(self.todo):
             self.execute(n)
@@ -129,24 +138,24 @@ class _Program:
         """Return equation n and those in front of it that have not run, in order."""
         needed, stack = {n}, [n]
         while stack:
-            waiting = (self.before[stack.pop()] & self.todo) - needed
+            waiting = (self.sources[stack.pop()] & self.todo) - needed
             needed |= waiting
             stack += waiting
         return sorted(needed)
 
     def execute(self, n: int) -> None:
         """Run an equation. Barriers hold what it computes, except elementwise values wider than the activations, which
-        XLA would have to write to memory, and values in flight."""
+        XLA would have to write to memory, and values on their way."""
         eqn, fn = self.eqns[n], self.owners[n]
         fn.run(eqn)
         self.todo.remove(n)
         wide = any(itemsize(v) > fn.itemsize for v in eqn.outvars)
-        if n not in self.exchanges and (n in self.sources or not wide):
+        if not _is_exchange(eqn) and (n in self.tasks or not wide):
             self.held |= dict.fromkeys(eqn.outvars, fn)
 
     def barrier(self, extra: dict) -> None:
         """Let the next equations wait for the values computed so far, and for `extra`."""
-        later = {v for n in self.todo for v in self.eqns[n].invars if is_var(v)}
+        later = {v for n in self.todo for v in _reads(self.eqns[n])}
         later |= {v for fn in self.functions for v in fn.outputs if is_var(v)}
         self.held = {
             v: fn for v, fn in self.held.items() if v in later and num_bytes(v) >= self.large
@@ -157,114 +166,9 @@ class _Program:
             fn.values[v] = value
 
 
-class _Schedule:
-    """A list scheduler: one computation and one exchange at a time. Time is in seconds.
-
-    At each moment, the first of these that can be done is done:
-
-    1. the most urgent exchange that is ready starts, unless it would only wait in line, or a more urgent one is soon
-       ready and would wait for it;
-    2. the most urgent computation that is ready runs, unless it would run on when an exchange could start;
-    3. time passes until something ends.
-
-    The most urgent has the longest way to the end. The exchanges of a function keep their order.
-    """
-
-    def __init__(self, program: _Program, lookahead: float):
-        self.seconds, self.sources, self.exchanges = (
-            program.seconds, program.sources, program.exchanges,
-        )  # fmt: skip
-        self.lookahead = lookahead
-        """Share of an exchange's time by which it is soon ready."""
-        self.way = dict.fromkeys(self.sources, 0.0)
-        """From the start of an equation to the end of all that waits for it."""
-        for n in reversed(self.sources):
-            self.way[n] += self.seconds[n]
-            for m in self.sources[n]:
-                self.way[m] = max(self.way[m], self.way[n])
-        self.queues = [
-            [n for n in sorted(self.exchanges) if program.owners[n] is fn]
-            for fn in program.functions
-        ]
-        self.waiting = dict.fromkeys(self.sources)
-        self.ends: dict[int, float] = {}
-        self.now, self.link_free = 0.0, 0.0
-
-    def order(self) -> dict[int, float]:
-        """Return the equations that take time, exchanges where they start, and when each ends."""
-        while self.waiting:
-            soon = self.soon_ready()
-            events = [t for t in (*self.ends.values(), self.link_free) if t > self.now]
-            computation = self.computation(soon, must_run=not events)
-            exchange = self.exchange(soon, computation)
-            if exchange is not None:
-                start = max(self.link_free, self.now)
-                self.link_free = self.ends[exchange] = start + self.seconds[exchange]
-                self.queues = [[n for n in queue if n != exchange] for queue in self.queues]
-                del self.waiting[exchange]
-            elif computation is not None:
-                self.now = self.ends[computation] = self.now + self.seconds[computation]
-                del self.waiting[computation]
-            else:
-                self.now = min(events)
-        return self.ends
-
-    def soon_ready(self) -> dict[int, tuple[float, set[int]]]:
-        """Return the next exchange of each function that is soon ready: when, and the computations until then."""
-        starts = {queue[0]: self.earliest(queue[0]) for queue in self.queues if queue}
-        return {
-            n: (start, computations)
-            for n, (start, computations) in starts.items()
-            if start - self.now < self.lookahead * self.seconds[n]
-        }
-
-    def computation(self, soon: dict[int, tuple[float, set[int]]], must_run: bool) -> int | None:
-        """Return the most urgent computation that may run now; any that is ready if one `must_run`."""
-
-        def lets_exchanges_start(n: int) -> bool:
-            """Return whether each exchange starts first, waits for n, or is ready after n ends."""
-            return all(
-                start == self.now or n in computations or self.seconds[n] <= start - self.now
-                for start, computations in soon.values()
-            )
-
-        ready = [n for n in self.waiting if n not in self.exchanges and self.is_ready(n)]
-        suitable = list(filter(lets_exchanges_start, ready)) or (ready if must_run else [])
-        return max(suitable, key=self.urgency, default=None)
-
-    def exchange(
-        self, soon: dict[int, tuple[float, set[int]]], computation: int | None
-    ) -> int | None:
-        """Return the most urgent exchange that is ready, if it should start before `computation`, the next one."""
-        heads = [queue[0] for queue in self.queues if queue]
-        exchange = max(filter(self.is_ready, heads), key=self.urgency, default=None)
-        if exchange is None:
-            return None
-        end = math.inf if computation is None else self.now + self.seconds[computation]
-        waits_in_line = self.link_free > self.now and (
-            end - self.link_free <= self.seconds[exchange] / 2
-        )
-        delays_another = any(self.way[n] > self.way[exchange] for n in soon)
-        return None if waits_in_line or delays_another else exchange
-
-    def is_ready(self, n: int) -> bool:
-        return all(self.ends.get(m, math.inf) <= self.now for m in self.sources[n])
-
-    def urgency(self, n: int) -> tuple[float, int]:
-        return self.way[n], -n
-
-    def earliest(self, exchange: int) -> tuple[float, set[int]]:
-        """Return when an exchange can start at the earliest, and the computations until then; never behind another."""
-        unfinished, start, stack = set[int](), self.now, [exchange]
-        while stack:
-            sources = self.sources[stack.pop()]
-            start = max([start, *(self.ends.get(m, start) for m in sources)])
-            further = {m for m in sources if m not in self.ends} - unfinished
-            unfinished |= further
-            stack += further
-        if not unfinished.isdisjoint(self.exchanges):
-            return math.inf, unfinished
-        return start + sum(self.seconds[m] for m in unfinished), unfinished
+def _reads(eqn) -> list:
+    """Return the variables that an equation reads."""
+    return [v for v in eqn.invars if is_var(v)]
 
 
 def _is_exchange(eqn) -> bool:
@@ -276,12 +180,10 @@ def _seconds(eqn) -> float:
     name, out = eqn.primitive.name, sum(map(num_bytes, eqn.outvars))
     match name:
         case "all_to_all":
-            groups = eqn.params["axis_index_groups"]
-            near = groups is not None and all(g[-1] - g[0] == len(g) - 1 for g in groups)
-            sent = out * (1 - 1 / len(groups[0])) if groups else out
-            return sent / (H100.node if near else H100.network)
+            group = _groups(eqn)[0]
+            return out * (1 - 1 / len(group)) / link_speed(eqn)
         case "ppermute":
-            return out / H100.network
+            return out / link_speed(eqn)
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             sizes = (eqn.invars[0].aval.shape[d] for d in contracted)
@@ -301,3 +203,24 @@ def _seconds(eqn) -> float:
         queries, products = eqn.invars[0].aval, 5 if "bwd" in name else 2
         return products * queries.size * queries.shape[1] / H100.flops
     return sum(sum(map(_seconds, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn))
+
+
+def link_speed(exchange) -> float:
+    """Return the bytes a second of an exchange: of NVLink if each of its groups is in a node of the mesh."""
+    mesh, groups = jax.sharding.get_abstract_mesh(), _groups(exchange)
+    axes = [mesh.axis_names.index(name) for name in _axes(exchange)]
+    devices = np.moveaxis(np.arange(mesh.size).reshape(mesh.axis_sizes), axes, range(len(axes)))
+    nodes = devices.reshape(sum(map(len, groups)), -1) // GPUS_PER_NODE
+    near = all((nodes[[*group]] == nodes[group[0]]).all() for group in groups)
+    return H100.node if near else H100.network
+
+
+def _axes(exchange) -> tuple[str, ...]:
+    names = exchange.params["axis_name"]
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _groups(exchange) -> Sequence[Sequence[int]]:
+    """Return the groups of ranks, along its axes, among which an exchange sends."""
+    size = math.prod(map(lax.axis_size, _axes(exchange)))
+    return exchange.params.get("axis_index_groups") or [range(size)]
