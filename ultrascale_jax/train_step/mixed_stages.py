@@ -78,15 +78,19 @@ def in_place(layer: Sequence[Block]) -> tuple[Block, ...]:
 
 
 def run(
-    block: Block,
-    sums: Block,
+    blocks: tuple[Block, ...],
     x_BRD: jax.Array,
     inputs: LayerInputs,
     is_dense: jax.Array,
     rows: Rows,
 ) -> tuple[jax.Array, Routed | None, list[jax.Array], Terms]:
-    """Run a layer of either kind: as `Block`, with the sums of `rows.either`, of whose MLP `sums` are."""
-    leaves, tree = jax.tree.flatten(sums)
+    """Run a layer of either kind as `Block` does, and return the sums of `rows.either` too.
+
+    The first of `blocks` has attention and experts; the second has the sums of the gradients of the MLPs in the place
+    of one (`Stages.in_place`).
+    """
+    block, mlp_sums = blocks
+    leaves, tree = jax.tree.flatten(mlp_sums)
     leaves = rows.trained(leaves)
     block = block.gather_params(inputs)
     x_BRD, _, experts, terms = block.attend(x_BRD, inputs)

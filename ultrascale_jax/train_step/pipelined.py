@@ -182,18 +182,16 @@ def _layer(cfg: Config, params: Transformer, recomputation: Recomputation) -> Ca
 
     def layer(blocks: tuple[Block, ...], x_BRD, context, number, rows: Rows | None = None):
         inputs, router_weight = context
-        first = number * cfg.model.layer_group
+        first, sums = number * cfg.model.layer_group, []
         row = jax.tree.map(lambda by_layer: by_layer[first], inputs.stacked)
         inputs = recomputation.adapt(inputs).of_layer(row)
-        block, *mlps = blocks
         if rows is None:
-            x_BRD, routed, sums, terms = block.gather_params(inputs)(x_BRD, inputs)
+            [block] = blocks
+            x_BRD, routed, _, terms = block.gather_params(inputs)(x_BRD, inputs)
         else:
-            [mlp_sums] = mlps
             is_dense = number < cfg.model.dense_layers
-            x_BRD, routed, sums, terms = mixed_stages.run(
-                block, mlp_sums, x_BRD, inputs, is_dense, rows
-            )
+            x_BRD, routed, mlp_sums, terms = mixed_stages.run(blocks, x_BRD, inputs, is_dense, rows)
+            sums = [mlp_sums]
         params.check_layer_terms(terms)
         fix = "no pipeline takes terms of layers that differ; use a mesh without pp"
         require(not (terms and cfg.model.pattern), "model.pattern", cfg.model.pattern, fix)
@@ -202,7 +200,7 @@ def _layer(cfg: Config, params: Transformer, recomputation: Recomputation) -> Ca
             aux, statistics_Z = router_weight * jnp.sum(routed.balance_BR), routed.statistics_Z
         for name, weight in params.layer_terms.items():
             aux += weight * router_weight * _share(cfg, jnp.sum(terms[name]), x_BRD)
-        return x_BRD, aux, (statistics_Z, terms), *(() if rows is None else (sums,))
+        return x_BRD, aux, (statistics_Z, terms), *sums
 
     return recomputation.wrap(layer)
 
@@ -220,6 +218,18 @@ def _has_model_dim_first(cfg: Config, dims: str) -> bool:
     Their sums lie so too: XLA does not add in place to a stack whose order in memory is not that of its dims.
     """
     return "D" in dims and is_of_experts(dims) and cfg.train.precision not in FP8
+
+
+def _to_sums(cfg: Config, value, dims: str, act_dims: str) -> Callable[[jax.Array], jax.Array]:
+    """Return the function that makes of a layer's gradient what is added up: ZeRO-2 reduce-scatters it first, and adds
+    up shards."""
+
+    def to_sums(g):
+        g = scatter_gradient(g, dims, act_dims, value) if cfg.train.zero == 2 else g
+        g = jnp.moveaxis(g, dims.index("D"), 0) if _has_model_dim_first(cfg, dims) else g
+        return g.astype(jnp.float32)
+
+    return to_sums
 
 
 def _from_model_dim_first(cfg: Config, sums: jax.Array, dims: str, _) -> jax.Array:
@@ -267,14 +277,6 @@ def _stages(
     def context(batch):
         return layer_inputs(cfg, batch, fp8), router_weight
 
-    def accumulate(value, dims, act_dims) -> Callable:
-        def to_sums(g):
-            g = scatter_gradient(g, dims, act_dims, value) if cfg.train.zero == 2 else g
-            g = jnp.moveaxis(g, dims.index("D"), 0) if _has_model_dim_first(cfg, dims) else g
-            return g.astype(jnp.float32)
-
-        return to_sums
-
     one = tuple(jax.tree.map(lambda p: p[0], params.stacks))
     shared, frozen = params.with_stacks(()), None
     if fixed is not None:
@@ -286,8 +288,7 @@ def _stages(
         embed_parts=True,
         head=run_head,
         context=context,
-        # ZeRO-2 reduce-scatters each layer's gradients, to accumulate shards of them.
-        accumulate=each_param(accumulate, one),
+        accumulate=each_param(partial(_to_sums, cfg), one),
         accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
         numbered=True,
         in_place=mixed_stages.in_place(one) if _is_mixed(cfg) else None,
