@@ -234,7 +234,7 @@ RULES: tuple[Rule, ...] = (
         applies=lambda run, _: run.experts and run.mesh.pp > 1 and run.mesh.ep > 1 and run.zero < 3,
         fields=lambda _: {"orders_exchanges": True},
         effect="the passes of a pipeline's tick hide each other's exchanges of tokens",
-        evidence="DeepSeek-V3 on 2,048, its recipe: 34.57 -> 27.33 s; Mixtral, pp 4 x fsdp 2 x ep 8: 2.38 -> 2.34 s",
+        evidence="DeepSeek-V3 on 2,048, its recipe: 34.57 -> 27.05 s; Mixtral, pp 4 x fsdp 2 x ep 8: 2.38 -> 2.34 s",
     ),
     Rule(
         name="start_early",
@@ -353,15 +353,3 @@ class Speeds:
 
 H100 = Speeds(flops=5e14, memory=2.8e12, node=4e11, network=5e10)
 """The shares that programs reach of the peaks in `plan/targets/gpus.csv`."""
-
-ORDERED_LAYERS = 2
-"""Most layers of a pipeline's stage whose passes are ordered together where they hide exchanges."""
-
-
-def orders_whole_stage(layers: int, *, split: bool) -> bool:
-    """Return whether passes that hide exchanges are ordered through all `layers` of a stage, and not layer by layer.
-
-    Then what a pass sends to the next rank is part of the order. Backward passes that are `split` in two, for input and
-    weights, are ordered layer by layer.
-    """
-    return layers <= (1 if split else ORDERED_LAYERS)

@@ -34,7 +34,8 @@ from ultrascale_jax.parallel.floats import is_float, join_leaves, split_floats
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
 from ultrascale_jax.parallel.pipeline.program import Program, assemble
 from ultrascale_jax.parallel.pipeline.rows import (
-    add,
+    add_to_row,
+    add_where,
     at,
     buffer,
     empty,
@@ -244,7 +245,7 @@ class _Executor:
         self.floats, self.non_floats = None, call.microbatches
         if self.trains and call.stages.gives_microbatch_gradients:
             self.floats, self.non_floats = split_floats(call.microbatches)
-        self.loop = LayerLoop(call, trains=self.trains, send=self._send)
+        self.loop = LayerLoop(call, trains=self.trains)
 
     def run(self) -> StageState:
         """Run all ticks; return the state after the last one."""
@@ -284,12 +285,12 @@ class _Executor:
         )
         if not self.trains:
             return state
-        grads, _ = self._head_gradient(lax.psum(x, self.axis), jnp.int32(0))[1]
+        (*_, shared), _, _ = self._loss(lax.psum(x, self.axis), jnp.int32(0))
         return replace(
             state,
             gradients=buffer(x, slots.gradients + 1, self.axis),
             g=empty(x),
-            shared=jax.tree.map(empty, self.stages.accumulate_shared(grads)),
+            shared=jax.tree.map(empty, shared),
             microbatches=empty(float32(self.floats)),
             x_backward=None if self.stashes else empty(x),
         )
@@ -299,13 +300,18 @@ class _Executor:
 
     def _tick(self, segment: Segment, state: StageState, tick: Tick) -> tuple[StageState, None]:
         forward, backward = "F" in segment.kinds, "B" in segment.kinds
-        state, y, dx, arrived = self.loop.run(segment, state, tick)
-        x = self._if(segment, "next_embed", tick, lambda: self._embed(tick), state.x_forward)
-        dy = y
+        x, arrived = state.x_forward, {}
+        state = self.loop.run(segment, state, tick)
         if forward:
-            state, dy = self._head(segment, state, tick, y)
+            arrived["forward"] = self._send("forward", state.x_forward)
         if backward:
-            state = self._embed_gradient(segment, state, tick, dx)
+            arrived["backward"] = self._send("backward", state.g)
+        x = self._if(segment, "next_embed", tick, lambda: self._embed(tick), x)
+        dy = state.x_forward
+        if forward:
+            state, dy = self._head(segment, state, tick)
+        if backward:
+            state = self._embed_gradient(segment, state, tick)
         # Nothing that arrives is used before all of this is done: it is in flight meanwhile.
         computed = (dy, x, {"shared": state.shared, "microbatches": state.microbatches})
         arrived, (dy, x, sums) = compute_together((arrived, computed))
@@ -366,36 +372,33 @@ class _Executor:
             for port in self._ports(kind)
         ]
 
-    def _head(
-        self, segment: Segment, state: StageState, tick: Tick, y: Tree
-    ) -> tuple[StageState, Tree]:
-        """Compute the loss of the micro-batch that left the last stage, and the gradient of its output."""
-        names = ("objective", "metrics") + (("shared",) if self.trains else ())
-        sums_before = tuple(getattr(state, name) for name in names)
+    def _head(self, segment: Segment, state: StageState, tick: Tick) -> tuple[StageState, Tree]:
+        """Add the loss of the micro-batch that left the last stage; return the gradient of its output too."""
+        y, sums_until = state.x_forward, (state.objective, state.metrics, state.shared)
 
         def run():
             last = (tick["forward_on"] * tick["forward_last"]) > 0
-            y_last = lax.psum(where(last, y), self.axis)
-            number, dy, batch_grads = tick["head_mb"], y, None
-            if self.trains:
-                losses, (grads, batch_grads), dy = self._head_gradient(y_last, number)
-                head_sums = (*losses, self.stages.accumulate_shared(grads))
-            else:
-                micro_batch = at(self.microbatches, number)
-                head_sums = self.stages.head(self.shared, self._vary(y_last), micro_batch)
-            # Selected, not multiplied: of a masked tick's zeros a norm in the head may make NaN.
-            on = tick["head"] > 0
-            sums = jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), sums_before, head_sums)
-            return sums, _add_to_row(state.microbatches, batch_grads, on, number), dy
+            number, on = tick["head_mb"], tick["head"] > 0
+            terms, batch_grads, dy = self._loss(lax.psum(where(last, y), self.axis), number)
+            batch_sums = _add_to_batch(state.microbatches, batch_grads, on, number)
+            return add_where(on, sums_until, terms), batch_sums, dy
 
-        otherwise = sums_before, state.microbatches, y
+        otherwise = sums_until, state.microbatches, y
         sums, microbatches, dy = self._if(segment, "head", tick, run, otherwise)
-        changes = dict(zip(names, sums, strict=True))
+        objective, metrics, shared = sums
+        changes = {"objective": objective, "metrics": metrics, "shared": shared}
         return replace(state, microbatches=microbatches, **changes), dy
 
-    def _head_gradient(self, y, number):
-        """Return (objective, metrics), and the objective's gradients: a pair of those for `shared` and for the floats
-        of the micro-batch `number`, and those for y, summed over the pipeline's ranks, on which y is the same."""
+    def _loss(self, y: Tree, number: jax.Array) -> tuple[tuple, Tree, Tree]:
+        """Run the head on a micro-batch and y, which is the same on all ranks of the pipeline.
+
+        Returns (objective, metrics, gradients for `shared`), and the gradients for the floats of the micro-batch and
+        for y, the last summed over the ranks. Without a backward pass there are none, and y stands for the last.
+        """
+        if not self.trains:
+            y = self._vary(y)
+            losses = self.stages.head(self.shared, y, at(self.microbatches, number))
+            return (*losses, None), None, y
         non_floats = at(self.non_floats, number)
 
         def head(shared, floats, y):
@@ -404,34 +407,32 @@ class _Executor:
 
         arguments = self.shared, at(self.floats, number), y
         objective, pull_back, metrics = jax.vjp(head, *arguments, has_aux=True)
-        *grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
-        return (objective, metrics), grads, self._vary(dy)
+        grads, batch_grads, dy = pull_back(vary(jnp.float32(1.0), varying(objective)))
+        terms = objective, metrics, self.stages.accumulate_shared(grads)
+        return terms, batch_grads, self._vary(dy)
 
-    def _embed_gradient(
-        self, segment: Segment, state: StageState, tick: Tick, dx: Tree
-    ) -> StageState:
-        row = tick["embed_gradient_mb"]
+    def _embed_gradient(self, segment: Segment, state: StageState, tick: Tick) -> StageState:
+        """Add the gradients of the embedding of the micro-batch whose backward pass left the first stage."""
+        number, dx = tick["embed_gradient_mb"], state.g
 
         def run():
             first = (tick["backward_on"] * tick["backward_first"]) > 0
-            d = self._vary(lax.psum(where(first, dx), self.axis))
-            non_floats = at(self.non_floats, row)
+            non_floats = at(self.non_floats, number)
 
             def embed(shared, floats):
                 return self._vary(self.stages.embed(shared, join_leaves(floats, non_floats)))
 
-            _, pull_back = jax.vjp(embed, self.shared, at(self.floats, row))
-            grads, batch_grads = pull_back(d)
-            embed_sums = self.stages.accumulate_shared(grads)
+            _, pull_back = jax.vjp(embed, self.shared, at(self.floats, number))
+            grads, batch_grads = pull_back(self._vary(lax.psum(where(first, dx), self.axis)))
+            sums = jax.tree.map(jnp.add, state.shared, self.stages.accumulate_shared(grads))
             on = tick["embed_gradient"] > 0
-            sums = jax.tree.map(jnp.add, state.shared, embed_sums)
-            return sums, _add_to_row(state.microbatches, batch_grads, on, row)
+            return sums, _add_to_batch(state.microbatches, batch_grads, on, number)
 
         otherwise = state.shared, state.microbatches
         shared, microbatches = self._if(segment, "embed_gradient", tick, run, otherwise)
         return replace(state, shared=shared, microbatches=microbatches)
 
 
-def _add_to_row(sums: Tree, grads: Tree, on: jax.Array, row: jax.Array) -> Tree:
+def _add_to_batch(sums: Tree, grads: Tree, on: jax.Array, number: jax.Array) -> Tree:
     """Add the gradients of a micro-batch to its row of the sums, where `on`."""
-    return jax.tree.map(lambda total, g: add(total, g, on, row), sums, float32(grads))
+    return jax.tree.map(lambda total, g: add_to_row(total, g, on, number), sums, float32(grads))

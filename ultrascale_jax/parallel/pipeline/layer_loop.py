@@ -2,22 +2,22 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ultrascale_jax.config.lowering import orders_whole_stage
 from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.layer_vjp import LayerVJP
 from ultrascale_jax.parallel.pipeline.interleave import interleave
 from ultrascale_jax.parallel.pipeline.program import PASSES, Slots
 from ultrascale_jax.parallel.pipeline.rows import (
     Rows,
-    add,
+    add_to_row,
+    add_where,
     at,
     buffer,
     empty,
@@ -41,16 +41,56 @@ from ultrascale_jax.sharding.rules import vary, varying
 type Tick = dict[str, jax.Array]
 """One tick of the program on this rank: scalars by column of `program.Program`."""
 
+type Passes = dict[str, _Pass]
+"""The passes that a tick has, by kind of operation: F, B and W."""
 
-CARRIED = "auxiliary", "blocks", "residuals", "statistics", "weights"
-"""Fields of `StageState` that the layers of a tick change."""
 
-WRITTEN_LATE = "residuals", "g", "blocks", "weights"
-"""Fields that a layer's residuals wait for: the backward pass has then read its own."""
+@dataclass(eq=False)
+class _Part:
+    """Consecutive layers of each stage that run one function."""
+
+    number: int
+    """Its place in the stage, and in the buffers of residuals and of waiting weight gradients."""
+    layers: range
+    """Their places in the stage."""
+    run: Callable[..., tuple]
+    """One of them, `(params, x, context, number, rows)`."""
+    vjp: LayerVJP = field(init=False)
+    """Its passes, where the schedule has a backward pass."""
+    split: SplitBackward = field(init=False)
+    """The two parts of its backward pass, where the schedule splits it."""
+
+    def read(self, buffers: list, slot: jax.Array | None, index) -> Tree:
+        """Return a layer's values in the buffers of all parts; without a slot these have no dim for it."""
+        slots = () if slot is None else (slot,)
+        return at(buffers[self.number], *slots, index - self.layers.start)
+
+    def write(self, buffers: list, values: Tree, slot: jax.Array | None, index) -> list:
+        """Return the buffers of all parts with a layer's values."""
+        changed = put(buffers[self.number], values, slot, index - self.layers.start)
+        return [*buffers[: self.number], changed, *buffers[self.number + 1 :]]
+
+
+class _Pass(NamedTuple):
+    """One pass of a tick, forward, backward or for weight gradients, through one of this rank's stages."""
+
+    chunk: jax.Array
+    """The stage."""
+    on: jax.Array
+    """1 if the rank runs the pass in this tick, 0 if it is idle."""
+    context: Tree
+    """The layers' context, of the pass' micro-batch."""
+    residuals: jax.Array | None
+    """Slot of the layers' residuals, which the forward pass writes and the backward pass reads; None if these are not
+    kept."""
+    queue: jax.Array | None
+    """Slot of the values that wait for the weight gradients."""
+    part: _Part
+    """The part of the stage that runs."""
 
 
 class _Layer(NamedTuple):
-    """One layer of this rank, as a pass of a tick runs it."""
+    """One layer of this rank, as a pass runs it."""
 
     params: Tree
     """Its parameters; of stacks that it is not in, another layer's. Parameters that it reads itself are zeros, shaped
@@ -65,35 +105,85 @@ class _Layer(NamedTuple):
     """Whether it is not padding, and its rank not idle."""
 
 
-class _Part(NamedTuple):
-    """Consecutive layers of each stage that run one function."""
+class _Blocks:
+    """The layers of this rank: their parameters, and the sums of their gradients, which are lists by leaf."""
 
-    number: int
-    """Its place in the stage, and in the buffers of residuals and of waiting weight gradients."""
-    layers: range
-    """Their places in the stage."""
-    run: Callable[..., tuple]
-    """One of them, `(params, x, context, number, rows)`."""
+    def __init__(self, call: PipelineCall):
+        schedule, stages, rank = call.schedule, call.stages, lax.axis_index(call.axis)
+        self.leaves, self.tree = jax.tree.flatten(call.blocks)
+        self.accumulate = jax.tree.leaves(stages.accumulate) or [float32] * len(self.leaves)
+        self.frozen = _numbers(stages.frozen)
+        self.places = _numbers(stages.in_place)
+        """Leaves that a layer reads itself, from its `Rows`."""
+        grads = {
+            i: self.accumulate[i](at(self.leaves[i], 0))
+            for i in self.places
+            if i not in self.frozen
+        }
+        self.in_place = {i: buffer(g, len(self.leaves[i]), call.axis) for i, g in grads.items()}
+        """Zeros like the sums of these leaves' gradients."""
+        zeros = {i: jnp.float32(0) for i in self.places if i in self.frozen}
+        self.placeholders = self.in_place | zeros
+        positions = len(self.leaves[0]) if call.rows is None else call.rows[0].shape[1]
+        self.depth = positions // schedule.virtual
+        self.rows = call.rows and [jnp.asarray(table)[rank] for table in call.rows]
+        lengths = call.lengths or [self.depth] * schedule.num_stages
+        firsts = [*itertools.accumulate(lengths, initial=0)]
+        stages_of = [
+            [schedule.stage_of(r, chunk) for chunk in range(schedule.virtual)]
+            for r in range(schedule.ranks)
+        ]
+        self.firsts = jnp.asarray([[firsts[s] for s in of_rank] for of_rank in stages_of])[rank]
+        """Number of the first layer of each of this rank's stages."""
+        self.lengths = jnp.asarray([[lengths[s] for s in of_rank] for of_rank in stages_of])[rank]
+        self.has_padding = min(lengths) < self.depth
 
-    def read(self, buffers: Tree, *slot_and_layer) -> Tree:
-        """Return a layer's values in the buffers of all parts; the last index is its place in the stage."""
-        *slot, index = slot_and_layer
-        return at(buffers[self.number], *slot, index - self.layers.start)
+    def empty_sums(self, grads: dict[int, jax.Array], axis: str) -> list:
+        """Return zeros for the sums of gradients, by leaf, of examples of one layer's; None for frozen leaves."""
+        return [
+            self.in_place[i]
+            if i in self.in_place
+            else buffer(self.accumulate[i](grads[i]), len(leaf), axis)
+            if i in grads
+            else None
+            for i, leaf in enumerate(self.leaves)
+        ]
 
-    def write(self, buffers: Tree, values: Tree, slot, index) -> Tree:
-        """Return the buffers of all parts with a layer's values."""
-        changed = put(buffers[self.number], values, slot, index - self.layers.start)
-        return [*buffers[: self.number], changed, *buffers[self.number + 1 :]]
+    def at(self, stage: _Pass, index) -> _Layer:
+        """Return the layer `index` of the stage that a pass runs."""
+        position = stage.chunk * self.depth + index
+        rows = [position] * len(self.leaves)
+        if self.rows is not None:
+            rows = [table[position] for table in self.rows]
+        real = index < self.lengths[stage.chunk] if self.has_padding else jnp.bool_(True)
+        on = real & (stage.on > 0)
+        params = [
+            self.placeholders[i] if i in self.placeholders else at(leaf, row)
+            for i, (leaf, row) in enumerate(zip(self.leaves, rows, strict=True))
+        ]
+        read_late = None
+        if self.places:
+            fns = [None if i in self.frozen else self.accumulate[i] for i in self.places]
+            stacks = [self.leaves[i] for i in self.places]
+            read_late = Rows(
+                stacks=stacks, index=rows[self.places[0]], on=on, accumulate=tuple(fns)
+            )
+        args = stage.context, self.firsts[stage.chunk] + index, read_late
+        return _Layer(jax.tree.unflatten(self.tree, params), args, rows, real, on)
 
+    def add(self, sums: list, grads: dict[int, jax.Array], layer: _Layer) -> list:
+        """Return `sums` with one layer's gradients, by number of the leaf.
 
-class _Span(NamedTuple):
-    """Iterations of the loop of a tick whose layers are of the same parts."""
-
-    starts: range
-    """The first layer of each."""
-    forward: list[_Part]
-    """Parts of the layers of one."""
-    backward: list[_Part]
+        Gradients of stacks that the layer is not in are zeros. The layer itself has added those of the parameters that
+        it reads itself.
+        """
+        sums = list(sums)
+        for i, grad in grads.items():
+            if i in self.in_place:
+                sums[i] = grad
+            else:
+                sums[i] = add_to_row(sums[i], self.accumulate[i](grad), layer.on, layer.rows[i])
+        return sums
 
 
 class LayerLoop:
@@ -102,381 +192,218 @@ class LayerLoop:
     Only this loop changes `auxiliary`, `statistics`, `blocks`, `residuals` and `weights` of a `StageState`.
     """
 
-    def __init__(
-        self, call: PipelineCall, *, trains: bool, send: Callable[[str, Tree], list[Tree]]
-    ):
-        """`send(pass, value)` sends what a pass, forward or backward, gives to the ranks that need it."""
-        self.send = send
-        schedule, stages, lengths = call.schedule, call.stages, call.lengths
-        self.schedule, self.axis = schedule, call.axis
+    def __init__(self, call: PipelineCall, *, trains: bool):
+        stages = call.stages
+        self.axis, self.microbatches = call.axis, call.microbatches
         self.context = stages.context or (lambda micro_batch: ())
-        self.blocks, self.microbatches = call.blocks, call.microbatches
         self.hides_exchanges = stages.hides_exchanges and trains
         self.trains, self.stashes = trains, trains and call.stash == "residuals"
-        leaves = jax.tree.leaves(call.blocks)
-        self.accumulate = jax.tree.leaves(stages.accumulate) or [float32] * len(leaves)
-        self.frozen = frozenset(
-            i for i, is_frozen in enumerate(jax.tree.leaves(stages.frozen)) if is_frozen
-        )
-        self.places = [i for i, reads in enumerate(jax.tree.leaves(stages.in_place)) if reads]
-        grads = {
-            i: self.accumulate[i](at(leaves[i], 0)) for i in self.places if i not in self.frozen
-        }
-        self.in_place = {i: buffer(g, len(leaves[i]), self.axis) for i, g in grads.items()}
-        positions = len(leaves[0]) if call.rows is None else call.rows[0].shape[1]
-        self.depth = positions // schedule.virtual
-        self.parts = _parts(stages, self.depth)
-        whole = orders_whole_stage(self.depth, split=schedule.split)
-        self.step = self.depth if self.hides_exchanges and whole else 1
-        self.rows = call.rows and [jnp.asarray(t)[lax.axis_index(self.axis)] for t in call.rows]
-        every = lengths or [self.depth] * schedule.num_stages
-        self.starts = self._by_chunk([sum(every[:stage]) for stage in range(len(every))])
-        uneven = lengths is not None and min(lengths) < self.depth
-        self.lengths = self._by_chunk(every) if uneven else None
-
-    def _by_chunk(self, by_stage: Sequence[int]) -> jax.Array:
-        """Return this rank's numbers `[virtual]`, of one number for each stage."""
-        schedule = self.schedule
-        table = [
-            [by_stage[schedule.stage_of(r, c)] for c in range(schedule.virtual)]
-            for r in range(schedule.ranks)
+        self.splits = call.schedule.split
+        self.blocks = _Blocks(call)
+        self.positions = call.schedule.virtual * self.blocks.depth
+        count, first = stages.first_layers or (0, stages.layer)
+        every = range(self.blocks.depth)
+        functions = [(every[:count], first), (every[count:], stages.layer)]
+        self.parts = [
+            _Part(number, layers, _with_all_arguments(stages, run))
+            for number, (layers, run) in enumerate(f for f in functions if f[0])
         ]
-        return jnp.asarray(table)[lax.axis_index(self.axis)]
 
     def start(self, x: Tree, slots: Slots) -> tuple[Tree, StageState]:
         """Return x with the type of the layers' output, and empty state of this loop; the layers are traced only for
         their types."""
         # An index that differs between ranks, as those of a tick do.
         zero = 0 * lax.axis_index(self.axis)
-        tick = {"forward_chunk": zero, "forward_on": zero}
         context = self.context(at(self.microbatches, zero))
-        params, args, *_ = self._layer_at(tick, "forward", zero, context)
-        y, aux, *statistics = self.parts[0].run(params, x, *args)
-        statistics = statistics[:-1] if self.places else statistics
+        stage = _Pass(zero, zero, context, None, None, self.parts[0])
+        layer = self.blocks.at(stage, zero)
+        x = self._find_axes(layer, x)
+        state = StageState(auxiliary=vary(jnp.float32(0.0), self.aux_axes))
+        if not self.trains:
+            return x, state
+        in_place = self.blocks.in_place
+        for part in self.parts:
+            part.vjp = LayerVJP(
+                functools.partial(self._typed, part.run), layer.params, x, layer.args,
+                in_place=[*in_place], frozen=self.blocks.frozen,
+            )  # fmt: skip
+        results = [part.vjp.forward(layer.params, x, layer.args) for part in self.parts]
+        (y, aux, statistics, _), kept = results[0], [residuals for *_, residuals in results]
+        cotangents = (empty(y), empty(aux), *in_place.values())
+        vjp = self.parts[0].vjp
+        grads, _ = vjp.backward(layer.params, layer.args, kept[0], cotangents)
+        state = replace(
+            state,
+            statistics=buffer(statistics, self.positions, self.axis),
+            blocks=self.blocks.empty_sums(dict(zip(vjp.trained, grads, strict=True)), self.axis),
+            residuals=self._by_part(kept, slots.residuals + 1) if self.stashes else None,
+        )
+        if not self.splits:
+            return x, state
+        waiting = []
+        for part, residuals in zip(self.parts, kept, strict=True):
+            example = layer.params, layer.args, residuals, cotangents
+            part.split = SplitBackward(part.vjp, *example, early=[*in_place])
+            waiting.append(part.split.first(*example)[2])
+        return x, replace(state, weights=self._by_part(waiting, slots.weights + 1))
+
+    def _find_axes(self, layer: _Layer, x: Tree) -> Tree:
+        """Find the axes over which results of layers may differ; return x typed as their y."""
+        y, aux, *statistics = self.parts[0].run(layer.params, x, *layer.args)
+        statistics = statistics[:-1] if self.blocks.places else statistics
         _check_result(x, y, aux)
         self.axes = varying_axes((x, y)) | {self.axis}
         self.aux_axes = varying(aux) | {self.axis}
         self.statistics_axes = self.axes | varying_axes(statistics)
-        x = vary_all(x, self.axes)
-        state = StageState(auxiliary=vary(jnp.float32(0.0), self.aux_axes))
-        if not self.trains:
-            return x, state
-        places = {"in_place": [*self.in_place], "frozen": self.frozen}
-        self.vjps = [
-            LayerVJP(functools.partial(self._layer, part), params, x, args, **places)
-            for part in self.parts
-        ]
-        (y, aux, statistics, _), *_ = results = [vjp.forward(params, x, args) for vjp in self.vjps]
-        kept = [result[3] for result in results]
-        statistics = self._buffers(statistics, self.schedule.virtual * self.depth)
-        cotangents = (empty(y), empty(aux), *self.in_place.values())
-        grads, _ = self.vjps[0].backward(params, args, kept[0], cotangents)
-        leaves = jax.tree.leaves(self.blocks)
-        blocks: list = [self.in_place.get(i) for i in range(len(leaves))]
-        for i, g in zip(self.vjps[0].trained, grads, strict=True):
-            if i not in self.in_place:
-                blocks[i] = self._buffers(self.accumulate[i](g), len(leaves[i]))
-        state = replace(state, statistics=statistics, blocks=blocks)
-        if self.stashes:
-            state = replace(state, residuals=self._by_part(kept, slots.residuals + 1))
-        if self.schedule.split:
-            examples = [(params, args, values, cotangents) for values in kept]
-            self.splits = [
-                SplitBackward(vjp, *example, early=[*self.in_place])
-                for vjp, example in zip(self.vjps, examples, strict=True)
-            ]
-            waiting = [
-                split.first(*example)[2]
-                for split, example in zip(self.splits, examples, strict=True)
-            ]
-            state = replace(state, weights=self._by_part(waiting, slots.weights + 1))
-        return x, state
+        return vary_all(x, self.axes)
+
+    def _typed(self, run: Callable[..., tuple], params, x, args) -> tuple:
+        """Run a layer, its results typed as the state that holds them."""
+        y, aux, *extra = run(params, x, *args)
+        statistics = extra[:-1] if self.blocks.places else extra
+        sums = extra[-1:] if self.blocks.in_place else []
+        statistics = vary_all(statistics, self.statistics_axes)
+        return vary_all(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
 
     def _by_part(self, values: list, slots: int) -> list:
         """Return buffers of so many slots, of each part for its layers, from the values of one layer of each."""
         return [
-            self._buffers(self._buffers(one, len(part.layers)), slots)
+            buffer(buffer(one, len(part.layers), self.axis), slots, self.axis)
             for part, one in zip(self.parts, values, strict=True)
         ]
 
-    def _buffers(self, tree: Tree, count: int) -> Tree:
-        return buffer(tree, count, self.axis)
-
-    def _send_both(self, kinds, carry: StageState) -> dict[str, list[Tree]]:
-        """Send the results of those passes that a tick has."""
-        results = {"F": carry.x_forward, "B": carry.g}
-        return {PASSES[k]: self.send(PASSES[k], v) for k, v in results.items() if k in kinds}
-
-    def run(
-        self, segment: Segment, state: StageState, tick: Tick
-    ) -> tuple[StageState, Tree, Tree, dict[str, list[Tree]]]:
+    def run(self, segment: Segment, state: StageState, tick: Tick) -> StageState:
         """Run the layers of this tick, forward, backward and weight gradients of three stages side by side.
 
-        Returns new state, y and dx, and the values received from other ranks, by pass.
+        In the new state `x_forward` is the output of the forward stage, and `g` the gradient of the backward stage's
+        input.
         """
-        kinds = segment.kinds
-        forward, backward, weights = (kind in kinds for kind in "FBW")
-        contexts = {
-            k: self.context(at(self.microbatches, tick[f"{k}_mb"]))
-            for k, runs in (("forward", forward), ("backward", backward), ("weight", weights))
-            if runs
-        }
+        passes = {kind: self._pass(tick, kind) for kind in "FBW" if kind in segment.kinds}
         x = where(tick["forward_on"] > 0, state.x_forward)
-        writes_residuals = forward and self.stashes
-        carry = StageState(
-            auxiliary=state.auxiliary,
-            statistics=state.statistics,
-            blocks=state.blocks,
-            # A buffer that this tick only reads is no part of the carry.
-            residuals=state.residuals if writes_residuals else None,
-            weights=state.weights if backward else None,
-            x_forward=x,
-            g=where(tick["backward_on"] > 0, state.g) if self.trains else x,
-        )
-        residuals = state.residuals
-        if backward and not self.stashes:
-            residuals = self._repeat(state.x_backward, contexts["backward"], tick)
+        state = replace(state, x_forward=x, g=where(tick["backward_on"] > 0, state.g))
+        if "B" in passes and not self.stashes:
+            state = replace(state, residuals=self._repeat(passes["B"], state.x_backward))
 
-        def layers(span, carry, start):
-            indices = [start + i for i in range(self.step)]
-            updated, new_residuals, sent = self._passes(
-                kinds, span, carry, residuals, tick, indices, contexts
-            )
-            if weights:
-                queue = updated.weights if backward else state.weights
-                back, context = self.depth - 1 - start, contexts["weight"]
-                blocks = self._add_late(
-                    updated.blocks, queue, tick, span.backward[0], back, context
-                )
-                updated = replace(updated, blocks=blocks)
-            if writes_residuals and backward:
-                # Written after the backward pass has read its own, or XLA would copy the full buffer.
-                read = {name: getattr(updated, name) for name in WRITTEN_LATE}
-                updated = replace(updated, **compute_together(read))
-            if writes_residuals:
-                updated = self._stash(updated, new_residuals, tick, span.forward, indices)
-            return updated, sent
+        def step(passes: Passes, state: StageState, index) -> tuple[StageState, None]:
+            return self._run_layers(passes, state, index), None
 
-        updated, sent = carry, {}
-        for span in self._spans(kinds):
-            starts, body = jnp.asarray(span.starts), functools.partial(layers, span)
-            if len(span.starts) == 1:
-                updated, sent = body(updated, starts[0])
+        for span, layers in self._spans(passes):
+            numbers = jnp.asarray(layers)
+            if len(layers) == 1:
+                state = self._run_layers(span, state, numbers[0])
             else:
-                updated, sent = lax.scan(body, updated, starts)
-        sums = {name: getattr(updated, name) for name in CARRIED}
-        state = replace(state, **{name: a for name, a in sums.items() if a is not None})
-        return state, updated.x_forward, updated.g, sent or self._send_both(kinds, updated)
+                state, _ = lax.scan(functools.partial(step, span), state, numbers)
+        return state if self.stashes else replace(state, residuals=None)
 
-    def _spans(self, kinds) -> Iterator[_Span]:
-        """Yield the iterations of a tick's loop, cut where layers of another part begin in a pass that it has."""
+    def _pass(self, tick: Tick, kind: str) -> _Pass:
+        """Return a pass of this tick."""
+        k = PASSES[kind]
+        return _Pass(
+            chunk=tick[f"{k}_chunk"],
+            on=tick[f"{k}_on"],
+            context=self.context(at(self.microbatches, tick[f"{k}_mb"])),
+            residuals=tick.get(f"{k}_residuals") if self.stashes else None,
+            queue=tick.get(f"{k}_queue"),
+            part=self.parts[0],
+        )
+
+    def _spans(self, passes: Passes) -> Iterator[tuple[Passes, list[int]]]:
+        """Cut the layers of a tick where a pass comes to another part; yield the passes through these, and layers of
+        the forward stage."""
         part_of = [part for part in self.parts for _ in part.layers]
 
-        def span(starts: list[int]) -> _Span:
-            places = range(starts[0], starts[0] + self.step)
-            backward = [part_of[self.depth - 1 - i] for i in places]
-            return _Span(
-                range(starts[0], starts[-1] + 1, self.step), [part_of[i] for i in places], backward
+        def parts(index: int) -> list[_Part]:
+            return [part_of[index if kind == "F" else -1 - index] for kind in passes]
+
+        for _, layers in itertools.groupby(range(self.blocks.depth), parts):
+            indices = [*layers]
+            through = zip(passes.items(), parts(indices[0]), strict=True)
+            yield {kind: one._replace(part=part) for (kind, one), part in through}, indices
+
+    def _run_layers(self, passes: Passes, state: StageState, index) -> StageState:
+        """Run layer `index` of the forward stage, and of the others the one as far from the end."""
+        forward, backward, weight = (passes.get(kind) for kind in "FBW")
+        back, runs, residuals = self.blocks.depth - 1 - index, [], None
+        if forward is not None:
+            run = functools.partial(self._forward, state, forward, index)
+            runs.append((run, state.x_forward))
+        if backward is not None:
+            kept = backward.part.read(state.residuals, backward.residuals, back)
+            run = functools.partial(self._backward, state, backward, back)
+            runs.append((run, (state.g, kept)))
+        results = iter(interleave(*runs) if self.hides_exchanges else [fn(a) for fn, a in runs])
+        if forward is not None:
+            x, auxiliary, statistics, residuals = next(results)
+            state = replace(state, x_forward=x, auxiliary=auxiliary, statistics=statistics)
+        if backward is not None:
+            g, blocks, queue = next(results)
+            state = replace(state, g=g, blocks=blocks, weights=queue)
+        if weight is not None:
+            state = self._add_late(state, weight, back)
+        if forward is None or not self.stashes:
+            return state
+        if backward is not None:
+            # The backward pass reads its own residuals first, or XLA would copy the full buffer.
+            blocks, g, kept, queue = compute_together(
+                (state.blocks, state.g, state.residuals, state.weights)
             )
+            state = replace(state, blocks=blocks, g=g, residuals=kept, weights=queue)
+        kept = forward.part.write(state.residuals, residuals, forward.residuals, index)
+        return replace(state, residuals=kept)
 
-        def numbers(start: int) -> list[int]:
-            _, forward, backward = span([start])
-            return [
-                part.number for part in forward * ("F" in kinds) + backward * bool(kinds - {"F"})
-            ]
-
-        for _, starts in itertools.groupby(range(0, self.depth, self.step), numbers):
-            yield span([*starts])
-
-    def _passes(
-        self,
-        kinds,
-        span: _Span,
-        carry: StageState,
-        residuals: Tree,
-        tick: Tick,
-        indices: list,
-        contexts: dict,
-    ) -> tuple[StageState, list, dict]:
-        """Run layers forward, and as many backward.
-
-        Returns the carry after them; for each of the first its residuals; and, if the layers are ordered as a whole
-        stage, the values received from other ranks, by pass. The backward pass reads `residuals`, where no buffer of
-        them is in the carry.
-        """
-        sends = self.hides_exchanges and self.step == self.depth
-
-        def forward(x):
-            changes, new_residuals = {"x_forward": x}, []
-            for part, index in zip(span.forward, indices, strict=True):
-                current = replace(carry, **changes)
-                changes, kept = self._forward_layer(current, tick, part, index, contexts["forward"])
-                new_residuals.append(kept)
-            sent = self.send("forward", changes["x_forward"]) if sends else []
-            return changes, new_residuals, sent
-
-        def backward(inputs):
-            g, kept = inputs
-            changes = {"blocks": carry.blocks, "weights": carry.weights, "g": g}
-            for part, index, layer_residuals in zip(span.backward, indices, kept, strict=True):
-                back, context = self.depth - 1 - index, contexts["backward"]
-                changes = self._backward_layer(changes, layer_residuals, tick, part, back, context)
-            return changes, [], self.send("backward", changes["g"]) if sends else []
-
-        runs: dict[str, tuple] = {"forward": (forward, carry.x_forward)} if "F" in kinds else {}
-        if "B" in kinds:
-            stash = residuals if carry.residuals is None else carry.residuals
-            slot = (tick["backward_residuals"],) if self.stashes else ()
-            layers = zip(span.backward, indices, strict=True)
-            kept = [part.read(stash, *slot, self.depth - 1 - index) for part, index in layers]
-            runs["backward"] = backward, (carry.g, kept)
-        if self.hides_exchanges and runs:
-            results = interleave(*runs.values())
-        else:
-            results = [fn(activations) for fn, activations in runs.values()]
-        updated, new_residuals, sent = carry, [], {}
-        for name, (changes, kept, values) in zip(runs, results, strict=True):
-            updated, new_residuals = replace(updated, **changes), new_residuals + kept
-            sent[name] = values
-        return updated, new_residuals, sent if sends else {}
-
-    def _forward_layer(
-        self, carry: StageState, tick: Tick, part: _Part, index, context
-    ) -> tuple[dict[str, Tree], list]:
-        """Return the changed fields of the carry, and the residuals for the backward pass."""
-        layer = self._layer_at(tick, "forward", index, context)
-
-        def total(sums: Tree, terms: Tree) -> Tree:
-            return jax.tree.map(lambda a, b: a + jnp.where(layer.on, b, 0), sums, terms)
-
+    def _forward(self, state: StageState, stage: _Pass, index, x: Tree) -> tuple:
+        """Run a layer forward; return y, the sums of auxiliary losses and of statistics, and its residuals."""
+        layer = self.blocks.at(stage, index)
         if not self.trains:
-            y, aux, *_ = self._layer(part, layer.params, carry.x_forward, layer.args)
-            sums = {"auxiliary": total(carry.auxiliary, aux)}
-            return sums | {"x_forward": where(layer.real, y, carry.x_forward)}, []
-        position = tick["forward_chunk"] * self.depth + index
-        vjp = self.vjps[part.number]
-        y, aux, statistics, kept = vjp.forward(layer.params, carry.x_forward, layer.args)
-        statistics = total(at(carry.statistics, position), statistics)
-        changes = {
-            "x_forward": where(layer.real, y, carry.x_forward),
-            "auxiliary": total(carry.auxiliary, aux),
-            "statistics": put(carry.statistics, statistics, position),
-        }
-        return changes, kept
+            y, aux, *_ = self._typed(stage.part.run, layer.params, x, layer.args)
+            return where(layer.real, y, x), add_where(layer.on, state.auxiliary, aux), None, None
+        y, aux, statistics, residuals = stage.part.vjp.forward(layer.params, x, layer.args)
+        position = stage.chunk * self.blocks.depth + index
+        statistics = add_where(layer.on, at(state.statistics, position), statistics)
+        statistics = put(state.statistics, statistics, position)
+        auxiliary = add_where(layer.on, state.auxiliary, aux)
+        return where(layer.real, y, x), auxiliary, statistics, residuals
 
-    def _backward_layer(
-        self, fields: dict[str, Tree], kept: list, tick: Tick, part: _Part, back, context
-    ) -> dict[str, Tree]:
-        """Return `g`, `blocks` and `weights` of the carry, given before the layer, after it."""
-        g, blocks, weights = fields["g"], fields["blocks"], fields["weights"]
-        layer = self._layer_at(tick, "backward", back, context)
-        sums = [blocks[i] for i in self.in_place]
+    def _backward(self, state: StageState, stage: _Pass, index, inputs: tuple[Tree, list]) -> tuple:
+        """Run a layer backward, from the gradient of its y and its residuals; return that of its x, the sums of the
+        blocks' gradients, and the queue of weight gradients."""
+        (g, residuals), layer, queue = inputs, self.blocks.at(stage, index), state.weights
+        sums = [state.blocks[i] for i in self.blocks.in_place]
         cotangents = (g, vary(jnp.float32(layer.on), self.aux_axes), *sums)
-        if self.schedule.split:
-            split = self.splits[part.number]
-            dx, grads, waiting = split.first(layer.params, layer.args, kept, cotangents)
-            weights = part.write(weights, waiting, tick["backward_queue"], back)
+        arguments = layer.params, layer.args, residuals, cotangents
+        if self.splits:
+            dx, grads, waiting = stage.part.split.first(*arguments)
+            queue = stage.part.write(queue, waiting, stage.queue, index)
         else:
-            vjp = self.vjps[part.number]
-            gradients, dx = vjp.backward(layer.params, layer.args, kept, cotangents)
-            grads = dict(zip(vjp.trained, gradients, strict=True))
-        blocks = self._add(blocks, grads, layer)
-        return {"g": where(layer.on, dx, g), "blocks": blocks, "weights": weights}
+            gradients, dx = stage.part.vjp.backward(*arguments)
+            grads = dict(zip(stage.part.vjp.trained, gradients, strict=True))
+        return where(layer.on, dx, g), self.blocks.add(state.blocks, grads, layer), queue
 
-    def _add_late(self, blocks: list, queue: list, tick: Tick, part: _Part, back, context) -> list:
-        """Return `blocks` with the weight gradients of one layer added that wait in the queue."""
-        layer = self._layer_at(tick, "weight", back, context)
-        waiting = part.read(queue, tick["weight_queue"], back)
-        grads = self.splits[part.number].second(layer.params, layer.args, waiting)
-        return self._add(blocks, grads, layer)
+    def _add_late(self, state: StageState, stage: _Pass, index) -> StageState:
+        """Add the weight gradients of a layer that wait in the queue."""
+        layer = self.blocks.at(stage, index)
+        waiting = stage.part.read(state.weights, stage.queue, index)
+        grads = stage.part.split.second(layer.params, layer.args, waiting)
+        return replace(state, blocks=self.blocks.add(state.blocks, grads, layer))
 
-    def _stash(
-        self,
-        carry: StageState,
-        residuals: list,
-        tick: Tick,
-        parts: list[_Part],
-        indices: list,
-    ) -> StageState:
-        """Write the residuals of the layers `indices`, which ran forward, to their slot."""
-        buffers = carry.residuals
-        for part, index, kept in zip(parts, indices, residuals, strict=True):
-            buffers = part.write(buffers, kept, tick["forward_residuals"], index)
-        return replace(carry, residuals=buffers)
+    def _repeat(self, stage: _Pass, x: Tree) -> list:
+        """Run the forward pass of a backward stage once more, for its layers' residuals, by part."""
 
-    def _repeat(self, x, context, tick: Tick) -> list[jax.Array]:
-        """Run the forward pass of a stage once more, for its layers' residuals, by part."""
+        def run(part: _Part, x: Tree, index):
+            layer = self.blocks.at(stage, index)
+            y, _, _, residuals = part.vjp.forward(layer.params, x, layer.args)
+            return where(layer.real, y, x), residuals
 
-        def run(vjp, x, index):
-            layer = self._layer_at(tick, "backward", index, context)
-            y, _, _, kept = vjp.forward(layer.params, x, layer.args)
-            return where(layer.real, y, x), kept
-
-        x, residuals = where(tick["backward_on"] > 0, x), []
-        for part, vjp in zip(self.parts, self.vjps, strict=True):
-            x, kept = lax.scan(functools.partial(run, vjp), x, jnp.asarray(part.layers))
-            residuals.append(kept)
-        return residuals
-
-    def _layer(self, part: _Part, params, x, context) -> tuple:
-        """Run a layer, its results typed as the state that holds them."""
-        y, aux, *extra = part.run(params, x, *context)
-        statistics = extra[:-1] if self.places else extra
-        sums = extra[-1:] if self.in_place else []
-        statistics = jax.tree.map(lambda a: vary(a, self.statistics_axes), statistics)
-        return vary_all(y, self.axes), vary(aux, self.aux_axes), *statistics, *sums
-
-    def _layer_at(self, tick: Tick, k: str, index, context) -> _Layer:
-        """Return the layer `index` of the stage that runs pass `k` in this tick."""
-        chunk = tick[f"{k}_chunk"]
-        position = chunk * self.depth + index
-        leaves, tree = jax.tree.flatten(self.blocks)
-        rows = [position] * len(leaves)
-        if self.rows is not None:
-            rows = [table[position] for table in self.rows]
-        real = jnp.bool_(True) if self.lengths is None else index < self.lengths[chunk]
-        on = real & (tick[f"{k}_on"] > 0)
-        numbered = enumerate(zip(leaves, rows, strict=True))
-        placeholders = self.in_place | {i: jnp.float32(0) for i in self.places if i in self.frozen}
-        read = [placeholders[i] if i in placeholders else at(a, row) for i, (a, row) in numbered]
-        own_rows = None
-        if self.places:
-            own_rows = Rows(
-                stacks=[leaves[i] for i in self.places],
-                index=rows[self.places[0]],
-                on=on,
-                accumulate=tuple(
-                    None if i in self.frozen else self.accumulate[i] for i in self.places
-                ),
-            )
-        args = context, self.starts[chunk] + index, own_rows
-        return _Layer(jax.tree.unflatten(tree, read), args, rows, real, on)
-
-    def _add(self, blocks: list, grads: dict, layer: _Layer) -> list[jax.Array]:
-        """Return `blocks` with one layer's gradients added, which are given by number of the leaf.
-
-        Gradients of stacks that the layer is not in are zeros. The layer itself has added those of the parameters that
-        it reads itself.
-        """
-        sums = list(blocks)
-        for i, grad in grads.items():
-            if i in self.in_place:
-                sums[i] = grad
-            else:
-                sums[i] = add(sums[i], self.accumulate[i](grad), layer.on, layer.rows[i])
-        return sums
+        x, by_part = where(stage.on > 0, x), []
+        for part in self.parts:
+            x, residuals = lax.scan(functools.partial(run, part), x, jnp.asarray(part.layers))
+            by_part.append(residuals)
+        return by_part
 
 
-def _parts(stages: Stages, depth: int) -> list[_Part]:
-    """Return the parts of a stage of `depth` layers."""
-    first, run = stages.first_layers or (0, stages.layer)
-    every = range(depth)
-    functions = (every[:first], run), (every[first:], stages.layer)
-    parts = [(layers, run) for layers, run in functions if layers]
-    return [
-        _Part(number, layers, _with_all_arguments(stages, run))
-        for number, (layers, run) in enumerate(parts)
-    ]
+def _numbers(chosen: Tree) -> list[int]:
+    """Return the numbers of the leaves that are true."""
+    return [i for i, is_chosen in enumerate(jax.tree.leaves(chosen)) if is_chosen]
 
 
 def _with_all_arguments(stages: Stages, run: Callable) -> Callable[..., tuple]:

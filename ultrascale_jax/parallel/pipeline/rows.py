@@ -74,11 +74,16 @@ def varying_axes(tree: Tree) -> frozenset[str]:
     return frozenset().union(*map(varying, jax.tree.leaves(tree)))
 
 
-def add(sums: jax.Array, value: jax.Array, on: jax.Array, row: jax.Array) -> jax.Array:
-    """Add a value to a row of a stack, where `on`.
+def add_where[T](on: jax.Array, sums: T, terms: T) -> T:
+    """Add a tree of values to one of sums, where `on`.
 
     An idle rank's value is selected away and not multiplied by zero: what it computes from empty buffers may be NaN.
     """
+    return jax.tree.map(lambda total, term: total + jnp.where(on, term, 0), sums, terms)
+
+
+def add_to_row(sums: jax.Array, value: jax.Array, on: jax.Array, row: jax.Array) -> jax.Array:
+    """Add a value to a row of a stack, as `add_where` does."""
     # As rows of the stack: a reshape between reading and adding would make XLA copy the row first.
     total = lax.dynamic_slice_in_dim(sums, row, 1) + jnp.where(on, value, 0)[None]
     return lax.dynamic_update_slice_in_dim(sums, total, row, 0)
@@ -115,7 +120,7 @@ class Rows:
     def add(self, sums: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
         """Add the gradients of the row to the `sums` of the stacks that have some."""
         terms = [fn(g) for fn, g in zip(filter(None, self.accumulate), grads, strict=True)]
-        return [add(a, g, self.on, self.index) for a, g in zip(sums, terms, strict=True)]
+        return [add_to_row(a, g, self.on, self.index) for a, g in zip(sums, terms, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

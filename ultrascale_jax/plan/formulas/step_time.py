@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale_jax.config import Split, require_type
-from ultrascale_jax.config.lowering import GATHER_TOGETHER, orders_whole_stage
+from ultrascale_jax.config.lowering import GATHER_TOGETHER
 from ultrascale_jax.plan.formulas import (
     context,
     costs,
@@ -242,10 +242,6 @@ class Step:
         summed = self.collective("all-reduce", size, self.group("pp"))
         sums = counts.times["embed"] + 2 * counts.times["head"] + counts.times["embed_gradient"]
         sends = counts.ticks["F"] + counts.ticks["B"]
-        whole = orders_whole_stage(run.chunk_layers, split=self.splits_backward)
-        if self.hides_exchanges and whole:
-            # Where a tick has both passes, each hides what the other sends.
-            sends = 2 * counts.ticks["all"] - sends
         return {"bubble": idle, "exposed pp": sends * self.hand_over() + sums * summed}
 
     def layer(self) -> dict[str, float]:
