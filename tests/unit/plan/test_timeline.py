@@ -74,23 +74,6 @@ def test_the_grouped_kernel_multiplies_every_row_once(operands, result, name):
     assert run(module).busy_s["gemm"] >= costs.gemm_seconds(GPU, 8192, 4096, 8192)
 
 
-def test_a_collective_longer_than_its_cover_exposes_the_difference():
-    rows = 65536
-    timeline = run(program(gather(1, rows), NORM, gather(1, rows, DONE), gathered=rows))
-    assert gather_s(rows) > NORM_S
-    assert timeline.step_s == pytest.approx(gather_s(rows))
-    assert timeline.exposed_s == pytest.approx({"fsdp": gather_s(rows) - NORM_S})
-    assert timeline.idle_s == pytest.approx(gather_s(rows) - NORM_S)
-
-
-def test_a_hidden_collective_exposes_nothing_but_slows_the_product_while_it_runs():
-    rows = 8192
-    timeline = run(program(gather(1, rows), PRODUCT, gather(1, rows, DONE)))
-    assert gather_s(rows) < PRODUCT_S
-    assert timeline.exposed_s == {"fsdp": 0}
-    assert timeline.step_s == pytest.approx(PRODUCT_S + gather_s(rows) * (1 - 1 / SLOWDOWN))
-
-
 @pytest.mark.parametrize(
     ("options", "product", "norm"),
     [
@@ -106,27 +89,6 @@ def test_two_collectives_slow_a_product_twice_if_they_run_at_once(options, produ
     module = program(both, PRODUCT, NORM, *dones, gathered=rows)
     busy = simulate(module, {"fsdp": 2, "sp": 8}, CLUSTER, **options).busy_s
     assert busy == pytest.approx({"gemm": PRODUCT_S * product, "other": NORM_S * norm})
-
-
-def test_collectives_of_different_links_run_side_by_side():
-    rows = 8192
-    near, far = Group(ranks=8, per_node=8), Group(ranks=2, per_node=1)
-    module = program(
-        gather(1, rows, groups="[2,8]<=[16]") + gather(2, rows, groups=ACROSS),
-        gather(1, rows, DONE),
-        gather(2, rows, DONE),
-    )
-    timeline = run(module, CLUSTER, fsdp=2, sp=8)
-    times = gather_s(rows, CLUSTER, near), gather_s(rows, CLUSTER, far)
-    assert timeline.step_s == pytest.approx(max(times))
-    assert set(timeline.streams) == {"in node", "between nodes"}
-    work = {("all-gather", "sp"): times[0], ("all-gather", "fsdp"): times[1]}
-    assert timeline.link_s == pytest.approx(work)
-    # On one stream they take turns, and the wait for the second is for both.
-    for streams, seconds in (({"g1": 0, "g2": 1}, max(times)), ({"g1": 1, "g2": 1}, sum(times))):
-        timeline = simulate(module, {"fsdp": 2, "sp": 8}, CLUSTER, comm_streams=streams)
-        assert timeline.step_s == pytest.approx(seconds)
-    assert timeline.waited_s == pytest.approx(work)
 
 
 @pytest.mark.parametrize(
