@@ -1,4 +1,4 @@
-"""The costs of linear attention follow the program that computes it."""
+"""Models with two kinds of attention: their mean layer, and linear attention beside the program that computes it."""
 
 import dataclasses
 
@@ -8,23 +8,42 @@ from ultrascale_jax.config import Config, DataConfig, LinearAttention, MeshConfi
 from ultrascale_jax.configs import shapes
 from ultrascale_jax.parallel import gated_delta_rule
 from ultrascale_jax.plan.formulas import linear_attention
-from ultrascale_jax.plan.formulas.activations import saved_bytes
+from ultrascale_jax.plan.formulas.activations import layer_of, saved_bytes, working_set
+from ultrascale_jax.plan.formulas.layer_time import LayerTime
 from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.workload import Run
 
 MODEL = dataclasses.replace(shapes.QWEN3_NEXT_80B_A3B, num_layers=4, experts=None)
+GEMMA = dataclasses.replace(shapes.GEMMA4_31B, num_layers=6)
 
 
-def run(mesh: str = "fsdp=1", seq_len: int = 4096, **model) -> Run:
+def run(mesh: str = "fsdp=1", seq_len: int = 4096, of=MODEL, **model) -> Run:
     sizes = MeshConfig.parse(mesh)
     devices = sizes.fsdp * sizes.tp * sizes.cp
     cfg = Config(
-        model=dataclasses.replace(MODEL, **model),
+        model=dataclasses.replace(of, **model),
         mesh=sizes,
         data=DataConfig(seq_len=seq_len),
         train=TrainConfig(global_batch=sizes.batch, microbatches=1, remat="selective"),
     )
     return Run.of(cfg, devices)
+
+
+def test_a_mean_layer_has_its_share_of_two_shapes_and_room_for_the_wider():
+    cluster = find_cluster(None, "h100", 8)
+    alike = {"full_attention": None, "full_attention_every": 0, "rope_theta_local": 0.0}
+    wide = {"num_kv_heads": 4, "head_dim": 512, "values_are_keys": True, "sliding_window": None}
+    mixed, local, full = (run("tp=8", of=GEMMA, **changes) for changes in ({}, alike, alike | wide))
+
+    def numbers(one: Run) -> tuple[float, ...]:
+        passes = LayerTime(one, cluster).passes
+        kept = saved_bytes(one)["attention"]
+        return kept, passes.products["qkv"], passes.attention, one.shape.num_params
+
+    for mean, *parts in zip(*map(numbers, (mixed, local, full)), strict=True):
+        assert mean == pytest.approx(5 / 6 * parts[0] + 1 / 6 * parts[1])
+    assert working_set(mixed) == working_set(full)
+    assert layer_of(full).scores > 0 == layer_of(local).scores  # cuDNN has no such heads
 
 
 def test_the_formulas_have_the_blocks_of_the_program():
