@@ -283,28 +283,15 @@ PAIRS = [
 ]
 
 
-@pytest.fixture
-def shards(bpe, tmp_path):
-    """Return the function that makes shards of rows, as JSON lines or Parquet, and returns their index."""
-    hermes = write_template(bpe, tmp_path / "hermes", HERMES)
-
-    def made(rows, suffix="jsonl", **options):
-        path = tmp_path / f"rows.{suffix}"
-        if suffix == "jsonl":
-            write_lines(path, rows)
-        else:
-            table = pyarrow.Table.from_pylist(rows)
-            day = pyarrow.array([datetime(2025, 1, 31)] * len(rows))  # of no kind that JSON has
-            pyarrow.parquet.write_table(table.append_column("day", day), path)
-        settings = {"tokenizer": str(hermes), "out": tmp_path / suffix, "workers": 1, **options}
-        return prepare(Options(input=str(path), **settings))
-
-    return made
-
-
 @pytest.mark.parametrize("rows", [ROWS, PAIRS], ids=["chat", "preferences"])
-def test_rows_of_parquet_make_the_shards_of_the_same_json_lines(tmp_path, shards, rows):
+def test_rows_of_parquet_make_the_shards_of_the_same_json_lines(bpe, tmp_path, rows):
+    hermes = write_template(bpe, tmp_path / "hermes", HERMES)
+    write_lines(tmp_path / "rows.jsonl", rows)
+    day = pyarrow.array([datetime(2025, 1, 31)] * len(rows))  # of no kind that JSON has
+    table = pyarrow.Table.from_pylist(rows).append_column("day", day)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     for suffix in ("jsonl", "parquet"):
-        index = shards(rows, suffix)
+        settings = {"tokenizer": str(hermes), "out": tmp_path / suffix, "workers": 1}
+        index = prepare(Options(input=str(tmp_path / f"rows.{suffix}"), **settings))
         assert index.shards["documents"].sum() == len(rows) * (1 + (rows is PAIRS))
     assert contents(tmp_path / "jsonl") == contents(tmp_path / "parquet")
