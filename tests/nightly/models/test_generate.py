@@ -14,7 +14,7 @@ from tests.parity.models.generation import compare
         ("gpt_oss", {"pp": 2, "tp": 2}, "1f1b"),
         ("windows_in_upper_layers", {"pp": 2, "dp": 2, "tp": 2}, "interleaved"),
         ("qwen3_next", {"pp": 2, "tp": 2}, "1f1b"),
-        ("mamba", {"pp": 2, "tp": 2}, "1f1b"),
+        ("granite4_h", {"pp": 2, "tp": 2}, "1f1b"),
         ("falcon_h1", {"pp": 2, "tp": 2}, "1f1b"),
         ("nemotron_rows", {"pp": 2, "tp": 2}, "1f1b"),
         ("deepseek", {"pp": 2, "ep": 2, "tp": 2}, "1f1b"),

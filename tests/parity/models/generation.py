@@ -12,6 +12,7 @@ from tests.states import some_state
 from ultrascale_jax.checkpoint.mesh_independent import gather_stages
 from ultrascale_jax.config import (
     Config,
+    LinearAttention,
     MeshConfig,
     ModelConfig,
     PipelineConfig,
@@ -42,6 +43,15 @@ OWN = {
         "nope_every": 2,
     },
     "gemma4": MODELS["gemma4"] | {"logit_cap": 500.0},  # lower ones make ties of large logits
+    "granite4_h": {
+        "num_layers": 6,
+        "nope_every": 1,
+        "full_attention_every": 3,
+        "full_attention_offset": 1,
+        "linear": LinearAttention(
+            rule="mamba2", key_heads=1, value_heads=4, key_dim=4, value_dim=6
+        ),
+    },
 }
 
 
