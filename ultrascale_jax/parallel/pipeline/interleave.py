@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from ultrascale_jax.config import GPUS_PER_NODE
 from ultrascale_jax.config.lowering import H100
