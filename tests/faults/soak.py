@@ -262,8 +262,9 @@ def promises(wall_s: float, disturbed: Path, quiet: Path) -> dict[str, bool]:
     flips = sum(event.get("fault") == FLIP for event in events)
     aside = [event["step"] for event in events if event["kind"] == "quarantined"]
     return {
-        f"Every step from 1 to {last} is in `metrics.jsonl`": [*range(1, last + 1)] == sorted(ours),
-        f"None is there twice, but {twice}": last > 0 and not twice,
+        f"Every step from 1 to {last} is in `metrics.jsonl`": last > 0
+        and [*range(1, last + 1)] == sorted(ours),
+        f"None is there twice, but {twice}": not twice,
         "Loss, gradient norm and batch of every step equal the undisturbed run's, bit for bit, but of "
         f"{differ[:20]}": not differ,
         f"The ledger's classes sum to {total_s:.1f} s of {wall_s:.1f} s by another clock (Python's first start and "
