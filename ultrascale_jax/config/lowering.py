@@ -1,8 +1,8 @@
 """Decide how XLA runs a step: the one place that reads a run's mesh, model and options for speed.
 
 No decision changes a result. `Lowering.of(cfg)` applies the rows of `RULES` that fit the run; `Lowering.plain()`, which
-`train.lowering=plain` asks for, applies none (rows of `tests/parity`). Models, scans and the planner read the
-fields, so that their text has no condition that is there for XLA.
+`train.lowering=plain` asks for, applies none (rows of `tests/parity`, and every recipe cut small). Models, scans and
+the planner read the fields, so that their text has no condition that is there for XLA.
 
 Idioms that are always on are in `kernels/xla.py`. Sizes that decide speed, and that no recipe would switch off, are
 with their reasons where step and planner read them: further rounds of experts (`parallel/experts/capacity.py`, and
