@@ -1,7 +1,8 @@
 """Rows of parity: a covering design. Every legal pair of the values below stands in at least one row.
 
 `python -m tests.parity.rows` prints the pairs, the rows of each and the pairs that are missing;
-`python -m tests.parity.rows docs` writes the last lines of `docs/parity.md`, and `docs/parity_pairs.csv`.
+`python -m tests.parity.rows docs DAY` writes, after the rows passed on that day, the last lines of
+`docs/parity.md`, and `docs/parity_pairs.csv`.
 """
 
 import csv
@@ -421,7 +422,7 @@ def rows_of_pairs(rows: Iterable[Row]) -> dict[Pair, list[Row]]:
     return by_pair
 
 
-MARK = "<!-- The lines below are written by `python -m tests.parity.rows docs`. -->\n"
+MARK = "<!-- The lines below are written by `python -m tests.parity.rows docs DAY`. -->\n"
 
 
 ONE_OF = (
@@ -440,8 +441,8 @@ def page(day: str) -> str:
         if pair not in legal and not any(set(pair) <= set(group) for group in ONE_OF):
             refused.setdefault(pair[1], []).append(pair[0])
     lines = [
-        f"Last run on {day}: {len(CHANGES)} values have {len(legal)} legal pairs, whose numbers of rows are in "
-        f"[{PAIRS.name}]({PAIRS.name}). {len(TESTED)} rows of `make test` have those in float32, and "
+        f"{len(CHANGES)} values have {len(legal)} legal pairs, whose numbers of rows are in "
+        f"[{PAIRS.name}]({PAIRS.name}). {len(TESTED)} rows of `make test` have those in float32 (last run: {day}), and "
         f"{len(NIGHTLY_ROWS)} rows of `make test-nightly` those in another precision.",
         "",
         "A run has one schedule, one strategy, one precision and one stage of ZeRO. It also cannot have",
@@ -465,14 +466,17 @@ def table() -> str:
 
 def day_of_page() -> str:
     """Return the day of the last run that the page names."""
-    return DOCS.read_text().split("Last run on ")[1].split(":")[0]
+    return DOCS.read_text().split("(last run: ")[1].split(")")[0]
 
 
 def main(words: list[str]) -> None:
-    if words == ["docs"]:
-        DOCS.write_text(page(date.today().isoformat()))
-        PAIRS.write_text(table())
-        return
+    match words:
+        case ["docs", day]:
+            DOCS.write_text(page(date.fromisoformat(day).isoformat()))
+            PAIRS.write_text(table())
+            return
+        case [_, *_]:
+            sys.exit("usage: python -m tests.parity.rows [docs DAY]")
     for pair, rows in rows_of_pairs((*TESTED, *NIGHTLY_ROWS)).items():
         print(f"{' x '.join(pair)}: {', '.join(row.name for row in rows) or 'MISSING'}")
 

@@ -30,4 +30,6 @@ def test_make_test_has_every_pair_in_float32():
 
 def test_the_page_has_the_pairs_of_the_rows():
     written = DOCS.read_text(), PAIRS.read_text()
-    assert written == (page(day_of_page()), table()), "run python -m tests.parity.rows docs"
+    assert written == (page(day_of_page()), table()), (
+        f"run python -m tests.parity.rows docs {day_of_page()}"
+    )
