@@ -1,6 +1,7 @@
 """The products of further fp8 programs: each kind of scale, accumulation, pipelines, experts."""
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -53,3 +54,21 @@ def test_experts_are_batched_fp8_products():
     assert len(router) == LAYERS * 3 and all("= (f32[" in line for line in router)
     attention = [line for line in gemms(step) if "attention" in line]
     assert len(attention) == LAYERS * 3 * 4 and all("$f8" in line for line in attention)
+
+
+def test_products_of_experts_have_a_scale_for_32_elements():
+    _, step = compiled(
+        4, {"fsdp": 2, "ep": 2}, precision="mxfp8", remat="none", gpu="b200",
+        experts=Experts(num=4, top_k=2, d_ff=512),
+    )  # fmt: skip
+    by_name = step.module.by_name
+    dots = [
+        dot
+        for m in step.matmuls
+        for dot in step.module.dots(by_name[m.computation][m.name], m.computation)
+    ]
+    assert Counter(dot.dtype for dot in dots if dot.dtype != "f8e4m3fn") == {
+        "bf16": HEAD,
+        "f32": LAYERS * 3,  # the router's
+    }
+    assert {dot.dtype for dot in dots if dot.batch == 2} == {"f8e4m3fn"}
