@@ -261,7 +261,7 @@ ROWS: tuple[Row, ...] = (
     Row("sinks", "dp fsdp cp", strategy="ulysses", zero=0, remat="dots", microbatches=2, lora=True),
     Row("gemma4", "fsdp sp tp", remat=BY_LAYER[1], microbatches=2),
     Row("sinks", "fsdp cp", zero=1, plain=True, microbatches=2, lora=True),
-    Row("nemotron", "fsdp ep cp", microbatches=2),
+    Row("nemotron", "fsdp ep", microbatches=2),
     Row("nemotron", "dp sp tp", zero=1, remat="selective", microbatches=2),
     Row("nemotron", "fsdp sp", remat="full", plain=True, microbatches=2, lora=True),
     Row("nemotron_rows", "pp fsdp ep", remat="dots"),

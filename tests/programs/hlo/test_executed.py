@@ -116,11 +116,24 @@ def cut(alone: dict[str, Shards], like: dict, mesh: Mesh) -> dict[str, Shards]:
     return shards
 
 
+# One after another, so that none takes long: the step of one device, which runs of a model share, and each program.
+
+
+@pytest.mark.parametrize("name", ["zero3", "ep"])
+def test_one_device_steps_each_model(name):
+    alone = step_alone(on_one_device(config(name)))
+    assert all(np.isfinite(value).all() for [value] in alone.results.values())
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_program_has_its_communication_and_computes_the_step_of_one_device(name):
-    step = program(name)
-    assert RUNS[name][1] <= {(c.kind, axis) for c in step.collectives for axis in c.axes}
-    largest = execute_step(step, reference(name)).largest
+def test_a_program_has_its_communication(name):
+    collectives = program(name).collectives
+    assert RUNS[name][1] <= {(c.kind, axis) for c in collectives for axis in c.axes}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_program_computes_the_step_of_one_device(name):
+    largest = execute_step(program(name), reference(name)).largest
     assert largest.relative <= FLOAT32, largest
 
 
