@@ -4,11 +4,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ultrascale_jax.config import ModelConfig, RopeScaling
-from ultrascale_jax.models.rotary import frequencies, rotary
+from ultrascale_jax.models.rotary import frequencies, rotary, rotate
 
 MODEL = ModelConfig(d_model=32, num_heads=2, num_kv_heads=2, head_dim=16)
 LLAMA = dataclasses.replace(MODEL, rope_theta=500_000.0)
@@ -80,3 +81,19 @@ def test_angles_are_right_to_1e_6_at_any_position(start):
     for got, function in zip(rope, (np.cos, np.sin), strict=True):
         expected = YARN_1M.magnitude * function(angle)
         np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-6)
+
+
+def test_scores_depend_on_the_distance_alone_a_million_tokens_in():
+    q_BTNH, k_BTNH = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 128)).astype(np.float32)
+
+    @jax.jit
+    def score(q_at_BT, k_at_BT):
+        pairs = (q_BTNH, q_at_BT), (k_BTNH, k_at_BT)
+        q, k = (rotate(x, rotary(at_BT, STRETCHED)) for x, at_BT in pairs)
+        return jnp.sum(q * k)
+
+    scores = []
+    for start in (0, 2**20 - 64):
+        at = (np.full((1, 1), start + offset, np.int32) for offset in (50, 3))
+        scores.append(float(score(*at)))
+    np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=1e-4)
