@@ -79,7 +79,7 @@ def _is_spec(x: object) -> bool:
 
 
 def _only(spec: P, axes: set[str], *, sums: bool) -> P:
-    """Return what a spec says of `axes`; without `sums` no dim is reduced or unreduced."""
+    """Return a spec with these of its axes alone; without `sums` no dim is reduced or unreduced."""
     parts = (
         part if isinstance(part, tuple) or part is None else (part,) for part in spec.partitions
     )

@@ -8,6 +8,7 @@ open it, by the address that is printed; `--host` opens it to others.
     ultrascale watch out/a out/b
 """
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
@@ -123,6 +124,8 @@ class WatchedRun:
         self.run_dir = run_dir
         self.metrics = RunMetrics(run_dir)
         self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._events: list[dict[str, Any]] = []
 
     def state(self, x: str, first: float, last: float, points: int) -> dict[str, Any]:
         """Return the state for the page, with the rows since the last call.
@@ -130,11 +133,7 @@ class WatchedRun:
         Every metric has at most so many `points` over `x` from `first` to `last`, as `RunMetrics.thinned` has them.
         """
         with self._lock:
-            metrics, ledger, events = (
-                self.metrics,
-                read_ledger(self.run_dir),
-                read_events(self.run_dir),
-            )
+            metrics, ledger, events = self.metrics, read_ledger(self.run_dir), self._read_events()
             metrics.update()
             return {
                 "path": str(self.run_dir),
@@ -147,6 +146,14 @@ class WatchedRun:
                 "goodput": ledger.goodput,
                 "seconds": ledger.seconds,
             }
+
+    def _read_events(self) -> list[dict[str, Any]]:
+        """Return the events, read again if their file has changed: the page asks every few seconds."""
+        with contextlib.suppress(OSError):
+            status = (self.run_dir / FILE_NAME).stat()
+            if (seen := (status.st_ino, status.st_size)) != self._seen:
+                self._seen, self._events = seen, read_events(self.run_dir)
+        return self._events
 
     def _texts(self, events: list[dict], kinds: Sequence[str], most: int) -> list[dict[str, Any]]:
         """Return the newest events of some kinds, each with its step and a text."""

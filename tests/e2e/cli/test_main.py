@@ -56,7 +56,7 @@ COMPLETED = {
     "ultrascale convert-hf --max": "--max-shard-gib",
     "ultrascale train --train.precision f": "fp8",
 }
-"""What bash offers for the last word of a line."""
+"""Line to a completion that bash offers for its last word."""
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -168,7 +168,7 @@ def test_the_ranks_of_a_pipeline_use_what_they_keep_in_flight(capsys):
 
 
 def test_an_axis_joins_the_devices_that_the_trainer_puts_along_it(capsys):
-    """What an axis sends is compared with compiled programs: tests/programs/plan/test_placement.py."""
+    """`tests/programs/plan/test_placement.py` compares the bytes of each axis with compiled programs."""
     mesh = "pp=2,fsdp=2,sp=2"
     run = ["memory", "debug", "--gpus", "8", "--train.microbatches", "2", "--explain", "mesh"]
     axes = answer(capsys, *run, "--mesh", mesh)["mesh"]["axes"]
