@@ -14,20 +14,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ultrascale_jax as us
+from tests.faults.tiny import config as TINY
 from tests.paths import HF
+from tests.runs import change
 
 FOLDER = HF / "llama3"
-CFG = us.Config(
-    model=us.ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    ),
-    mesh=us.MeshConfig(fsdp=8),
-    data=us.DataConfig(source="synthetic", seq_len=32),
-    train=us.TrainConfig(steps=1, global_batch=8, precision="fp32"),
-    log=us.LogConfig(run_dir="/nowhere/run"),
-)
-OPEN = dataclasses.replace(CFG, train=dataclasses.replace(CFG.train, remat="auto"))
-OTHER = dataclasses.replace(CFG, mesh=us.MeshConfig(fsdp=4, tp=2))
+CFG = change(TINY, mesh={"fsdp": 8}, log={"run_dir": "/nowhere/run"})
+OPEN = change(CFG, train={"remat": "auto"})
+OTHER = change(CFG, mesh={"fsdp": 4, "tp": 2})
 IDS = np.zeros((8, 32), np.int32)
 
 
@@ -92,7 +86,7 @@ MISTAKES: list[tuple[str, Callable]] = [
     ("train.remat='auto': ", lambda: us.Run.of(OPEN, 8)),
     (
         "mesh.fsdp=-1: has no size before cfg.check",
-        lambda: us.make_train_step(dataclasses.replace(CFG, mesh=us.MeshConfig())),
+        lambda: us.make_train_step(change(CFG, mesh={"fsdp": -1})),
     ),
     ("hooks=<class ", lambda: us.train(CFG, mesh(), hooks=[us.Hook])),
     ("hooks: must be of type Sequence", lambda: us.train(CFG, mesh(), hooks=us.Hook())),

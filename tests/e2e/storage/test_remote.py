@@ -4,6 +4,7 @@ import fsspec
 import pytest
 
 from ultrascale_jax.config import UserError
+from ultrascale_jax.data.files import matching_files
 from ultrascale_jax.storage.cache import fetch
 from ultrascale_jax.storage.remote import (
     Remote,
@@ -33,28 +34,25 @@ def test_objects_are_written_listed_read_and_removed(url, tmp_path):
         remote.download("a", tmp_path / "a")
 
 
-def test_a_pattern_matches_objects_in_order_as_on_a_disk(url):
-    names = ("a.txt", ".DS_Store", "._a.txt", ".git/b.txt", "c/.d/e.txt", "c/f.txt", "c/g.json")
-    names += ("a[1].txt", "a1.txt", "p [v2]/b.txt", "p v/b.txt", "p [v2]/c [1]/d.txt")
-    for name in names:
+NAMES = ("a.txt", ".DS_Store", "._a.txt", ".git/b.txt", "c/.d/e.txt", "c/f.txt", "c/g.json")
+NAMES += ("a[1].txt", "a1.txt", "p [v2]/b.txt", "p v/b.txt", "p [v2]/c [1]/d.txt")
+PATTERNS = ("*", "**", "c/**", "**/f*.txt", ".git/*", "._*", "._a.txt", "c/.*/*.txt", "a[1].txt")
+PATTERNS += ("a[0-9].txt", "p [v2]/*.txt", "p [v2]/c [1]/*", "none/[ab]*", "none*")
+
+
+def test_a_pattern_matches_the_objects_that_it_matches_as_files_of_a_disk(url, tmp_path):
+    """`tests/unit/data/test_files.py` has those by hand."""
+    for name in NAMES:
         Remote(url).write(name, b"four")
-
-    def matched(pattern):
-        return [str(file).removeprefix(f"{url}/") for file in matching(f"{url}/{pattern}")]
-
-    assert matched("*") == ["a.txt", "a1.txt", "a[1].txt"]
-    assert matched("c/**") == ["c/f.txt", "c/g.json"]
-    assert matched("**/f*.txt") == ["c/f.txt"]
-    # The hidden are matched by name only.
-    assert matched(".git/*") == [".git/b.txt"]
-    assert matched("._*") == matched("._a.txt") == ["._a.txt"]
-    assert matched("c/.*/*.txt") == ["c/.d/e.txt"]
-    # An object that exists is no pattern.
-    assert matched("a[1].txt") == ["a[1].txt"]
-    assert matched("a[0-9].txt") == ["a1.txt"]
-    assert matched("p [v2]/*.txt") == ["p [v2]/b.txt"]
-    assert matched("p [v2]/c [1]/*") == ["p [v2]/c [1]/d.txt"]
-    assert matched("none/[ab]*") == matched("none*") == []
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"four")
+    for pattern in PATTERNS:
+        found, files = (
+            matching(f"{url}/{pattern}"),
+            matching_files(f"{tmp_path}/{pattern}", "input"),
+        )
+        objects = [str(file).removeprefix(f"{url}/") for file in found]
+        assert objects == [str(file.relative_to(tmp_path)) for file in files], pattern
     (file,) = matching(f"{url}/c/*.json")
     assert (file.name, file.stem, file.suffix) == ("g.json", "g", ".json")
     assert file.stat().st_size == 4 and file.open().read() == b"four"

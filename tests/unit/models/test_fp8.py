@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import ultrascale_jax as us
+from tests.faults.tiny import MODEL
 from tests.states import some_state
-from ultrascale_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
+from ultrascale_jax.config import Config, MeshConfig, TrainConfig
 from ultrascale_jax.kernels.quantize_fp8 import dequantize, quantize_fp8
 from ultrascale_jax.models import fp8
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -124,14 +125,9 @@ def test_recomputation_does_not_change_what_was_kept(precision):
 
 
 def test_the_largest_magnitude_of_each_layers_matrices_is_found():
-    model = ModelConfig(
-        vocab_size=64, d_model=32, d_ff=64, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8
-    )
-    cfg = Config(
-        model=model,
-        mesh=MeshConfig.of(fsdp=2, sp=2, tp=2),
-        train=TrainConfig(precision="fp8"),
-    ).check(8)
+    model = dataclasses.replace(MODEL, num_layers=3, num_kv_heads=4)
+    mesh = MeshConfig.of(fsdp=2, sp=2, tp=2)
+    cfg = Config(model=model, mesh=mesh, train=TrainConfig(precision="fp8")).check(8)
     devices = make_mesh(cfg.mesh, jax.devices())
     with jax.set_mesh(devices):
         params = some_state(cfg, devices).params

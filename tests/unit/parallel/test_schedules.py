@@ -70,17 +70,6 @@ def test_every_schedule_is_legal_for_any_number_of_microbatches_that_it_allows(p
                 build(name, p, m, v, group=m)
 
 
-def test_a_loop_and_a_v_place_stages():
-    loop, v = (
-        Schedule(name="", ranks=3, virtual=3, microbatches=1, placement=p) for p in ("loop", "v")
-    )
-    assert [loop.rank_of(s) for s in range(9)] == [0, 1, 2, 0, 1, 2, 0, 1, 2]
-    assert [v.rank_of(s) for s in range(9)] == [0, 1, 2, 2, 1, 0, 0, 1, 2]
-    for table in (loop, v):
-        for stage in range(9):
-            assert table.stage_of(table.rank_of(stage), table.chunk_of(stage)) == stage
-
-
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("name", ["afab", "1f1b"])
 def test_afab_and_1f1b_idle_p_minus_1_over_m(name, p):
@@ -286,7 +275,9 @@ def test_each_layer_has_one_place_in_its_stage(p, v, more, place):
     table = Schedule(name="", ranks=p, virtual=v, microbatches=1, placement=place)
     chain = []
     for stage in range(stages):
-        at = (table.rank_of(stage) * v + table.chunk_of(stage)) * size
+        rank, chunk = table.rank_of(stage), table.chunk_of(stage)
+        assert table.stage_of(rank, chunk) == stage
+        at = (rank * v + chunk) * size
         own = [layer for layer in order[at : at + size] if layer is not None]
         assert len(own) == layers // stages + (stage < layers % stages)
         chain += own

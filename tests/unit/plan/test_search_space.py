@@ -147,11 +147,6 @@ def test_layers_offload_what_the_host_has_the_memory_for():
     assert offloaded(tuned, usual) == offloaded(llama3_8b, usual)
 
 
-def test_what_the_trainer_is_told_is_the_run():
-    for run in enumerate_runs(debug, cluster(), {}, SPLIT).runs:
-        assert Run.of(configured(debug, run), 8) == run
-
-
 def test_a_candidate_has_the_recipes_way_over_cp_and_heads_that_it_can_share():
     # debug has 8 query and 4 kv heads.
     cfg = dataclasses.replace(debug, cp=ContextConfig(strategy="ulysses"))

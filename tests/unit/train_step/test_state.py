@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.faults.tiny import MODEL
 from tests.runs import mesh_of
 from tests.states import some_state
 from ultrascale_jax.checkpoint.mesh_independent import gather_stages, to_checkpoint_layout
@@ -16,7 +17,6 @@ from ultrascale_jax.config import (
     Config,
     Experts,
     MeshConfig,
-    ModelConfig,
     OptimConfig,
     PipelineConfig,
 )
@@ -39,17 +39,7 @@ class AttentionAlone(Transformer):
 
 
 BASE = Config(
-    model=ModelConfig(
-        vocab_size=64,
-        d_model=32,
-        d_ff=64,
-        num_layers=LAYERS,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        qkv_bias=True,
-    ),
-    mesh=MeshConfig(fsdp=1),
+    model=dataclasses.replace(MODEL, num_layers=LAYERS, qkv_bias=True), mesh=MeshConfig(fsdp=1)
 )
 PIPELINES = {
     "pp2_1f1b": ({"pp": 2, "fsdp": 2, "sp": 2}, PipelineConfig()),
