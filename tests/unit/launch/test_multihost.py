@@ -38,7 +38,3 @@ def test_the_error_of_another_process_is_raised_here_too(monkeypatch):
     monkeypatch.setattr(multihost, "gather", lambda value: [value, [3, "step 3 on the other host"]])
     with pytest.raises(Damaged, match="step 3 on the other host"):
         on_all(lambda: "well")
-
-
-def test_without_an_error_the_result_is_returned():
-    assert on_all(lambda: [1, 2]) == on_process0(lambda: [1, 2]) == [1, 2]

@@ -23,7 +23,6 @@ from ultrascale_jax.plan.schedules.measures import (
     held,
     in_flight,
     timeline,
-    w_queue,
 )
 from ultrascale_jax.plan.schedules.text import as_text
 
@@ -167,15 +166,6 @@ def test_peaks_in_flight_are_those_of_theory(p):
         assert max(held(build("zb_h1", p, m))) == min(m, p)
         assert max(held(build("zb_v", p, m))) == min(2 * m, 2 * p)
     assert in_flight(build("dualpipe_v", p, 2 * p)) == (2 * p + 1,) * p
-
-
-@pytest.mark.parametrize("v", [1, 2])
-def test_zb_uniform_defers_the_weight_gradients_of_rank_r_by_r_ticks(v):
-    schedule = build("zb_uniform", 4, 8, v)
-    assert w_queue(schedule) == (1, 2, 3, 4)
-    begun = {(rank, *op): tick for tick, rank, kind, *op in schedule.ops() if kind == "B"}
-    for tick, rank, kind, *op in schedule.ops():
-        assert kind != "W" or tick - begun[(rank, *op)] == rank
 
 
 @pytest.mark.parametrize(

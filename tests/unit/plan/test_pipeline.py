@@ -9,7 +9,7 @@ from ultrascale_jax.parallel.pipeline.schedules import build
 from ultrascale_jax.plan.formulas import pipeline
 from ultrascale_jax.plan.formulas.pipeline import Key
 from ultrascale_jax.plan.model_shape import ModelShape
-from ultrascale_jax.plan.schedules.measures import bubble, in_flight, w_queue
+from ultrascale_jax.plan.schedules.measures import in_flight, w_queue
 from ultrascale_jax.plan.workload import Run
 
 CASES = [(name, virtual) for name in SCHEDULES for virtual in (0, 3)] + [("interleaved", 4)]
@@ -51,16 +51,3 @@ def test_the_counts_are_those_of_the_executors_program(schedule, stash):
     assert found.times.keys() == {"embed", "head", "embed_gradient"}
     for name, times in found.times.items():
         assert program.every[name].sum() <= times <= len(made.ticks)
-
-
-@pytest.mark.parametrize(("schedule", "virtual"), CASES)
-def test_the_lock_step_bubble_of_a_few_segments_is_the_tables(schedule, virtual):
-    made = build(schedule, 4, 12, virtual)
-    costs = (1.0, 1.3, 0.8)
-    cost = dict(zip("FBW", costs if made.split else (1.0, 2.1, 0.0), strict=True))
-    ticks = sum(cost[kind] for row in made.ticks for kind in set().union(*row))
-    drawn = ticks / made.virtual / (12 * sum(costs)) - 1
-    if schedule in ("zb_h1", "zb_v", "dualpipe_v"):
-        assert bubble(made, *costs) >= drawn > bubble(build("1f1b", 4, 12), *costs)
-    else:
-        assert bubble(made, *costs) == pytest.approx(drawn)
