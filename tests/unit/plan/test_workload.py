@@ -22,16 +22,6 @@ LLAMA3_8B, LLAMA3_70B = pinned(llama3_8b.config), pinned(llama3_70b.config)
 LLAMA32_1B = pinned(llama32_1b.config, "selective", 8)
 
 
-def test_a_run_is_what_the_recipe_does_on_so_many_gpus():
-    run = Run.of(LLAMA3_8B, 64)
-    assert (run.num_gpus, run.shards, run.sequences, run.global_batch) == (64, 64, 8, 512)
-    assert run.tokens == 8 * 8192
-    assert run.step_tokens == 512 * 8192
-    sizes = {"fsdp": 8, "sp": 8}
-    cfg = dataclasses.replace(LLAMA3_70B, mesh=MeshConfig(**sizes))
-    assert Run.of(cfg, 64).sequences * 8 * Run.of(cfg, 64).microbatches == cfg.train.global_batch
-
-
 def piped(**pp) -> Config:
     mesh = MeshConfig(pp=4, fsdp=2)
     return dataclasses.replace(LLAMA32_1B, mesh=mesh, pp=PipelineConfig(**pp))
