@@ -75,8 +75,8 @@ def name(path: Path) -> str:
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=name(path))
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=name(path)))]
 
 
 def layer_of(parts: tuple[str, ...]) -> str:
@@ -96,7 +96,7 @@ def layer_of_file(path: Path) -> str:
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of all that the file imports; `from a import b` is `a.b`."""
     package = (*path.relative_to(ROOT).parent.parts,)
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -174,7 +174,7 @@ def users_of(function: str) -> set[str]:
     return {
         name(path)
         for path in FILES
-        if any(f".{named(node)}".endswith(f".{function}") for node in ast.walk(tree(path)))
+        if any(f".{named(node)}".endswith(f".{function}") for node in nodes(path))
     }
 
 
@@ -194,7 +194,7 @@ def test_only_the_primitives_ask_whether_values_are_pieces():
     asks = {
         name(path)
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "manual"
     }
     assert asks == {"ultrascale_jax/sharding/primitives.py"}
@@ -204,7 +204,7 @@ def test_manual_regions_keep_the_check_of_varying_axes():
     off = [
         name(path)
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.keyword)
         and node.arg == "check_vma"
         and not (isinstance(node.value, ast.Constant) and node.value.value is True)
@@ -214,13 +214,13 @@ def test_manual_regions_keep_the_check_of_varying_axes():
 
 def test_nothing_shipped_can_run_code_that_it_reads():
     assert imports_of(FILES, lambda path, parts: parts[0] in UNSAFE_MODULES) == []
-    calls = [(path, *call) for path in FILES for call in unsafe_calls(tree(path))]
+    calls = [(path, *call) for path in FILES for call in unsafe_calls(nodes(path))]
     assert [f"{name(path)}:{line}: {what}" for path, line, what in calls] == []
 
 
-def unsafe_calls(module: ast.Module) -> Iterator[tuple[int, str]]:
+def unsafe_calls(module: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and text of what may run code: calls, and keywords with a value that lets them."""
-    for node in ast.walk(module):
+    for node in module:
         if not isinstance(node, ast.Call):
             continue
         if (function := ast.unparse(node.func)) in UNSAFE_CALLS:
@@ -241,7 +241,7 @@ def test_functions_stay_short():
     assert [
         f"{name(path)}:{node.lineno}: {node.name}"
         for path in FILES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of_code(node) > 60
     ] == []
 
