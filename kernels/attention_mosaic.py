@@ -16,7 +16,7 @@ No GPU has run them: tests run them in the GPU interpreter, and compile them for
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -67,6 +67,8 @@ class Loads:
     stages: int = STAGES
     repeat: int = 1
     """Heads whose tiles the program visits."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Other buffers."""
 
     def scratch(self, H: int) -> dict[str, Any]:
         """Return buffers by the inputs' names, and barriers."""
@@ -82,7 +84,7 @@ class Loads:
         resident = {name: buffer(name, COMPUTE, HALF) for name in self.resident}
         streamed = {x: buffer(x, self.stages, self.rows) for group in self.streamed for x in group}
         return {
-            "s": resident | streamed,
+            "s": resident | streamed | self.extra,
             "loaded": barriers(len(self.resident), COMPUTE),
             "full": [barriers(len(group)) for group in self.streamed],
             "free": [barriers(COMPUTE) for _ in self.streamed],
@@ -143,9 +145,7 @@ def forward(
     divisor = _divisor(scores, H)
     q, k, v, ranges = match_vma(q, k, v, ranges_of(mask, B, T, S))
     stages = 256 // H
-    scratch = {"lse": plgpu.SMEM((COMPUTE, HALF), jnp.float32)}
-    if staged:
-        scratch["p"] = _tiled((COMPUTE, HALF, TILE))
+    staged_weights = {"p": _tiled((COMPUTE, HALF, TILE))} if staged else {}
     out, lse = _call(
         "attention",
         functools.partial(_attend, divisor=divisor, stages=stages),
@@ -159,8 +159,8 @@ def forward(
             where=lambda p, i: ((p.first + i) * TILE, lax.div(p.head, N // K)),
             rows=TILE,
             stages=stages,
+            extra={"lse": plgpu.SMEM((COMPUTE, HALF), jnp.float32)} | staged_weights,
         ),
-        scratch,
     )
     return out, lse
 
@@ -210,16 +210,20 @@ def _attend(p: Program, wg, *, divisor: float, stages: int) -> None:
         plgpu.barrier_arrive(v_free.at[slot])
         return acc * _along(shrink, acc.shape, 0) + weighted, largest, total
 
-    start = (
-        plgpu.layout_cast(jnp.zeros((HALF, H), jnp.float32), WGMMA),
-        plgpu.layout_cast(jnp.full((HALF,), UNSEEN, jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROWS),
-    )
-    acc, largest, total = lax.fori_loop(0, p.count, step, start)
+    acc, largest, total = lax.fori_loop(0, p.count, step, _no_keys(H))
     pl.when(wg == 0)(p.take_turns)
     total = jnp.where(total == 0, 1.0, total)
     out = (acc * _along(1 / total, acc.shape, 0)).astype(jnp.bfloat16)
     _store(p, wg, ("out", "q", out), ("lse", "lse", largest / LOG2_E + jnp.log(total)))
+
+
+def _no_keys(H: int) -> tuple:
+    """Return half a tile's weighted sum of values, the largest score and the sum of weights, before the first key."""
+    return (
+        plgpu.layout_cast(jnp.zeros((HALF, H), jnp.float32), WGMMA),
+        plgpu.layout_cast(jnp.full((HALF,), UNSEEN, jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROWS),
+    )
 
 
 def _softmax(x, scale: float, largest, total) -> tuple:
@@ -241,20 +245,28 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `attention_backward`; `staged` as given to `forward`."""
     divisor = _divisor(scores, q.shape[3])
-    (B, T), S, group = q.shape[:2], k.shape[1], q.shape[2] // k.shape[2]
-    ranges = ranges_of(mask, B, T, S)
+    ranges = ranges_of(mask, *q.shape[:2], k.shape[1])
     q, k, v, out, lse, dout, ranges = match_vma(q, k, v, out, lse, dout, ranges)
     delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
     # The log-sum-exp to the base 2: a kernel has exp2.
     inputs = {"q": q, "k": k, "v": v, "do": dout, "lse": lse * LOG2_E, "delta": delta}
-    half = _tiled((COMPUTE, HALF, HALF))
-    dk, dv = _call(
+    dk, dv = _key_gradients(inputs, ranges, divisor, staged=staged)
+    (dq,) = _query_gradients(inputs, ranges, divisor, staged=staged)
+    return dq, dk, dv
+
+
+def _key_gradients(
+    inputs: dict[str, jax.Array], ranges: Ranges, divisor: float, *, staged: bool
+) -> list[jax.Array]:
+    """Return the gradients of keys and values."""
+    group, half = inputs["q"].shape[2] // inputs["k"].shape[2], _tiled((COMPUTE, HALF, HALF))
+    return _call(
         "attention_dkv",
         functools.partial(_pull_back_keys, divisor=divisor, group=group),
-        {"dk": k, "dv": v},
+        {"dk": inputs["k"], "dv": inputs["v"]},
         inputs,
         ranges,
-        _query_steps(ranges, S),
+        _query_steps(ranges, inputs["k"].shape[1]),
         Loads(
             resident=["k", "v"],
             streamed=[["q", "do", "lse", "delta"]],
@@ -263,24 +275,30 @@ def backward(
                 p.head * group + lax.div(i, p.count),
             ),
             repeat=group,
+            extra={"p": half, "ds": half} if staged else {},
         ),
-        {"p": half, "ds": half} if staged else {},
     )
-    (dq,) = _call(
+
+
+def _query_gradients(
+    inputs: dict[str, jax.Array], ranges: Ranges, divisor: float, *, staged: bool
+) -> list[jax.Array]:
+    """Return the gradient of queries alone."""
+    group = inputs["q"].shape[2] // inputs["k"].shape[2]
+    return _call(
         "attention_dq",
         functools.partial(_pull_back_queries, divisor=divisor),
-        {"dq": q},
+        {"dq": inputs["q"]},
         inputs,
         ranges,
-        _steps(ranges, TILE, HALF, S),
+        _steps(ranges, TILE, HALF, inputs["k"].shape[1]),
         Loads(
             resident=["q", "do"],
             streamed=[["k", "v"]],
             where=lambda p, i: ((p.first + i) * HALF, lax.div(p.head, group)),
+            extra={"ds": _tiled((COMPUTE, HALF, HALF))} if staged else {},
         ),
-        {"ds": half} if staged else {},
     )
-    return dq, dk, dv
 
 
 def _pull_back_keys(p: Program, wg, *, divisor: float, group: int) -> None:
@@ -457,14 +475,12 @@ def _call(
     ranges: Ranges,
     steps: jax.Array,
     loads: Loads,
-    scratch: dict[str, Any],
 ) -> list[jax.Array]:
     """Run a kernel with a program for each tile and head of the first of `out`; the results vary as the operands do.
 
     Args:
       compute: `compute(program, warpgroup)` computes half a tile of the results.
       steps: `[B, tiles, 2]` int32: the first of the tiles that a program visits, and how many.
-      scratch: buffers in shared memory in addition to `loads`.
     """
     operands = {"steps": steps, "inside": _inside(ranges), **ranges._asdict(), **inputs}
     names = [*operands, *out]
@@ -476,15 +492,13 @@ def _call(
         tile = size // TILE - 1 - tile if "q" in loads.resident else tile
         g = dict(zip(names, refs, strict=True))
         first, count = g["steps"][batch, tile, 0], g["steps"][batch, tile, 1]
-        _run(
-            Program(batch, head, tile, first, count, g, s, full, free, turn), loads, loaded, compute
-        )
+        program = Program(batch, head, tile, first, count, g, s, full, free, turn)
+        _run(program, loads, loaded, compute)
 
-    allocations = loads.scratch(H)
     results = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out.values()],
-        scratch_types=allocations | {"s": allocations["s"] | scratch},
+        scratch_types=loads.scratch(H),
         grid=(B, size // TILE, heads),
         grid_names=("batch", "tile", "head"),
         num_threads=COMPUTE + 1,

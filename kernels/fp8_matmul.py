@@ -43,24 +43,15 @@ def fp8_matmul(
             f"a has values {shapes[0]} and scales {shapes[1]}, b {shapes[2]} and {shapes[3]}: must be [M, K] in blocks "
             f"of 1 x {BLOCK} and [N, K] in blocks or in tiles of {BLOCK} x {BLOCK}, both or neither with groups"
         )
-    (M, K), N = shapes[0][-2:], shapes[2][-2]
-    needs = {
-        "float8_e4m3fn or float8_e5m2": all(q.values.dtype in TYPES for q in (a, b)),
-        "a result in bfloat16 or float32": jnp.dtype(out_dtype) in (jnp.bfloat16, jnp.float32),
-        f"dims that {BLOCK} divides": M % BLOCK == N % BLOCK == K % BLOCK == 0,
-    }
-    got = f"{a.values.dtype} and {b.values.dtype} to {jnp.dtype(out_dtype)}, M={M}, N={N}, K={K}"
-    fused = takes_mosaic("fp8_matmul", implementation, needs, got)
-    a_values, a_scales, b_values, b_scales = match_vma(*a, *b)
+    fused = _takes_kernel(implementation, a.values, b.values, jnp.dtype(out_dtype))
+    arrays = match_vma(*a, *b)
     if not fused:
-        return _reference(Quantized(a_values, a_scales), Quantized(b_values, b_scales), out_dtype)
+        return _reference(Quantized(*arrays[:2]), Quantized(*arrays[2:]), out_dtype)
     from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
 
-    if len(shapes[0]) == 3:
-        return mosaic.products(a_values, a_scales, b_values, b_scales, out_dtype)
-    return mosaic.products(
-        a_values[None], a_scales[None], b_values[None], b_scales[None], out_dtype
-    )[0]
+    if a.values.ndim == 3:
+        return mosaic.products(*arrays, out_dtype)
+    return mosaic.products(*(x[None] for x in arrays), out_dtype)[0]
 
 
 def _in_blocks(a: tuple, a_scales: tuple, b: tuple, b_scales: tuple) -> bool:
@@ -70,6 +61,18 @@ def _in_blocks(a: tuple, a_scales: tuple, b: tuple, b_scales: tuple) -> bool:
     blocks = -(-a[-1] // BLOCK)
     rows = b[-2], -(-b[-2] // BLOCK)
     return a_scales == (*a[:-1], blocks) and b_scales in [(*b[:-2], n, blocks) for n in rows]
+
+
+def _takes_kernel(implementation: str, a: jax.Array, b: jax.Array, out_dtype: jnp.dtype) -> bool:
+    """Return whether the kernel multiplies a `[..., M, K]` and b `[..., N, K]`."""
+    (M, K), N = a.shape[-2:], b.shape[-2]
+    needs = {
+        "float8_e4m3fn or float8_e5m2": a.dtype in TYPES and b.dtype in TYPES,
+        "a result in bfloat16 or float32": out_dtype in (jnp.bfloat16, jnp.float32),
+        f"dims that {BLOCK} divides": M % BLOCK == N % BLOCK == K % BLOCK == 0,
+    }
+    got = f"{a.dtype} and {b.dtype} to {out_dtype}, M={M}, N={N}, K={K}"
+    return takes_mosaic("fp8_matmul", implementation, needs, got)
 
 
 def _reference(a: Quantized, b: Quantized, out_dtype) -> jax.Array:

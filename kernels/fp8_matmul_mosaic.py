@@ -9,6 +9,7 @@ No GPU has run it: tests run it in the GPU interpreter, and compile it for H100s
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,9 +57,8 @@ def products(
     tiles = M // height, N // BLOCK
     width = 128 // jnp.dtype(out_dtype).itemsize
     # Scales of one step are neighbours in memory, for TMA.
-    operands = [*[a] * waves, b, jnp.swapaxes(a_scales, 1, 2)]
-    if by_rows:
-        operands.append(jnp.swapaxes(b_scales, 1, 2))
+    scales = [jnp.swapaxes(s, 1, 2) for s in (a_scales, b_scales)[: 1 + by_rows]]
+    operands = [*[a] * waves, b, *scales]
     specs = functools.partial(_specs, waves=waves, by_rows=by_rows)
 
     def body(*refs):
@@ -76,14 +76,12 @@ def products(
                 tile_scale = None if by_rows else tile_scales_g[group, column, index[0]]
                 return _step(*refs, tile_scale=tile_scale, waves=waves)
 
-            def add_up(run):
-                zeros = jnp.zeros((ROWS, PARTS.step), jnp.float32)
-                zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-                for wave, total in enumerate(run(((zeros,) * len(PARTS),) * waves)):
-                    rows = pl.ds(row * height + wave * WAVE + wg * ROWS, ROWS)
-                    _store(total, out_s.at[wg], y_g.at[group, rows], column * BLOCK)
+            def store_wave(wave, total):
+                rows = pl.ds(row * height + wave * WAVE + wg * ROWS, ROWS)
+                _store(total, out_s.at[wg], y_g.at[group, rows], column * BLOCK)
 
-            return Tile(of_group(group), specs(row, column), steps, multiply, add_up)
+            wrapper = functools.partial(_add_up, waves, store_wave)
+            return Tile(of_group(group), specs(row, column), steps, multiply, wrapper)
 
         stored = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, width), out_dtype, transforms=stored)
@@ -142,6 +140,13 @@ def _step(*refs: Any, tile_scale: Any, waves: int) -> tuple:
     # The scales have been read before TMA writes there again.
     plgpu.commit_smem()
     return tuple(new_sums)
+
+
+def _add_up(waves: int, store_wave: Callable, run: Callable) -> None:
+    """Run a tile's steps from sums of zeros, and store each wave's sums."""
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, PARTS.step), jnp.float32), plgpu.Layout.WGMMA)
+    for wave, total in enumerate(run(((zeros,) * len(PARTS),) * waves)):
+        store_wave(wave, total)
 
 
 def _store(total: tuple, out_s: Any, rows_g: Any, column: Any) -> None:

@@ -47,11 +47,7 @@ ROW_BY_ROW = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 
 
 def products(
-    x: jax.Array,
-    w: jax.Array,
-    sizes: jax.Array,
-    *,
-    transposed: bool = False,
+    x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
     """Compute `grouped_matmul`; rows that belong to no expert may hold anything.
 
@@ -62,18 +58,7 @@ def products(
     width = WARPGROUPS * half
     plan, count = _row_tiles(sizes, R)
 
-    def specs(start, column):
-        rows = (pl.Element(ROWS), DEPTH), lambda k: (start, k)
-        matrix = (DEPTH, width), lambda k: (k, column)
-        if transposed:
-            matrix = (width, DEPTH), lambda k: (column, k)
-        return [plgpu.BlockSpec(*spec, transforms=SWIZZLED) for spec in (rows, matrix)]
-
-    def multiply(_, x_s, w_s, acc):
-        part = pl.ds(lax.axis_index("wg") * half, half)
-        plgpu.wgmma(acc, x_s, w_s.at[part].transpose((1, 0)) if transposed else w_s.at[:, part])
-        plgpu.wgmma_wait(0)
-        return acc
+    specs = functools.partial(_row_specs, transposed, width)
 
     def body(plan_g, count_g, x_g, w_g, y_g):
         tiles = count_g[0], F // width
@@ -89,6 +74,7 @@ def products(
 
             steps = jnp.where(expert < E, D // DEPTH, 0)
             operands = x_g, w_g.at[:, jnp.minimum(expert, E - 1)]
+            multiply = functools.partial(_multiply_rows, transposed, half)
             wrapper = _stored((ROWS, half), out_s, copy)
             return Tile(operands, specs(start, column), steps, multiply, wrapper)
 
@@ -100,6 +86,23 @@ def products(
     return launch(body, "grouped_matmul", [out], (plan, count, x, w))[0]
 
 
+def _row_specs(transposed: bool, width: int, start: Any, column: Any) -> list:
+    """Return specs of the blocks of rows from `start` on, and of a column of tiles of the expert's matrix."""
+    rows = (pl.Element(ROWS), DEPTH), lambda k: (start, k)
+    matrix = (DEPTH, width), lambda k: (k, column)
+    if transposed:
+        matrix = (width, DEPTH), lambda k: (column, k)
+    return [plgpu.BlockSpec(*spec, transforms=SWIZZLED) for spec in (rows, matrix)]
+
+
+def _multiply_rows(transposed: bool, half: int, _, x_s, w_s, acc):
+    """Add the product of a block of rows with this warpgroup's `half` of the matrix's."""
+    part = pl.ds(lax.axis_index("wg") * half, half)
+    plgpu.wgmma(acc, x_s, w_s.at[part].transpose((1, 0)) if transposed else w_s.at[:, part])
+    plgpu.wgmma_wait(0)
+    return acc
+
+
 def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return `[D, E, F]`: for each expert the transpose of its rows of `x` times its rows of `dy`, zeros without rows.
 
@@ -108,7 +111,6 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     D, F, E = x.shape[1], dy.shape[1], sizes.shape[0]
     half, width = _half(D), MULTIPLE
     height = WARPGROUPS * half
-    plan = _groups(sizes)
 
     def block(start, size, at):
         rows = pl.Element(DEPTH), size
@@ -116,15 +118,6 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
 
     def specs(start, row, column):
         return [block(start, height, row), block(start, width, column)]
-
-    def multiply(first, length, index, x_s, dy_s, acc):
-        part_s = x_s.at[:, pl.ds(lax.axis_index("wg") * half, half)]
-        start = index[0] * DEPTH
-        foreign = (start < first) | (start + DEPTH > length)
-        pl.when(foreign)(lambda: _clear_foreign_rows(part_s, first - start, length - start))
-        plgpu.wgmma(acc, part_s.transpose((1, 0)), dy_s)
-        plgpu.wgmma_wait(0)
-        return acc
 
     def body(plan_g, x_g, dy_g, dw_g):
         tiles = D // height, F // width
@@ -141,7 +134,7 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
                 plgpu.copy_smem_to_gmem(part_s, dw_g.at[rows, expert, columns])
 
             steps = lax.div(length + DEPTH - 1, DEPTH)
-            step = functools.partial(multiply, first, length)
+            step = functools.partial(_multiply_columns, half, first, length)
             wrapper = _stored((half, width), out_s, copy)
             return Tile((x_g, dy_g), specs(start, row, column), steps, step, wrapper)
 
@@ -149,7 +142,18 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
         for_each_tile((E, tiles[0] * tiles[1]), tile_at, (x_g, dy_g), specs(0, 0, 0), out_s)
 
     out = jax.ShapeDtypeStruct((D, E, F), x.dtype)
-    return launch(body, "grouped_matmul_weight_gradient", [out], (plan, x, dy))[0]
+    return launch(body, "grouped_matmul_weight_gradient", [out], (_groups(sizes), x, dy))[0]
+
+
+def _multiply_columns(half: int, first, length, index, x_s, dy_s, acc):
+    """Add the product of this warpgroup's `half` of x's columns with dy, over the rows from `first` to `length`."""
+    part_s = x_s.at[:, pl.ds(lax.axis_index("wg") * half, half)]
+    start = index[0] * DEPTH
+    foreign = (start < first) | (start + DEPTH > length)
+    pl.when(foreign)(lambda: _clear_foreign_rows(part_s, first - start, length - start))
+    plgpu.wgmma(acc, part_s.transpose((1, 0)), dy_s)
+    plgpu.wgmma_wait(0)
+    return acc
 
 
 def _clear_foreign_rows(block_s, first, end) -> None:

@@ -79,13 +79,20 @@ def linear_cross_entropy(
     words = jnp.clip(jnp.int32(vocab_size - offset), 0, V)
     lse, target_logit = statistics(fused, *match_vma(x, head, columns, words))
     if axes:
-        highest = lax.pmax(lax.stop_gradient(lse), axes)
-        total, target_logit = lax.psum((jnp.exp(lse - highest), target_logit), axes)
-        lse = highest + jnp.log(total)
+        lse, target_logit = _over_shards(lse, target_logit, axes)
     is_word = (targets >= -1) & (targets < vocab_size)
     weights = jnp.where(is_word, jnp.where(targets >= 0, weight, 0.0), jnp.nan)
     loss = jnp.sum(weights * (lse - target_logit))
     return loss + z_loss * jnp.sum(weights * jnp.square(lse)), loss
+
+
+def _over_shards(
+    lse: jax.Array, target_logit: jax.Array, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return log-sum-exps and targets' logits over the full vocabulary, from those of its shards."""
+    highest = lax.pmax(lax.stop_gradient(lse), axes)
+    total, target_logit = lax.psum((jnp.exp(lse - highest), target_logit), axes)
+    return highest + jnp.log(total), target_logit
 
 
 def _takes_kernels(implementation: str, x: jax.Array, head: jax.Array) -> bool:

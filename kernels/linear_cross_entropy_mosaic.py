@@ -11,6 +11,7 @@ The statistics of half tiles are 1/64 of the logits' bytes and are combined outs
 No GPU has run them: tests run them in the GPU interpreter, and compile them for H100s.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,12 +132,7 @@ def _for_each_half_tile(
     starts = [] if start is None else [start.reshape(1)]
     across = 64 if head.shape[1] % 64 == 0 else ALIGNED
     swizzled = plgpu.TilingTransform((8, across)), plgpu.SwizzleTransform(2 * across)
-
-    def specs(row, column):
-        return [
-            plgpu.BlockSpec((ROWS, DEPTH), lambda k: (row, k), transforms=swizzled),
-            plgpu.BlockSpec((DEPTH, WIDTH), lambda k: (k, column), transforms=swizzled),
-        ]
+    specs = functools.partial(_specs, swizzled)
 
     def body(x_g, head_g, *refs):
         first_tile = lax.div(refs[0][0], WIDTH) if starts else 0
@@ -158,6 +154,14 @@ def _for_each_half_tile(
         for_each_tile(grid, tile_at, (x_g, head_g), specs(0, 0), out_s, chained=chained)
 
     return launch(body, name, out, [x, head, *starts, *rows])
+
+
+def _specs(swizzled: tuple, row: Any, column: Any) -> list:
+    """Return specs of the blocks of a row of tiles of x, and of a column of tiles of the head."""
+    return [
+        plgpu.BlockSpec((ROWS, DEPTH), lambda k: (row, k), transforms=swizzled),
+        plgpu.BlockSpec((DEPTH, WIDTH), lambda k: (k, column), transforms=swizzled),
+    ]
 
 
 def _multiply(_, x_s, head_s, acc):

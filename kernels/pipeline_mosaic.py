@@ -91,29 +91,16 @@ def for_each_tile(
         multiple of `STAGES`, and `grid` is known when it is compiled.
       waits: the step waits for its blocks itself.
     """
-    pipeline: Any = functools.partial(
-        plgpu.emit_pipeline_warp_specialized,
-        memory_registers=40,
-        wg_axis="wg",
-        num_compute_wgs=WARPGROUPS,
-        max_concurrent_steps=STAGES,
-        manual_produced_barriers=waits,
-    )
+    pipeline = functools.partial(_pipeline, manual_produced_barriers=waits)
 
     def visit(loop, buffers, out_s):
         tile, states = tile_at(loop, out_s), plgpu.PipelinePipeline
         # The loads of the first tile fill the stages, and later tiles' loads wait for them.
         state = jnp.where(loop.local_index == 0, states.START, states.STEADY) if chained else None
-        pipeline(
-            tile.step,
-            grid=(tile.steps,),
-            in_specs=tile.specs,
-            compute_context=tile.wrapper,
-            pipeline_state=state,
-        )(*tile.operands, allocations=buffers)
+        run = pipeline(tile.step, tile.steps, tile.specs, tile.wrapper, pipeline_state=state)
+        run(*tile.operands, allocations=buffers)
 
-    empty = pipeline(None, grid=(STAGES,), in_specs=specs, compute_context=lambda run: None)
-    buffers = empty.get_allocations(*operands)
+    buffers = pipeline(None, STAGES, specs, lambda run: None).get_allocations(*operands)
 
     @functools.partial(pl.run_scoped, buffers=buffers, out_s=out_s, collective_axes="wg")
     def _(buffers, out_s):
@@ -122,6 +109,21 @@ def for_each_tile(
             _quiesce(buffers, math.prod(grid))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _pipeline(step: Any, steps: Any, specs: Sequence[Any], wrapper: Callable, **options) -> Any:
+    """Return the loop of one tile; its arguments as `Tile` has them."""
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(steps,),
+        in_specs=specs,
+        compute_context=wrapper,
+        memory_registers=40,
+        wg_axis="wg",
+        num_compute_wgs=WARPGROUPS,
+        max_concurrent_steps=STAGES,
+        **options,
+    )
 
 
 def _quiesce(buffers: Any, tiles: int) -> None:

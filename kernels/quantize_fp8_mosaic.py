@@ -8,6 +8,7 @@ No GPU has run it: tests run it in the GPU interpreter, and compile it for H100s
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,7 @@ SWIZZLED_FP8 = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 
 
 def quantize(
-    x: jax.Array,
-    scale_of: Callable,
-    dtype: jax.typing.DTypeLike,
-    *,
-    both: bool,
-    tiles: bool,
+    x: jax.Array, scale_of: Callable, dtype: jax.typing.DTypeLike, *, both: bool, tiles: bool
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Return values in `dtype` and scales of x, `[M, K]`, and with `both` also of its transpose.
 
@@ -74,16 +70,23 @@ def quantize(
         for_each_part(height * width, WARPGROUPS, load, step, loaded, STAGES)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    memory = (
-        plgpu.SMEM((WARPGROUPS, STAGES, TILE, TILE), x.dtype, transforms=SWIZZLED),
-        plgpu.SMEM((WARPGROUPS, turns, 2, HALF, TILE), dtype, transforms=SWIZZLED_FP8),
-        None if tiles else plgpu.SMEM((WARPGROUPS, turns, TILE), jnp.float32),
-        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
-    )
+    memory = _memory(x.dtype, dtype, turns, tiles=tiles)
     options = {"warpgroups": WARPGROUPS, "memory": memory, "approx_math": False}
     results = launch(body, "quantize_fp8", out, [x], **options)
     scales = [results[-1], results[-1].T] if tiles else [s.T for s in results[turns:]]
     return list(zip(results[:turns], scales, strict=False))
+
+
+def _memory(
+    dtype: jax.typing.DTypeLike, fp8: jax.typing.DTypeLike, turns: int, *, tiles: bool
+) -> tuple[Any, ...]:
+    """Return shared memory for each warpgroup's tiles, their values in `fp8` and scales, and barriers of the loads."""
+    return (
+        plgpu.SMEM((WARPGROUPS, STAGES, TILE, TILE), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((WARPGROUPS, turns, 2, HALF, TILE), fp8, transforms=SWIZZLED_FP8),
+        None if tiles else plgpu.SMEM((WARPGROUPS, turns, TILE), jnp.float32),
+        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
+    )
 
 
 def _quantize_tile(scale_of, place, x_s, values_s, scales_s, values_g, scales_g) -> None:

@@ -57,9 +57,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of x, `[M, D]` in its type, and of the weight, `[D]` float32, from the result's, `dy`."""
     (M, D), programs, chunks = x.shape, cores(), Chunks(x.shape[1])
-    tall, depth = D // LANES, min(8, max(2, 8192 // D))
-    row_bytes = D * (x.dtype.itemsize + dy.dtype.itemsize)
-    warpgroups = min(4, REGISTERS // D, (MEMORY - 4 * D) // (depth * row_bytes))
+    tall = D // LANES
+    warpgroups, depth = _loaded_rows(D, x.dtype.itemsize + dy.dtype.itemsize)
 
     def body(x_g, dy_g, weight_g, dx_g, dw_g, x_s, dy_s, weight_s, loaded, weight_loaded):
         wg = lax.axis_index("wg")
@@ -79,10 +78,8 @@ def backward(
         for start, values in zip(chunks.starts, sums, strict=True):
             chunks.store(dw_g.at[lax.axis_index("program") * warpgroups + wg], start, values)
 
-    rows = plgpu.SMEM((warpgroups, depth, tall, LANES), x.dtype)
     memory = (
-        rows,
-        rows,
+        *[plgpu.SMEM((warpgroups, depth, tall, LANES), x.dtype)] * 2,
         plgpu.SMEM((tall, LANES), jnp.float32),
         plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups * depth),
         plgpu.Barrier(num_arrivals=1),
@@ -95,6 +92,12 @@ def backward(
     options = {"warpgroups": warpgroups, "memory": memory, "approx_math": False}
     dx, dw = launch(body, "rms_norm_backward", out, operands, **options)
     return dx.reshape(M, D), jnp.sum(dw, axis=0).reshape(D)
+
+
+def _loaded_rows(D: int, element_bytes: int) -> tuple[int, int]:
+    """Return the warpgroups of a program, and the rows of x and dy that each has loaded or is loading."""
+    depth = min(8, max(2, 8192 // D))
+    return min(4, REGISTERS // D, (MEMORY - 4 * D) // (depth * D * element_bytes)), depth
 
 
 def _pull_back(chunks: Chunks, eps: float, x_s, dy_s, weight_s, dx_g, sums: tuple) -> tuple:

@@ -38,19 +38,16 @@ def for_each_part(
     first = lax.axis_index("program") * warpgroups + wg
     count = lax.div(total - first + stride - 1, stride)
 
-    def barrier_of(slot):
-        return loaded.at[wg * depth + slot]
-
     def fetch(n):
         slot = lax.rem(n, depth)
-        pl.when(n < count)(lambda: load(first + n * stride, slot, barrier_of(slot)))
+        pl.when(n < count)(lambda: load(first + n * stride, slot, loaded.at[wg * depth + slot]))
 
     for n in range(depth):
         fetch(jnp.int32(n))
 
     def run(n, state):
         slot = lax.rem(n, depth)
-        plgpu.barrier_wait(barrier_of(slot))
+        plgpu.barrier_wait(loaded.at[wg * depth + slot])
         state = step(first + n * stride, slot, state)
         # The next load here comes after all reads and writes.
         plgpu.commit_smem()
