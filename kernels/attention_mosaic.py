@@ -210,20 +210,16 @@ def _attend(p: Program, wg, *, divisor: float, stages: int) -> None:
         plgpu.barrier_arrive(v_free.at[slot])
         return acc * _along(shrink, acc.shape, 0) + weighted, largest, total
 
-    acc, largest, total = lax.fori_loop(0, p.count, step, _no_keys(H))
-    pl.when(wg == 0)(p.take_turns)
-    total = jnp.where(total == 0, 1.0, total)
-    out = (acc * _along(1 / total, acc.shape, 0)).astype(jnp.bfloat16)
-    _store(p, wg, ("out", "q", out), ("lse", "lse", largest / LOG2_E + jnp.log(total)))
-
-
-def _no_keys(H: int) -> tuple:
-    """Return half a tile's weighted sum of values, the largest score and the sum of weights, before the first key."""
-    return (
+    start = (
         plgpu.layout_cast(jnp.zeros((HALF, H), jnp.float32), WGMMA),
         plgpu.layout_cast(jnp.full((HALF,), UNSEEN, jnp.float32), ROWS),
         plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROWS),
     )
+    acc, largest, total = lax.fori_loop(0, p.count, step, start)
+    pl.when(wg == 0)(p.take_turns)
+    total = jnp.where(total == 0, 1.0, total)
+    out = (acc * _along(1 / total, acc.shape, 0)).astype(jnp.bfloat16)
+    _store(p, wg, ("out", "q", out), ("lse", "lse", largest / LOG2_E + jnp.log(total)))
 
 
 def _softmax(x, scale: float, largest, total) -> tuple:
@@ -245,7 +241,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `attention_backward`; `staged` as given to `forward`."""
     divisor = _divisor(scores, q.shape[3])
-    ranges = ranges_of(mask, *q.shape[:2], k.shape[1])
+    ranges = ranges_of(mask, q.shape[0], q.shape[1], k.shape[1])
     q, k, v, out, lse, dout, ranges = match_vma(q, k, v, out, lse, dout, ranges)
     delta = jnp.einsum("BTNH,BTNH->BNT", out, dout, preferred_element_type=jnp.float32)
     # The log-sum-exp to the base 2: a kernel has exp2.

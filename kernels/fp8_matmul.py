@@ -50,8 +50,8 @@ def fp8_matmul(
     from ultrascale_jax.kernels import fp8_matmul_mosaic as mosaic
 
     if a.values.ndim == 3:
-        return mosaic.products(*arrays, out_dtype)
-    return mosaic.products(*(x[None] for x in arrays), out_dtype)[0]
+        return mosaic.products(*arrays, out_dtype=out_dtype)
+    return mosaic.products(*(x[None] for x in arrays), out_dtype=out_dtype)[0]
 
 
 def _in_blocks(a: tuple, a_scales: tuple, b: tuple, b_scales: tuple) -> bool:

@@ -9,7 +9,6 @@ No GPU has run it: tests run it in the GPU interpreter, and compile it for H100s
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,12 +75,14 @@ def products(
                 tile_scale = None if by_rows else tile_scales_g[group, column, index[0]]
                 return _step(*refs, tile_scale=tile_scale, waves=waves)
 
-            def store_wave(wave, total):
-                rows = pl.ds(row * height + wave * WAVE + wg * ROWS, ROWS)
-                _store(total, out_s.at[wg], y_g.at[group, rows], column * BLOCK)
+            def add_up(run):
+                zeros = jnp.zeros((ROWS, PARTS.step), jnp.float32)
+                zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+                for wave, total in enumerate(run(((zeros,) * len(PARTS),) * waves)):
+                    rows = pl.ds(row * height + wave * WAVE + wg * ROWS, ROWS)
+                    _store(total, out_s.at[wg], y_g.at[group, rows], column * BLOCK)
 
-            wrapper = functools.partial(_add_up, waves, store_wave)
-            return Tile(of_group(group), specs(row, column), steps, multiply, wrapper)
+            return Tile(of_group(group), specs(row, column), steps, multiply, add_up)
 
         stored = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
         out_s = plgpu.SMEM((WARPGROUPS, ROWS, width), out_dtype, transforms=stored)
@@ -140,13 +141,6 @@ def _step(*refs: Any, tile_scale: Any, waves: int) -> tuple:
     # The scales have been read before TMA writes there again.
     plgpu.commit_smem()
     return tuple(new_sums)
-
-
-def _add_up(waves: int, store_wave: Callable, run: Callable) -> None:
-    """Run a tile's steps from sums of zeros, and store each wave's sums."""
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, PARTS.step), jnp.float32), plgpu.Layout.WGMMA)
-    for wave, total in enumerate(run(((zeros,) * len(PARTS),) * waves)):
-        store_wave(wave, total)
 
 
 def _store(total: tuple, out_s: Any, rows_g: Any, column: Any) -> None:

@@ -8,7 +8,6 @@ No GPU has run it: tests run it in the GPU interpreter, and compile it for H100s
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,23 +69,16 @@ def quantize(
         for_each_part(height * width, WARPGROUPS, load, step, loaded, STAGES)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    memory = _memory(x.dtype, dtype, turns, tiles=tiles)
+    memory = (
+        plgpu.SMEM((WARPGROUPS, STAGES, TILE, TILE), x.dtype, transforms=SWIZZLED),
+        plgpu.SMEM((WARPGROUPS, turns, 2, HALF, TILE), dtype, transforms=SWIZZLED_FP8),
+        None if tiles else plgpu.SMEM((WARPGROUPS, turns, TILE), jnp.float32),
+        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
+    )
     options = {"warpgroups": WARPGROUPS, "memory": memory, "approx_math": False}
     results = launch(body, "quantize_fp8", out, [x], **options)
     scales = [results[-1], results[-1].T] if tiles else [s.T for s in results[turns:]]
     return list(zip(results[:turns], scales, strict=False))
-
-
-def _memory(
-    dtype: jax.typing.DTypeLike, fp8: jax.typing.DTypeLike, turns: int, *, tiles: bool
-) -> tuple[Any, ...]:
-    """Return shared memory for each warpgroup's tiles, their values in `fp8` and scales, and barriers of the loads."""
-    return (
-        plgpu.SMEM((WARPGROUPS, STAGES, TILE, TILE), dtype, transforms=SWIZZLED),
-        plgpu.SMEM((WARPGROUPS, turns, 2, HALF, TILE), fp8, transforms=SWIZZLED_FP8),
-        None if tiles else plgpu.SMEM((WARPGROUPS, turns, TILE), jnp.float32),
-        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
-    )
 
 
 def _quantize_tile(scale_of, place, x_s, values_s, scales_s, values_g, scales_g) -> None:

@@ -9,7 +9,6 @@ from ultrascale_jax.config.section import Section, at_least, below
 DATA = "data"
 """Name of the tokens themselves in `checkpoint.allow_change`."""
 
-
 SpecialTokens = Literal["bos", "none", "all"]
 
 

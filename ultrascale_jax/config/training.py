@@ -30,7 +30,6 @@ FP8 = ("fp8", "fp8_rowwise", "fp8_block", "mxfp8")
 AUTO = 0
 """`train.microbatches` that is to be chosen; the command line takes `auto` too, which is the name in `train.remat`."""
 
-
 NEWTON_SCHULZ_ITERATIONS = 5
 """Iterations by which Muon orthogonalises a matrix."""
 

@@ -78,6 +78,14 @@ class Recipe:
     bf16_last: int = 0
     """Last layers that stay in the type of compute."""
 
+    def __post_init__(self):
+        for name, choices in (("scaling", Scaling), ("gradients", Gradient), ("wgrad", Wgrad)):
+            require_choice(name, getattr(self, name), choices)
+        require_choice("implementation", self.implementation, Implementation)
+        fix = "scaling='mx' multiplies e4m3 alone; use gradients='e4m3'"
+        fits = self.scaling != "mx" or self.gradients == "e4m3"
+        require(fits, "gradients", self.gradients, fix)
+
     def covers(self, layer: int, num_layers: int) -> bool:
         """Return whether the products of this layer are in fp8."""
         return self.bf16_first <= layer < num_layers - self.bf16_last
@@ -247,18 +255,12 @@ def fp8_dot(
     Raises:
       UserError: shapes or types do not fit, or a setting is unknown.
     """
-    require_choice("scaling", scaling, Scaling)
-    require_choice("gradients", gradients, Gradient)
-    require_choice("wgrad", wgrad, Wgrad)
-    require_choice("implementation", implementation, Implementation)
-    fix = "scaling='mx' multiplies e4m3 alone; use gradients='e4m3'"
-    require(scaling != "mx" or gradients == "e4m3", "gradients", gradients, fix)
+    recipe = Recipe(scaling, gradients, wgrad, implementation)
     fits = x.ndim > 0 and w.ndim == 2 and x.shape[-1] == w.shape[0]
     require(fits, "x and w", f"{x.shape} and {w.shape}", "must be [..., K] and [K, N]")
     for name, array in (("x", x), ("w", w)):
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
         require(is_float, name, array.dtype, "must be a float array")
-    recipe = Recipe(scaling, gradients, wgrad, implementation)
     rows, w = match_vma(x.reshape(-1, x.shape[-1]), w)
     y = multiply(recipe, rows, w.astype(x.dtype))
     return y.reshape(*x.shape[:-1], w.shape[1])
@@ -319,8 +321,7 @@ def _both(recipe: Recipe, x: jax.Array, dtype) -> tuple[Quantized, Quantized]:
         q = quantize_fp8(x, "tensor", dtype=dtype)
         return q, q.T
     fitting = _fitting_quantiser(recipe, x)
-    settings = {"dtype": dtype, "implementation": fitting}
-    return quantize_fp8_both(x, recipe.scaling, **settings)
+    return quantize_fp8_both(x, recipe.scaling, dtype=dtype, implementation=fitting)
 
 
 def _fitting(recipe: Recipe, *sizes: int) -> str:

@@ -54,17 +54,11 @@ def generate(
     lengths = _lengths(prompt, lengths_B, model.cfg.vocab_size)
     shortest = int(lengths.min())
     padded_BP = np.pad(prompt[:, :shortest], ((0, 0), (0, -shortest % PROMPT_STEP)))
-    mesh = jax.sharding.get_mesh()
-    prompt_BP, given_SB, skipped_B = (
-        jax.device_put(np.asarray(x, np.int32), jax.NamedSharding(mesh, spec))
-        for x, spec in (
-            (padded_BP, act("BT")),
-            (_given(prompt, lengths, num_tokens), act("_B")),
-            (lengths - shortest, act("B")),
-        )
-    )
+    arrays = padded_BP, _given(prompt, lengths, num_tokens), lengths - shortest
+    integers = [x.astype(np.int32) for x in arrays]
+    tokens = jax.device_put(integers, [act("BT"), act("_B"), act("B")])
     settings = num_tokens, temperature, top_k, jnp.dtype(dtype)
-    return _generate(model, prompt_BP, jnp.int32(shortest), given_SB, skipped_B, key, *settings)
+    return _generate(model, jnp.int32(shortest), *tokens, key, *settings)
 
 
 def _lengths(prompt: np.ndarray, lengths_B: Sequence[int] | np.ndarray | None, vocab_size: int):
@@ -116,7 +110,7 @@ def _check_arguments(
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def _generate(
-    model, prompt_BP, prompt_length, given_SB, skipped_B, key, num_tokens, temperature, top_k, dtype
+    model, prompt_length, prompt_BP, given_SB, skipped_B, key, num_tokens, temperature, top_k, dtype
 ):
     """Generate after the first `prompt_length` tokens of each row; the others are written over, one by one.
 

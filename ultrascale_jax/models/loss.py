@@ -31,7 +31,6 @@ Up to it, a token's weight over its sum of exponentials, a factor of its gradien
 ROWS_OF_LOGITS = 256
 """Tokens whose float32 logits are in memory at once while the highest logits are looked for."""
 
-
 LOWEST = jnp.finfo(jnp.float32).min
 """Logit of a column of padding: below all others, and finite, so that two of them have a difference."""
 
@@ -245,22 +244,13 @@ def scan_chunks(
     def local(x_BTD, head_DV, targets_BT, weight, by_token, heads):
         x_BTD, head_DV = vary(x_BTD, of_x), vary(head_DV, of_head)
         words = vocab_size or head_DV.shape[1] * mesh_size(*axes_of("V"))
-        head, *heads = (Head(vary(one, of_head), words, cap) for one in (head_DV, *heads))
-        (B, T), V = targets_BT.shape, head_DV.shape[1]
-        weight = jnp.broadcast_to(weight, (B, T))
-        n = num_chunks(B * T, V, width)
+        heads = [Head(vary(one, of_head), words, cap) for one in (head_DV, *heads)]
+        weight = jnp.broadcast_to(weight, targets_BT.shape)
+        n = num_chunks(targets_BT.size, head_DV.shape[1], width)
         tokens = _cut(x_BTD, n), _cut(targets_BT, n, fill=-1), _cut(weight, n)
         tokens += tuple(_cut(vary(value, of_x), n) for value in by_token)
-
-        def visit(dhead, chunk):
-            visited = function(*chunk[:3], head, *chunk[3:], *heads)
-            rows = visited.dx, visited.by_token
-            if not trained:
-                return None, rows
-            return visited.dhead if dhead is None else dhead + visited.dhead, rows
-
-        dhead, chunks = _visit_each(visit, tokens)
-        dx, by_token = jax.tree.map(lambda *parts: _join(parts, B, T), *chunks)
+        dhead, chunks = _visit_each(function, tokens, heads, trained=trained)
+        dx, by_token = jax.tree.map(lambda *parts: _join(parts, *targets_BT.shape), *chunks)
         if dhead is not None:
             # XLA would leave the head's gradient for the end of the backward pass, and keep the exponentials for it.
             dx, dhead = compute_together((dx, dhead.astype(head_DV.dtype)))
@@ -274,8 +264,22 @@ def scan_chunks(
     return smap(local, in_specs=specs(inputs), out_specs=(gradients, act("BT")))(*inputs)
 
 
-def _visit_each(visit: Callable, tokens: Sequence[jax.Array]) -> tuple[Any, list[Any]]:
+def _visit_each(
+    function: Callable[..., Visited],
+    tokens: Sequence[jax.Array],
+    heads: Sequence[Head],
+    *,
+    trained: bool,
+) -> tuple[Any, list[Any]]:
     """Return the sum of the head's gradients over the chunks `[chunks, ...]`, and the tokens' results, in parts."""
+
+    def visit(dhead, chunk):
+        visited = function(*chunk[:3], heads[0], *chunk[3:], *heads[1:])
+        rows = visited.dx, visited.by_token
+        if not trained:
+            return None, rows
+        return visited.dhead if dhead is None else dhead + visited.dhead, rows
+
     # The scan starts from the first chunk's gradient of the head, and not from zeros.
     dhead, first = visit(None, tuple(value[0] for value in tokens))
     chunks = [jax.tree.map(lambda value: value[None], first)]

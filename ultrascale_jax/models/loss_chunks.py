@@ -8,7 +8,6 @@ CHUNK_BYTES = 2**31
 DISTILLED = 12
 """Bytes of a chunk of `models/distillation.py` for each logit: student's, teacher's and gradient in float32."""
 
-
 CAPPED = 8
 """Bytes of a chunk for each logit with `model.logit_cap`: logits in float32, and their gradient."""
 

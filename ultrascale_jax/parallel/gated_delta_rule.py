@@ -38,7 +38,6 @@ CHUNK = 128
 BLOCK = 1024
 """Tokens of a row, at most, whose chunks are in memory at once; loops over shorter blocks wait for kernel launches."""
 
-
 DIMS = ("BTKH", "BTKH", "BTNW", "BTN", "BTN")
 """Dims of queries, keys, values, logarithms of decays and betas."""
 
@@ -73,21 +72,16 @@ def gated_delta_rule(
     Raises:
       UserError: arrays do not fit each other, or an argument cannot be.
     """
-    cp = mesh_size("cp")
-    fix = f"cp={cp} splits the sequence; give the run's cfg.cp, which says in what order"
-    require(context is not None or cp == 1, "context", context, fix)
-    require(chunk > 0 and chunk & (chunk - 1) == 0, "chunk", chunk, "must be a power of 2")
     arrays = query_BTKH, key_BTKH, value_BTNW, log_decay_BTN, beta_BTN
     _check_arrays(*arrays)
 
     def core(arrays, ids):
-        layout = Layout.of(arrays[2].shape[1], chunk, cp, context)
+        layout = Layout.of(arrays[2].shape[1], chunk, mesh_size("cp"), context)
         begins, joins = _borders(layout, ids, arrays[2].shape[:2])
         *arrays, begins = match_vma(*arrays, begins)
         return _rule(layout, delta, arrays, begins, joins)
 
-    documents = None if segment_ids_BT is None else act("BT")
-    run = smap(core, in_specs=([*map(act, DIMS)], documents), out_specs=act("BTNW"))
+    run = smap(core, in_specs=([*map(act, DIMS)], act("BT")), out_specs=act("BTNW"))
     return run([*arrays], segment_ids_BT)
 
 
@@ -141,7 +135,10 @@ class Layout:
     def of(
         cls, length: int, chunk: int, cp: int = 1, context: ContextConfig | None = None
     ) -> "Layout":
-        """Describe the `length` tokens of each of `cp` ranks."""
+        """Describe the `length` tokens of each of `cp` ranks. Raises `UserError` for arguments that cannot be."""
+        fix = f"cp={cp} splits the sequence; give the run's cfg.cp, which says in what order"
+        require(context is not None or cp == 1, "context", context, fix)
+        require(chunk > 0 and chunk & (chunk - 1) == 0, "chunk", chunk, "must be a power of 2")
         places = np.zeros((1, 1), int) if context is None else stretches(length, cp, context)[1]
         longest = -(-length // places.shape[1])
         chunk = min(chunk, 1 << (longest - 1).bit_length())

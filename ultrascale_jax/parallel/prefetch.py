@@ -122,16 +122,7 @@ def prefetch_scan(
     context = without_gradient("context", context)
     functions = ScannedLayer.of(layer, gather, leave_sums)
     scan = _Scan(functions, (params, constants), lowering, offload, waits)
-
-    @jax.custom_vjp
-    def scanned(params, constants, x, context):
-        return scan.forward(params, constants, x, context, keep=False)[0]
-
-    def forward(params, constants, x, context):
-        return scan.forward(params, constants, x, context, keep=True)
-
-    scanned.defvjp(forward, scan.backward)
-    return scanned(params, constants, x, context)
+    return _scanned(scan, params, constants, x, context)
 
 
 class _Scan:
@@ -211,12 +202,7 @@ class _Scan:
         constant, row = read_row((constants, kept), 0)
         daux_row = jax.tree.map(lambda a: a[0], daux)
         dgathered, _ = jax.eval_shape(compute, last, constant, (row, last_on_host), dy, daux_row)
-        scatter = functools.partial(self.layer.scatter, stacks, self.trained)
-        shards = jax.eval_shape(scatter, dgathered)
-        unsummed, finished = jax.eval_shape(reduce, dgathered, shards)
-        gradients = jax.tree.map(lambda like: empty_stack(like, self.num), finished)
-        dgathered, unsummed = jax.tree.map(zeros, (dgathered, unsummed))
-        start = Backward(dy, last, dgathered, unsummed, gradients, last_on_host)
+        start = Backward(dy, last, *self.no_gradients(stacks, dgathered), last_on_host)
         end: Backward = self.loop.each_from_last(body, (constants, kept, daux, host), start)
         unsummed, finished = reduce(end.unscattered, end.unsummed)
         gradients = write_row(end.gradients, finished, min(lag - 1, self.num - 1))
@@ -236,6 +222,15 @@ class _Scan:
         if self.layer.leave_sums is None:
             return (), shards
         return shards, self.layer.sum(stacks, unsummed)
+
+    def no_gradients(self, stacks, dgathered: list) -> tuple[list, Any, Any]:
+        """Return `unscattered`, `unsummed` and `gradients` of `Backward` before any layer has gradients `dgathered`."""
+        scatter = functools.partial(self.layer.scatter, stacks, self.trained)
+        shards = jax.eval_shape(scatter, dgathered)
+        reduce = functools.partial(self.reduce, stacks)
+        unsummed, finished = jax.eval_shape(reduce, dgathered, shards)
+        gradients = jax.tree.map(lambda like: empty_stack(like, self.num), finished)
+        return *jax.tree.map(zeros, (dgathered, unsummed)), gradients
 
     def part(self, vjp: LayerVJP, kept: list) -> tuple[list, list]:
         """Part a layer's residuals: on the device, and on the host."""
@@ -290,6 +285,15 @@ class _Scan:
     def split(self, gathered: Any) -> tuple[Any, Any]:
         """Return the gathered arrays with gradients, and the others."""
         return split_leaves(gathered, self.trained)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scanned(scan: _Scan, *arrays: Any) -> tuple[jax.Array, Any]:
+    """Return the results of `prefetch_scan` for params, constants, x and context."""
+    return scan.forward(*arrays, keep=False)[0]
+
+
+_scanned.defvjp(functools.partial(_Scan.forward, keep=True), _Scan.backward)
 
 
 def _part(path: tuple) -> str:

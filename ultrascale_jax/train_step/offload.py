@@ -57,6 +57,8 @@ def update(
     There every stack has that row alone, whose number is the argument `row`; results for the other stacks
     are not used. Before that the arrays on the device are updated, as a whole and without a row.
     """
+    if not any(map(is_on_host, jax.tree.leaves((params, opt_state)))):
+        return advance(params, opt_state, grads)
     arrays, form = jax.tree.flatten((params, opt_state, grads))
     every, owners = range(len(jax.tree.leaves(params))), _owners(opt_state)
     owners = [*every, *owners, *every]
@@ -66,9 +68,8 @@ def update(
     def run(arrays: list, row: jax.Array | None) -> tuple[Transformer, Any]:
         return advance(*jax.tree.unflatten(form, arrays), row)
 
-    results, result_form = jax.tree.flatten(
-        run([_zeros(x) if is_on_host(x) else x for x in arrays], None)
-    )
+    on_device_alone = [_zeros(x) if is_on_host(x) else x for x in arrays]
+    results, result_form = jax.tree.flatten(run(on_device_alone, None))
     for length in {_num_rows(arrays[n]) for n in moved}:
         chosen = {n for n in moved if _num_rows(arrays[n]) == length}
         written = [n for n in range(len(results)) if owners[n] in chosen]

@@ -107,6 +107,13 @@ def _muon(cfg: Config, adam: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformation(init, update)  # pyrefly: ignore
 
 
+def clipped(cfg: Config, scale: jax.Array, norm: jax.Array) -> jax.Array:
+    """Return the factor of gradients that have this norm times `scale`: lower where it exceeds `optim.clip_norm`."""
+    if not cfg.optim.clip_norm:
+        return scale
+    return scale * jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
+
+
 def global_norm(tree: object) -> jax.Array:
     """Return the square root of the sum of squares of all leaves, float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]

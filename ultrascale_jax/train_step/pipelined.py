@@ -260,7 +260,6 @@ def _stages(
 ) -> Stages:
     """Return the model's parts as functions of their parameters; a position's routers' losses are times
     `router_weight`. `fixed` has embedding, final norm and head, if they are frozen."""
-    dtype = COMPUTE[cfg.train.precision]
     fp8 = fp8_of(cfg, params)
 
     def whole(shared):
@@ -268,31 +267,27 @@ def _stages(
 
     def embed(shared, batch):
         with jax.named_scope("embedding"):
-            return whole(shared).embedding(batch["tokens"], dtype)
+            return whole(shared).embedding(batch["tokens"], COMPUTE[cfg.train.precision])
 
     def run_head(shared, x_BRD, batch):
         model = whole(shared)
         return head(model, model.normed(x_BRD), batch, layer_inputs(cfg, batch, fp8))
 
-    def context(batch):
-        return layer_inputs(cfg, batch, fp8), router_weight
-
     one = tuple(jax.tree.map(lambda p: p[0], params.stacks))
-    shared, frozen = params.with_stacks(()), None
-    if fixed is not None:
-        shared, _ = split_adapters(shared)
-        frozen = [not is_adapter(path) for path, _ in jax.tree.leaves_with_path(one)]
+    shared = params.with_stacks(())
+    trained = shared if fixed is None else split_adapters(shared)[0]
+    frozen = [not is_adapter(path) for path, _ in jax.tree.leaves_with_path(one)]
     return Stages(
         layer=_layer(cfg, params, of_last_layer(cfg)),
         embed=embed,
         embed_parts=True,
         head=run_head,
-        context=context,
+        context=lambda batch: (layer_inputs(cfg, batch, fp8), router_weight),
         accumulate=each_param(partial(_to_sums, cfg), one),
-        accumulate_shared=lambda grads: to_accumulator(cfg, grads, shared),
+        accumulate_shared=lambda grads: to_accumulator(cfg, grads, trained),
         numbered=True,
         in_place=mixed_stages.in_place(one) if _is_mixed(cfg) else None,
         first_layers=_first_layers(cfg, params),
-        frozen=frozen,
+        frozen=None if fixed is None else frozen,
         hides_exchanges=Lowering.of(cfg).orders_exchanges,
     )

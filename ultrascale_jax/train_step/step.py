@@ -29,7 +29,7 @@ from ultrascale_jax.train_step.objective import (
     count_terms,
     of_known_ids,
 )
-from ultrascale_jax.train_step.optim import global_norm, optimizer, schedule
+from ultrascale_jax.train_step.optim import clipped, global_norm, optimizer, schedule
 from ultrascale_jax.train_step.precision import fp8_of
 from ultrascale_jax.train_step.rounding import add_updates
 from ultrascale_jax.train_step.state import TrainState
@@ -172,25 +172,20 @@ def apply_gradients(
         loss, norm = mean * sums.loss, mean * global_norm(grads)
     with jax.named_scope("optimizer"):
         verdict = guards.judge(cfg, state, loss, norm, terms, built_in=chosen is None)
-        scale = mean
-        if cfg.optim.clip_norm:
-            scale *= jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))
+        scale = clipped(cfg, mean, norm)
 
         def advance(old: Transformer, opt_state: Any, grads: Transformer, row=None):
             nonlocal verdict
-            clipped = jax.tree.map(lambda g: g * scale, grads)
+            scaled = jax.tree.map(lambda g: g * scale, grads)
             update: Callable = (chosen or optimizer(cfg, row)).update
             exact = jax.tree.map(lambda p: p.astype(jnp.float32), old)
-            updates, new_state = update(clipped, opt_state, exact)
+            updates, new_state = update(scaled, opt_state, exact)
             if chosen is not None:
                 verdict = guards.check_update(verdict, updates)
             new = add_updates(old, updates, cfg.train.seed, state.step, row)
             return guards.keep((new, new_state), (old, opt_state), verdict)
 
-        if cfg.optim.offload == "none":
-            new, opt_state = advance(trained, state.opt_state, grads)
-        else:
-            new, opt_state = offload.update(advance, trained, state.opt_state, grads)
+        new, opt_state = offload.update(advance, trained, state.opt_state, grads)
         new = guards.keep(balance.rebalanced(cfg, new, sums.routed), new, verdict)
     next_state = guards.after(state, verdict, loss, norm, terms)
     next_state = dataclasses.replace(next_state, params=combine(new, fixed), opt_state=opt_state)

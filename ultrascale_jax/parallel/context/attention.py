@@ -94,7 +94,7 @@ def context_attention(
         scores=Scores(scale=scale, softcap=softcap),
     )  # fmt: skip
     out, lse = _over_ranks(spec, q, k, v, (positions, segment_ids), full, sinks, with_lse)
-    return out[..., :width], lse
+    return out[..., :width], jax.lax.stop_gradient(lse) if with_lse else None
 
 
 def _strategy(strategy: Strategy) -> Callable[..., jax.Array]:
@@ -150,12 +150,12 @@ def _over_ranks(
     q, k, v, sinks = jax.tree.map(lambda x: vary(x, axes), (q, k, v, sinks))
     documents = jax.tree.map(lambda x: vary(x, {spec.axis}), documents)
     if spec.ulysses == 1:
-        return _attend(spec, q, k, v, documents, full, sinks, with_lse)
+        return _attend(spec, q, k, v, documents, full, sinks)
     q, k, v, sinks = _exchange_heads(spec, q, k, v, sinks)
     documents = jax.tree.map(spec.gather, documents)
-    out, lse = _attend(spec, q, k, v, documents, full, sinks, with_lse)
+    out, lse = _attend(spec, q, k, v, documents, full, sinks)
     out = spec.exchange(out, split_axis=1, concat_axis=2)
-    return out, None if lse is None else spec.exchange(lse, split_axis=2, concat_axis=1)
+    return out, spec.exchange(lse, split_axis=2, concat_axis=1) if with_lse else None
 
 
 def _exchange_heads(spec: RingSpec, q, k, v, sinks):
@@ -168,23 +168,16 @@ def _exchange_heads(spec: RingSpec, q, k, v, sinks):
     return *(spec.exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v)), sinks
 
 
-def _attend(
-    spec: RingSpec, q, k, v, documents, full, sinks, with_lse: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Attend by blocks of the ring; the log-sum-exp has no gradient.
-
-    Where a block needs a mask, its positions are those given or the places in the sequence.
-    """
+def _attend(spec: RingSpec, q, k, v, documents, full, sinks) -> tuple[jax.Array, jax.Array]:
+    """Attend by blocks of the ring; where one needs a mask, positions are those given or the places in the sequence."""
     positions, segment_ids = documents
     if spec.causal and spec.placed and segment_ids is not None and spec.window is None:
-        out, lse = document_ring(spec, q, k, v, segment_ids, sinks)
-        return out, jax.lax.stop_gradient(lse) if with_lse else None
+        return document_ring(spec, q, k, v, segment_ids, sinks)
     T, has_documents = q.shape[1], segment_ids is not None or positions is not None
     masked = has_documents or (spec.ranks > 1 and spec.window is not None) or T % spec.chunks > 0
     if masked and spec.causal and positions is None:
         positions = vary(spec.index(T), {spec.axis})
-    out, lse = ring(spec, q, k, v, positions if masked else None, segment_ids, full, sinks)
-    return out, jax.lax.stop_gradient(lse) if with_lse else None
+    return ring(spec, q, k, v, positions if masked else None, segment_ids, full, sinks)
 
 
 def _check_numbers(

@@ -53,8 +53,7 @@ def short_convolution(
         parts = []
         for (start, stop), (x_before, ids_before) in zip(bounds, sides, strict=True):
             ids = None if segments is None else segments[:, start:stop]
-            stretch = x[:, start:stop]
-            parts.append(_convolve(then, stretch, taps, bias, x_before, ids, ids_before))
+            parts.append(_convolve(then, x[:, start:stop], taps, bias, x_before, ids, ids_before))
         return jnp.concatenate(parts, axis=1)
 
     operands = x, taps, segment_ids_BT, previous, bias

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ultrascale_jax.config import require, require_type
+from ultrascale_jax.config import require, require_choice, require_type
+from ultrascale_jax.config.pipeline import Stash
 from ultrascale_jax.kernels.xla import compute_together
 from ultrascale_jax.parallel.floats import is_float, join_leaves, split_floats
 from ultrascale_jax.parallel.pipeline.layer_loop import LayerLoop, Tick
@@ -204,33 +205,22 @@ def _lengths(schedule: Schedule, order: LayerOrder | np.ndarray | None) -> list[
 
 def _check(call: PipelineCall, order: LayerOrder | np.ndarray | None) -> None:
     """Refuse shapes that would silently give wrong numbers: JAX moves a slice beyond an array's end back into it."""
-    schedule, stash, axis, rows = call.schedule, call.stash, call.axis, call.rows
+    schedule, rows, devices = call.schedule, call.rows, lax.axis_size(call.axis)
     num_layers = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.blocks)]
     layers = sorted(set(num_layers)) if rows is None else sorted({table.shape[1] for table in rows})
     counts = sorted({jnp.shape(leaf)[0] for leaf in jax.tree.leaves(call.microbatches)})
-    m = schedule.microbatches
-    for ok, why in (
-        (
-            lax.axis_size(axis) == schedule.ranks,
-            f"schedule of {schedule.ranks} ranks on {lax.axis_size(axis)} devices of axis {axis!r}",
-        ),
-        (stash in ("residuals", "input"), f"stash={stash!r}: must be 'residuals' or 'input'"),
-        (counts == [m], f"schedule of {m} micro-batches on arrays of {counts}"),
-        (
-            len(layers) == 1 and layers[0] % schedule.virtual == 0,
-            f"blocks of {layers} layers a rank: must be one multiple of {schedule.virtual}",
-        ),
-        (
-            rows is None or all(table.max() < n for table, n in zip(rows, num_layers, strict=True)),
-            f"rows beyond the ends of leaves of {num_layers} layers",
-        ),
-        (
-            order is None or len(order) == schedule.ranks * layers[0],
-            f"order={order}: {schedule.ranks} ranks hold {layers} layers each",
-        ),
-    ):
-        if not ok:
-            raise ValueError(why)
+    fix = f"the axis {call.axis!r} has {devices} devices; make a schedule of as many ranks"
+    require(schedule.ranks == devices, "schedule.ranks", schedule.ranks, fix)
+    require_choice("stash", call.stash, Stash)
+    fix = f"leaves must hold the {schedule.microbatches} micro-batches of the schedule"
+    require(counts == [schedule.microbatches], "microbatches", counts, fix)
+    fix = f"a rank's layers must be one multiple of {schedule.virtual}, its stages"
+    require(len(layers) == 1 and layers[0] % schedule.virtual == 0, "blocks", layers, fix)
+    last_rows = [] if rows is None else [table.max() for table in rows]
+    inside = all(last < n for last, n in zip(last_rows, num_layers, strict=False))
+    require(inside, "rows", last_rows, f"must be within leaves of {num_layers} layers")
+    fix = f"must have a place for each of the {layers[0]} layers of {devices} ranks"
+    require(order is None or len(order) == devices * layers[0], "order", order, fix)
 
 
 class _Executor:
@@ -238,7 +228,7 @@ class _Executor:
 
     def __init__(self, call: PipelineCall):
         self.program: Program = assemble(call.schedule, call.stash)
-        self.schedule, self.stages, self.axis = call.schedule, call.stages, call.axis
+        self.stages, self.axis = call.stages, call.axis
         self.shared, self.microbatches = call.shared, call.microbatches
         self.trains = any(segment.kinds - {"F"} for segment in self.program.segments)
         self.stashes = call.stash == "residuals" and self.trains
@@ -267,15 +257,14 @@ class _Executor:
         first, slots = at(self.microbatches, 0), self.program.slots
         x, state = self.loop.start(self.stages.embed(self.shared, first), slots)
         objective, metrics = self.stages.head(self.shared, x, first)
-        if jnp.shape(objective) != () or objective.dtype != jnp.float32:
-            raise ValueError(
-                f"the head's objective must be a float32 scalar, not {jax.typeof(objective)}"
-            )
-        if self.axis in varying(objective):
-            raise ValueError(
-                f"the head's objective must be summed over the axis {self.axis!r}: it is a loss, not a part; sum it by "
-                "jax.lax.psum, or in the loss of a Transformer by all_reduce(term, 'V', 'mean')"
-            )
+        kind = jax.typeof(objective)
+        is_scalar = kind.shape == () and kind.dtype == jnp.float32
+        require(is_scalar, "the objective of head", kind, "must be a float32 scalar")
+        fix = (
+            f"differs over the axis {self.axis!r}, as a part of a loss; sum it by jax.lax.psum, or in the loss of a "
+            "Transformer by all_reduce(term, 'V', 'mean')"
+        )
+        require(self.axis not in varying(objective), "the objective of head", kind, fix)
         state = replace(
             state,
             inputs=buffer(x, slots.inputs + 1, self.axis),

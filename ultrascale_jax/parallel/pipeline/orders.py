@@ -126,7 +126,7 @@ class _Order:
         return {"B": op} if defer else {"B": op, "W": op}
 
     def weights(self) -> None:
-        """Return the oldest deferred W, if there is one."""
+        """Append the oldest deferred W, if there is one."""
         if self.deferred:
             self.cells.append({"W": self.deferred.pop(0)})
 
@@ -168,41 +168,43 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     the other's matmuls. Wants m >= 2 p.
     """
     p, m = ranks, microbatches
-    orders = []
-    for rank in range(p):
-        down, up = rank, 2 * p - 1 - rank
-        order = _Order(m)
-        add = order.cells.append
-        for _ in range(2 * (p - rank - 1)):  # 1: nF0
+    return pack(_v_table("dualpipe_v", p, m), [_dualpipe_v_order(p, m, rank) for rank in range(p)])
+
+
+def _dualpipe_v_order(p: int, m: int, rank: int) -> list[Cell]:
+    """Return one rank's cells of `dualpipe_v`."""
+    down, up = rank, 2 * p - 1 - rank
+    order = _Order(m)
+    add = order.cells.append
+    for _ in range(2 * (p - rank - 1)):  # 1: nF0
+        add(order.forward(down))
+    for _ in range(rank + 1):  # 2: nF0F1
+        add(order.forward(down))
+        add(order.forward(up))
+    for _ in range(p - rank - 1):  # 3: nB1W1F1
+        add(order.backward(up, defer=True))
+        order.weights()
+        add(order.forward(up))
+    for i in range(m - 2 * p + rank + 1):  # 4: nF0B1F1B0, the turn of the V not yet overlapped
+        if i == 0 and rank == p - 1:
             add(order.forward(down))
-        for _ in range(rank + 1):  # 2: nF0F1
-            add(order.forward(down))
-            add(order.forward(up))
-        for _ in range(p - rank - 1):  # 3: nB1W1F1
-            add(order.backward(up, defer=True))
-            order.weights()
-            add(order.forward(up))
-        for i in range(m - 2 * p + rank + 1):  # 4: nF0B1F1B0, the turn of the V not yet overlapped
-            if i == 0 and rank == p - 1:
-                add(order.forward(down))
-                add(order.backward(up))
-            else:
-                add({**order.forward(down), **order.backward(up)})
-            add({**order.forward(up), **order.backward(down)})
-        for _ in range(p - rank - 1):  # 5: nB1F1B0
             add(order.backward(up))
-            add({**order.forward(up), **order.backward(down)})
-        half = (rank + 1) // 2
-        for i in range(rank + 1):  # 6: nB1B0, the second half defers W
-            add(order.backward(up, defer=2 * i > rank))
-            add(order.backward(down, defer=i >= half))
-        for _ in range(p - rank - 1):  # 7: nWB0
-            order.weights()
-            add(order.backward(down, defer=True))
-        while order.deferred:  # 8: nW
-            order.weights()
-        orders.append(order.cells)
-    return pack(_v_table("dualpipe_v", p, m), orders)
+        else:
+            add({**order.forward(down), **order.backward(up)})
+        add({**order.forward(up), **order.backward(down)})
+    for _ in range(p - rank - 1):  # 5: nB1F1B0
+        add(order.backward(up))
+        add({**order.forward(up), **order.backward(down)})
+    half = (rank + 1) // 2
+    for i in range(rank + 1):  # 6: nB1B0, the second half defers W
+        add(order.backward(up, defer=2 * i > rank))
+        add(order.backward(down, defer=i >= half))
+    for _ in range(p - rank - 1):  # 7: nWB0
+        order.weights()
+        add(order.backward(down, defer=True))
+    while order.deferred:  # 8: nW
+        order.weights()
+    return order.cells
 
 
 def _v_table(name: str, ranks: int, microbatches: int) -> Schedule:

@@ -54,10 +54,8 @@ class SplitBackward:
         self._early = [i for i in vjp.trained if leaves[i].ndim <= 1 or i in early]
         self._x_tree = jax.tree.structure(cotangents[0])
         size = self._x_tree.num_leaves
-        dx, grads = (
-            traced.outputs[:size],
-            dict(zip(vjp.trained, traced.outputs[size:], strict=True)),
-        )
+        dx, grads = traced.outputs[:size], traced.outputs[size:]
+        grads = dict(zip(vjp.trained, grads, strict=True))
         self._late = [i for i in vjp.trained if i not in self._early]
         first, second = [*dx, *(grads[i] for i in self._early)], [grads[i] for i in self._late]
         variables, given_once = traced.inputs[: len(constants)], traced.inputs[len(constants) :]
