@@ -11,8 +11,8 @@ iteration of a plain scan waits for its own gathers. The price is memory: one mo
 layer of unreduced gradients, and one of their shards.
 """
 
-import functools
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -184,8 +184,8 @@ class _Scan:
         vjp = self.vjp(last, x, (context, read_row(constants, 0)))
         # A layer's gradients are finished one iteration after it, or two with a sum over replicas.
         lag = 1 if self.layer.leave_sums is None else 2
-        compute = functools.partial(self.pull_back, vjp, context)
-        reduce = functools.partial(self.reduce, stacks)
+        compute = partial(self.pull_back, vjp, context)
+        reduce = partial(self.reduce, stacks)
 
         def body(i, rows, carry: Backward) -> Backward:
             constant, kept, aux, preceding_on_host = rows
@@ -225,10 +225,9 @@ class _Scan:
 
     def no_gradients(self, stacks, dgathered: list) -> tuple[list, Any, Any]:
         """Return `unscattered`, `unsummed` and `gradients` of `Backward` before any layer has gradients `dgathered`."""
-        scatter = functools.partial(self.layer.scatter, stacks, self.trained)
+        scatter = partial(self.layer.scatter, stacks, self.trained)
         shards = jax.eval_shape(scatter, dgathered)
-        reduce = functools.partial(self.reduce, stacks)
-        unsummed, finished = jax.eval_shape(reduce, dgathered, shards)
+        unsummed, finished = jax.eval_shape(partial(self.reduce, stacks), dgathered, shards)
         gradients = jax.tree.map(lambda like: empty_stack(like, self.num), finished)
         return *jax.tree.map(zeros, (dgathered, unsummed)), gradients
 
@@ -287,13 +286,13 @@ class _Scan:
         return split_leaves(gathered, self.trained)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scanned(scan: _Scan, *arrays: Any) -> tuple[jax.Array, Any]:
     """Return the results of `prefetch_scan` for params, constants, x and context."""
     return scan.forward(*arrays, keep=False)[0]
 
 
-_scanned.defvjp(functools.partial(_Scan.forward, keep=True), _Scan.backward)
+_scanned.defvjp(partial(_Scan.forward, keep=True), _Scan.backward)
 
 
 def _part(path: tuple) -> str:

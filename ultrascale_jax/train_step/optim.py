@@ -107,8 +107,8 @@ def _muon(cfg: Config, adam: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformation(init, update)  # pyrefly: ignore
 
 
-def clipped(cfg: Config, scale: jax.Array, norm: jax.Array) -> jax.Array:
-    """Return the factor of gradients that have this norm times `scale`: lower where it exceeds `optim.clip_norm`."""
+def clip_factor(cfg: Config, scale: jax.Array, norm: jax.Array) -> jax.Array:
+    """Return the gradients' factor: `scale`, or less where `norm`, which has it, exceeds `optim.clip_norm`."""
     if not cfg.optim.clip_norm:
         return scale
     return scale * jnp.minimum(1.0, cfg.optim.clip_norm / jnp.maximum(norm, 1e-30))

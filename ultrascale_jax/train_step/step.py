@@ -29,7 +29,7 @@ from ultrascale_jax.train_step.objective import (
     count_terms,
     of_known_ids,
 )
-from ultrascale_jax.train_step.optim import clipped, global_norm, optimizer, schedule
+from ultrascale_jax.train_step.optim import clip_factor, global_norm, optimizer, schedule
 from ultrascale_jax.train_step.precision import fp8_of
 from ultrascale_jax.train_step.rounding import add_updates
 from ultrascale_jax.train_step.state import TrainState
@@ -172,7 +172,7 @@ def apply_gradients(
         loss, norm = mean * sums.loss, mean * global_norm(grads)
     with jax.named_scope("optimizer"):
         verdict = guards.judge(cfg, state, loss, norm, terms, built_in=chosen is None)
-        scale = clipped(cfg, mean, norm)
+        scale = clip_factor(cfg, mean, norm)
 
         def advance(old: Transformer, opt_state: Any, grads: Transformer, row=None):
             nonlocal verdict
