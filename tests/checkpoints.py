@@ -54,11 +54,11 @@ def state_of(step: int, cfg: Config = BASE) -> TrainState:
     return random_state(cfg, mesh_of(cfg), seed=step)
 
 
-def save(cfg: Config, state: TrainState, *steps: int) -> None:
+def save(cfg: Config, state: TrainState, *steps: int, fingerprint: str = "data-1") -> None:
     """Save `state` as the state after each of `steps` in the folder of `cfg`, with its configuration."""
     with Checkpoints(cfg) as checkpoints:
         for step in steps:
-            checkpoints.save(state, describe(cfg, step, "data-1"), wait=True)
+            checkpoints.save(state, describe(cfg, step, fingerprint), wait=True)
     config = json.dumps(dataclasses.asdict(cfg))
     (Path(cfg.log.run_dir) / "config.json").write_text(config)
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests import checkpoints
 from tests.commands import refused, ultrascale
 from tests.pairs import write_pairs
 from tests.paths import HF
 from ultrascale_jax.checkpoint.load_params import load_params
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, train
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.huggingface.adapters import save_adapters
@@ -47,9 +46,7 @@ def leaves(tree):
 def save(run):
     """Save the run at step 3 with random parameters, and return these."""
     state = dataclasses.replace(run.state, params=random(run.state.params))
-    meta = describe(run.cfg, 3, make_loader(run.cfg).fingerprint)
-    with Checkpoints(run.cfg) as checkpoints:
-        checkpoints.save(state, meta, wait=True)
+    checkpoints.save(run.cfg, state, 3, fingerprint=make_loader(run.cfg).fingerprint)
     return state.params
 
 

@@ -1,24 +1,16 @@
 """Text from a trained run, by the command that a user types."""
 
-import dataclasses
 import io
-import json
 
-import jax
 import pytest
 import tokenizers
 
+from tests.checkpoints import save
 from tests.commands import refused
 from tests.faults.tiny import config as TINY
-from tests.runs import change
+from tests.runs import change, in_folder, mesh_of
 from tests.states import some_state
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli.generate import main
-from ultrascale_jax.config import (
-    LogConfig,
-)
-from ultrascale_jax.sharding.mesh import make_mesh
 
 CFG = change(TINY, mesh={"fsdp": 1}, model={"vocab_size": 256})
 
@@ -27,12 +19,7 @@ CFG = change(TINY, mesh={"fsdp": 1}, model={"vocab_size": 256})
 def run_dir(tmp_path_factory):
     """A run directory with two checkpoints of a model that was never trained."""
     folder = tmp_path_factory.mktemp("run")
-    cfg = dataclasses.replace(CFG, log=LogConfig(run_dir=str(folder)))
-    state = some_state(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
-    with Checkpoints(cfg) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(state, describe(cfg, step, "data"), wait=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    save(in_folder(CFG, folder), some_state(CFG, mesh_of(CFG)), 1, 2)
     return folder
 
 

@@ -1,6 +1,5 @@
 """A run as `ultrascale inspect` shows it: its checkpoints, its time and its trace."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -8,30 +7,15 @@ import shutil
 import jax
 import pytest
 
-from tests.faults.tiny import MODEL
-from tests.states import some_state
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
+from tests.checkpoints import BASE, array_files, flip, save, state_of
+from tests.runs import in_folder
 from ultrascale_jax.cli.inspect import main
-from ultrascale_jax.config import Config, DataConfig, LogConfig, MeshConfig
-from ultrascale_jax.sharding.mesh import make_mesh
-
-CFG = Config(
-    model=MODEL,
-    mesh=MeshConfig(fsdp=2),
-    data=DataConfig(source="synthetic", seq_len=32),
-)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    cfg = dataclasses.replace(CFG, log=LogConfig(run_dir=str(folder)))
-    state = some_state(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
-    with Checkpoints(cfg) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(state, describe(cfg, step, "data"), wait=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    save(in_folder(BASE, folder), state_of(0), 1, 2)
     return folder
 
 
@@ -77,11 +61,7 @@ def test_every_checkpoint_has_a_row_and_its_arrays_if_asked(run_dir, capsys):
 
 def test_verified_ones_are_called_so_and_a_damaged_one_too(run_dir, capsys):
     assert states(capsys, run_dir, "--verify") == {1: "verified", 2: "verified"}
-    paths = (run_dir / "checkpoints/2").rglob("d/*")
-    path = max(paths, key=lambda path: path.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[1000] ^= 1
-    path.write_bytes(data)
+    flip(array_files(run_dir / "checkpoints/2")[0], 1000)
     assert states(capsys, run_dir)[2] == "complete"
     found = states(capsys, run_dir, "--verify", code=1)
     assert found[1] == "verified"

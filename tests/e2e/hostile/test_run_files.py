@@ -4,11 +4,10 @@ import contextlib
 import ctypes
 import json
 
+from tests.checkpoints import save
 from tests.faults.tiny import config as TINY
 from tests.runs import change, mesh_of
 from tests.states import random_state
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.checkpoint.step_dirs import steps
 from ultrascale_jax.cli import command_line
 from ultrascale_jax.training.setup import make_loader, open_run
@@ -49,10 +48,8 @@ def test_a_file_or_folder_that_belongs_to_another_user_is_one_line_and_exit_code
 ):
     cfg = config_of(tmp_path / "run", 4)
     (tmp_path / "run").mkdir()
-    state, fingerprint = random_state(cfg, mesh_of(cfg)), make_loader(cfg).fingerprint_at
-    with Checkpoints(cfg) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(state, describe(cfg, step, fingerprint(step)), wait=True)
+    state, fingerprint = random_state(cfg, mesh_of(cfg)), make_loader(cfg).fingerprint
+    save(cfg, state, 1, 2, fingerprint=fingerprint)
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
 
     def start():

@@ -11,12 +11,12 @@ import signal
 import numpy as np
 import pytest
 
+from tests.checkpoints import save
 from tests.faults.tiny import MODEL
 from tests.processes import python
 from tests.runs import bits, change, eval_rows, mesh_of, run, saved_state, step_rows
 from tests.states import some_state
 from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
     CheckpointConfig,
     Config,
@@ -32,6 +32,7 @@ from ultrascale_jax.launch.sigterm import SignalListener
 from ultrascale_jax.plan.flops import flops_per_token
 from ultrascale_jax.training.loop import train
 from ultrascale_jax.training.metrics import read_rows
+from ultrascale_jax.training.setup import make_loader
 
 BASE = Config(
     model=MODEL,
@@ -206,10 +207,7 @@ def test_no_held_out_text_is_a_note_and_no_error(tmp_path, capsys):
         log={"run_dir": str(tmp_path / "run")},
     )
     # A finished run evaluates without compiling a step.
-    loader = Loader(cfg.data, vocab_size=256, global_batch=8, seed=0)
-    with Checkpoints(cfg) as checkpoints:
-        state = some_state(cfg, mesh_of(cfg))
-        checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
+    save(cfg, some_state(cfg, mesh_of(cfg)), 1, fingerprint=make_loader(cfg).fingerprint)
     summary = train(cfg, mesh_of(cfg))
     assert (summary["step"], summary["eval_loss"]) == (1, None)
     assert "no evaluation" in capsys.readouterr().out

@@ -1,22 +1,19 @@
 """The mistakes of a newcomer: each gets one error, and the command that the error asks for works."""
 
-import dataclasses
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
 
-import jax
 import pytest
 import tokenizers
 
 from tests.chats import write_lines
+from tests.checkpoints import save
 from tests.commands import refused, ultrascale
 from tests.paths import HF
 from tests.states import some_state
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.cli import command_line, devices, train
 from ultrascale_jax.config import MeshConfig, UserError
 from ultrascale_jax.sharding.mesh import make_mesh
@@ -98,12 +95,8 @@ def folder(tmp_path_factory):
         made.add_special_tokens(["</s>"])
         made.save("hf/tokenizer.json")
         cfg, _ = parsed("./my.py --log.run-dir trained")
-        mesh = make_mesh(cfg.mesh)
-        with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
-            meta = describe(cfg, 1, make_loader(cfg).fingerprint)
-            checkpoints.save(some_state(cfg, mesh), meta, wait=True)
-        saved = json.dumps(dataclasses.asdict(cfg))
-        Path("trained/config.json").write_text(saved)
+        state = some_state(cfg, make_mesh(cfg.mesh))
+        save(cfg, state, 1, fingerprint=make_loader(cfg).fingerprint)
     return folder
 
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.checkpoints import array_files, flip
 from ultrascale_jax.checkpoint.tree import load_tree, save_tree, tree_meta
 from ultrascale_jax.config import UserError
 from ultrascale_jax.launch.failures import Damaged
@@ -95,18 +96,11 @@ def test_numbers_of_eight_bytes_keep_their_bits(tmp_path, x64):
     assert_equal(load_tree(tmp_path, shapes(tree)), tree)
 
 
-def flip(place):
-    """Change one byte in the largest file of a tree's arrays."""
-    path = max((place / "tree").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_damaged_tree_is_refused_and_the_one_before_it_taken(tmp_path, capfd):
     old, new = {"w": jnp.zeros(4096)}, {"w": jax.random.normal(jax.random.key(1), (4096,))}
     save_tree(tmp_path, old, step=1)
-    flip(save_tree(tmp_path, new, step=2))
+    path, *_ = array_files(save_tree(tmp_path, new, step=2))
+    flip(path, path.stat().st_size // 2)
     message = r"does not restore as it was saved: array tree\['w'\] is not what was saved"
     with pytest.raises(Damaged, match=message):
         load_tree(tmp_path, new, step=2)

@@ -1,7 +1,5 @@
 """Layers of one's own: what breaks the contract of `docs/layers.md` gets one error, and checkpoints know the class."""
 
-import dataclasses
-import json
 from typing import ClassVar
 
 import jax
@@ -11,11 +9,10 @@ import pytest
 from jax._src import core
 
 import ultrascale_jax as us
+from tests.checkpoints import save
 from tests.own_layers import CFG, GatedAttention, OwnModel, SquaredReLU, on
 from tests.runs import change, mesh_of, saved_state
 from tests.states import some_state
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
     Config,
     Lora,
@@ -223,19 +220,13 @@ def test_what_cannot_be_with_own_layers_is_refused(tmp_path):
 def test_a_checkpoint_of_own_layers_is_loaded_on_another_mesh_with_its_class(tmp_path):
     cfg = on(change(CFG, log={"run_dir": str(tmp_path)}), "pp=2,fsdp=2")
     state = some_state(cfg, mesh_of(cfg), model=OwnModel)
-    with Checkpoints(cfg) as checkpoints:
-        checkpoints.save(state, describe(cfg, 1, "data"), wait=True)
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    save(cfg, state, 1)
     mesh = mesh_of(on(CFG, "fsdp=2,tp=2"))
     _, loaded = us.load_run(tmp_path, mesh, model=OwnModel)
     np.testing.assert_array_equal(loaded.w_up[...], state.params.w_up[...])
     up = state.params.stacks[0].mlp.w_up[...]
     np.testing.assert_array_equal(loaded.stacks[0].mlp.w_up[...], up)
-    with pytest.raises(
-        UserError, match=r"model='Transformer': .* is of a OwnModel; pass the class"
-    ):
-        us.load_run(tmp_path, mesh)
-    with pytest.raises(
-        UserError, match=r"model='Transformer': .* is of a OwnModel; pass the class"
-    ):
-        saved_state(cfg, tmp_path, 1)
+    said = r"model='Transformer': .* is of a OwnModel; pass the class"
+    for load in (lambda: us.load_run(tmp_path, mesh), lambda: saved_state(cfg, tmp_path, 1)):
+        with pytest.raises(UserError, match=said):
+            load()

@@ -1,21 +1,14 @@
 """Float16: the loss scale falls and grows as it should, and the run is that of one device."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.checkpoints import save
 from tests.fp16 import BASE
-from tests.runs import change, mesh_of
+from tests.runs import change, in_folder, mesh_of, saved_state
 from tests.states import some_state
-from ultrascale_jax.checkpoint.manager import Checkpoints
-from ultrascale_jax.checkpoint.run_metadata import describe
-from ultrascale_jax.config import (
-    LogConfig,
-)
-from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.health import skipped_steps
 from ultrascale_jax.health.skipped_steps import Diverged
 from ultrascale_jax.train_step import loss_scale
@@ -23,6 +16,7 @@ from ultrascale_jax.train_step.guards import Verdict, after
 from ultrascale_jax.train_step.loss_scale import LossScale
 from ultrascale_jax.train_step.state import abstract_state
 from ultrascale_jax.training.loop import train
+from ultrascale_jax.training.setup import make_loader
 
 
 def with_infinite_norm(state):
@@ -66,11 +60,9 @@ def test_a_batch_without_targets_does_not_count_for_it():
 def test_the_loop_counts_as_the_state_does(tmp_path, monkeypatch):
     monkeypatch.setattr(loss_scale, "FIRST", 4.0)
     monkeypatch.setattr(skipped_steps, "MOST_IN_A_ROW", 2)
-    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
-    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    cfg = in_folder(BASE, tmp_path)
     state = with_infinite_norm(some_state(cfg, mesh_of(cfg)))
-    with Checkpoints(cfg) as checkpoints:
-        checkpoints.save(state, describe(cfg, 1, loader.fingerprint), wait=True)
+    save(cfg, state, 1, fingerprint=make_loader(cfg).fingerprint)
     with pytest.raises(
         Diverged, match=r"2 steps in a row up to step 5, first in the parameters final_norm"
     ):
@@ -78,29 +70,18 @@ def test_the_loop_counts_as_the_state_does(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_has_it_and_other_types_may_take_over(tmp_path, monkeypatch):
-    cfg = dataclasses.replace(BASE, log=LogConfig(run_dir=str(tmp_path)))
-    mesh = mesh_of(cfg)
-    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
-    first = loss_scale.FIRST
-    monkeypatch.setattr(loss_scale, "FIRST", first / 2)
-    with Checkpoints(cfg) as checkpoints:
-        saved = describe(cfg, 1, loader.fingerprint)
-        checkpoints.save(some_state(cfg, mesh), saved, wait=True)
-    monkeypatch.setattr(loss_scale, "FIRST", first)
-
-    def restore(cfg):
-        with Checkpoints(cfg) as checkpoints:
-            return checkpoints.restore(checkpoints.latest, abstract_state(cfg, mesh))
-
-    state = restore(cfg)
+    cfg, mesh, first = in_folder(BASE, tmp_path), mesh_of(BASE), loss_scale.FIRST
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_scale, "FIRST", first / 2)
+        save(cfg, some_state(cfg, mesh), 1)
+    state = saved_state(cfg, tmp_path, 1)
     assert float(state.loss_scale.scale) == first / 2
     other = change(cfg, train={"precision": "bf16"})
-    plain = restore(other)
+    plain = saved_state(other, tmp_path, 1)
     assert plain.loss_scale is None
     assert jax.tree.structure(plain) == jax.tree.structure(abstract_state(other, mesh))
-    with Checkpoints(other) as checkpoints:
-        checkpoints.save(plain, describe(other, 17, loader.fingerprint), wait=True)
-    again = restore(cfg)
+    save(other, plain, 17)
+    again = saved_state(cfg, tmp_path, 17)
     assert float(again.loss_scale.scale) == first
     for x, y in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()

@@ -9,14 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from tests.checkpoints import save
 from tests.faults.tiny import config as TINY
-from tests.runs import change, mesh_of
+from tests.runs import change, in_folder, mesh_of, saved_state
 from tests.states import some_state
-from ultrascale_jax.checkpoint.manager import Checkpoints
 from ultrascale_jax.checkpoint.mesh_independent import to_checkpoint_layout
-from ultrascale_jax.checkpoint.run_metadata import describe
 from ultrascale_jax.config import (
-    LogConfig,
     MeshConfig,
     PipelineConfig,
 )
@@ -123,13 +121,12 @@ def trained():
 
 def test_both_moments_are_bfloat16_and_a_resumed_run_continues_bit_for_bit(trained, tmp_path):
     cfg, step, state, grads = trained
-    cfg = dataclasses.replace(cfg, log=LogConfig(run_dir=str(tmp_path)))
+    cfg = in_folder(cfg, tmp_path)
     moments = state.opt_state[0]
     kinds = {x.dtype for x in jax.tree.leaves((moments.mu, moments.nu))}
     assert kinds == {jnp.dtype(jnp.bfloat16)}
-    with Checkpoints(cfg) as checkpoints:
-        checkpoints.save(state, describe(cfg, 2, "data"), wait=True)
-        resumed = checkpoints.restore(2, abstract_state(cfg, mesh_of(cfg)))
+    save(cfg, state, 2)
+    resumed = saved_state(cfg, tmp_path, 2)
     with jax.set_mesh(mesh_of(cfg)):
         results = [step(s, grads) for s in (state, resumed)]
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
