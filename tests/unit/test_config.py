@@ -11,7 +11,6 @@ from itertools import pairwise
 
 import pytest
 
-from tests.recipes import MEANT_FOR
 from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import (
     AUTO,
@@ -38,8 +37,6 @@ from ultrascale_jax.config import (
     UserError,
 )
 from ultrascale_jax.config.section import Section
-from ultrascale_jax.plan.auto import choose_auto
-from ultrascale_jax.plan.hardware import find_cluster
 
 
 def replaced(cfg: Config, **changes: object) -> Config:
@@ -473,11 +470,3 @@ def test_a_mesh_is_read_from_axis_sizes():
     for text in ("", "fsdp", "fsdp=x", "fsdp=4 tp=2", "fsdp=4,", "zz=2", "tp=2,tp=2"):
         with pytest.raises(UserError, match=f"^mesh={text!r}: "):
             MeshConfig.parse(text)
-
-
-@pytest.mark.parametrize("name", MEANT_FOR)
-def test_a_recipe_passes_its_check_on_the_hardware_it_names(name):
-    cfg = load_recipe(name)
-    assert cfg.log.run_dir == f"out/{name}"
-    for num_devices in MEANT_FOR[name][1]:
-        choose_auto(cfg, find_cluster(None, None, num_devices))[0].check(num_devices)

@@ -47,7 +47,9 @@ FLAT = {"pp": (1,), "cp": (1,), "tp": (1,)}
 def test_the_plain_command_of_a_recipe_fits_the_gpus_that_it_is_meant_for(name, num_gpus):
     memory_gib = MEANT_FOR[name][0]
     cluster = h100s(num_gpus, memory_gib and 0.92 * memory_gib)
-    cfg, _ = choose_auto(load_recipe(name), cluster)
+    recipe = load_recipe(name)
+    assert recipe.log.run_dir == f"out/{name}"
+    cfg = choose_auto(recipe, cluster)[0].check(num_gpus)
     run = Run.of(cfg, num_gpus)
     assert not cfg.train.auto
     assert breakdown(run).peak_bytes <= SURE * cluster.gpu.usable_bytes
