@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tests.faults.tiny import MODEL
-from tests.runs import bits, change
+from tests.runs import bits, change, mesh_of
 from tests.states import some_state
 from ultrascale_jax.config import (
     Config,
@@ -22,7 +22,6 @@ from ultrascale_jax.config import (
 from ultrascale_jax.config.lowering import Lowering
 from ultrascale_jax.data.loader import Loader
 from ultrascale_jax.kernels.xla import known_options
-from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.sharding.rules import act
 from ultrascale_jax.train_step import loss_scale
 from ultrascale_jax.train_step.forward_steps import make_eval_step
@@ -50,22 +49,9 @@ def variant(**sections):
     return change(CFG, **sections)
 
 
-def run(cfg, steps):
-    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
-    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
-    with jax.set_mesh(mesh):
-        state = some_state(cfg, mesh)
-        before = jax.tree.map(np.asarray, state)
-        step, metrics = make_train_step(cfg), []
-        for i in range(steps):
-            state, m = step(state, jax.device_put(loader.batch(i), NamedSharding(mesh, act("BT"))))
-            metrics.append(jax.tree.map(np.asarray, m))
-    return before, state, metrics
-
-
 def test_a_batch_with_an_id_outside_the_vocabulary_has_no_loss_and_changes_nothing():
     cfg = variant(train={"microbatches": 2})
-    mesh = make_mesh(cfg.mesh, jax.devices()[:4])
+    mesh = mesh_of(cfg)
     good = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0).batch(0)
     with jax.set_mesh(mesh):
         state = some_state(cfg, mesh)
@@ -92,22 +78,27 @@ UNDIVIDED = variant(
 
 @pytest.fixture(scope="module")
 def undivided():
-    return run(UNDIVIDED, steps=8)
+    """The state before eight steps, that after them, and the metrics of each."""
+    cfg, metrics = UNDIVIDED, []
+    mesh = mesh_of(cfg)
+    loader = Loader(cfg.data, vocab_size=64, global_batch=8, seed=0)
+    with jax.set_mesh(mesh):
+        state = some_state(cfg, mesh)
+        before, step = jax.tree.map(np.asarray, state), make_train_step(cfg)
+        for i in range(8):
+            state, m = step(state, jax.device_put(loader.batch(i), NamedSharding(mesh, act("BT"))))
+            metrics.append(jax.tree.map(np.asarray, m))
+    return before, state, metrics
 
 
-def test_a_finite_step_changes_every_parameter_and_resets_the_row(undivided):
+def test_good_steps_change_every_parameter_and_keep_types_and_shardings(undivided):
     before, after, metrics = undivided
     for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
         assert np.abs(old - np.asarray(new)).max() > 0
     assert (int(after.step), int(after.skipped_in_a_row)) == (8, 0)
-    assert not any(m["skipped"] for m in metrics)
+    assert not any(m["skipped"] for m in metrics) and metrics[-1]["loss"] < metrics[0]["loss"]
     assert after.params.embed.get_value().sharding.shard_shape((64, 33)) == (64, 33)
-
-
-def test_a_step_keeps_types_and_shardings_and_the_loss_falls(undivided):
-    _, after, metrics = undivided
-    assert metrics[-1]["loss"] < metrics[0]["loss"]
-    expected = abstract_state(UNDIVIDED, make_mesh(UNDIVIDED.mesh, jax.devices()[:4]))
+    expected = abstract_state(UNDIVIDED, mesh_of(UNDIVIDED))
     for leaf, want in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype)
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
@@ -116,7 +107,7 @@ def test_a_step_keeps_types_and_shardings_and_the_loss_falls(undivided):
 @pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 2), (2, 2), (3, 2)])
 def test_zero_shards_what_rests_on_a_device(zero, parts):
     cfg = variant(train={"zero": zero}, mesh={"fsdp": 2, "sp": 1, "dp": 2})
-    state = abstract_state(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+    state = abstract_state(cfg, mesh_of(cfg))
     w_up = state.params.stacks[0].mlp.w_up.get_value()
     assert w_up.sharding.shard_shape(w_up.shape) == (2, 32 // parts, 64)
 
@@ -124,7 +115,7 @@ def test_zero_shards_what_rests_on_a_device(zero, parts):
 @pytest.mark.parametrize(("precision", "zero"), [("bf16", 1), ("bf16", 3), ("fp32", 3)])
 def test_master_weights_moments_and_gradients_are_float32(precision, zero):
     cfg = variant(train={"precision": precision, "zero": zero})
-    mesh = make_mesh(CFG.mesh, jax.devices()[:4])
+    mesh = mesh_of(CFG)
     state, place = abstract_state(cfg, mesh), NamedSharding(mesh, act("BT"))
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
@@ -143,7 +134,7 @@ def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
         optim={"name": "muon", "weight_decay": 0.0, "schedule": "constant"},
         mesh={"fsdp": 1, "sp": 1},
     )
-    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
         params = some_state(cfg, mesh).params
         rng = np.random.default_rng(0)
@@ -164,7 +155,7 @@ def test_muon_moves_matrices_of_blocks_as_far_as_adamw_does():
 def test_evaluation_sums_what_training_averages(undivided, microbatches):
     before, _, metrics = undivided
     loader = Loader(CFG.data, vocab_size=64, global_batch=8, seed=0)
-    mesh = make_mesh(UNDIVIDED.mesh, jax.devices()[:4])
+    mesh = mesh_of(UNDIVIDED)
     cfg = dataclasses.replace(
         UNDIVIDED, train=dataclasses.replace(UNDIVIDED.train, microbatches=microbatches)
     )
@@ -192,7 +183,7 @@ def test_an_update_is_adamw_of_the_clipped_gradients_at_the_rate_that_is_logged(
     def like(tree, size=1.0):
         return jax.tree.map(lambda x: size * rng.random(x.shape, np.float32), tree)
 
-    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
+    mesh = mesh_of(cfg)
     with jax.set_mesh(mesh):
         state = some_state(cfg, mesh)
         adam, *others = jax.tree.map(
