@@ -39,13 +39,6 @@ ADAPTERS = {"lora": Lora(rank=4), "init_from": "hf:x"}
 # name: (mesh, fields of train, of model and of fp8)
 ROWS = {
     "fsdp2_sp2_tp2": ({"fsdp": 2, "sp": 2, "tp": 2}, {"precision": "fp8"}, {}, {}),
-    "rowwise_sp2_tp2": (
-        {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
-    ),
-    # The base rests in fp8, and is gathered once a step.
-    "lora_fsdp2_sp2": (
-        {"fsdp": 2, "sp": 2}, {"precision": "fp8", "zero": 1, "microbatches": 2} | ADAPTERS, {}, {},
-    ),
     # All shards hold whole blocks, and are gathered in fp8.
     "mx_fsdp2_sp2": (
         {"fsdp": 2, "sp": 2}, {"precision": "mxfp8", "remat": "selective"}, {"head_dim": 32}, {},
@@ -56,6 +49,13 @@ ROWS = {
     ),
 }  # fmt: skip
 NIGHTLY_ROWS = {
+    "rowwise_sp2_tp2": (
+        {"sp": 2, "tp": 2}, {"precision": "fp8_rowwise", "remat": "selective"}, {}, {"wgrad": "bf16"},
+    ),
+    # The base rests in fp8, and is gathered once a step.
+    "lora_fsdp2_sp2": (
+        {"fsdp": 2, "sp": 2}, {"precision": "fp8", "zero": 1, "microbatches": 2} | ADAPTERS, {}, {},
+    ),
     "fsdp4_accumulated_zero2": (
         {"fsdp": 4}, {"precision": "fp8", "zero": 2, "microbatches": 4, "remat": "none"}, {}, {},
     ),

@@ -48,9 +48,11 @@ def compare_model(cls: type, mesh: str, evaluates: bool = False, **sections) -> 
     compare(cfg, evaluates, functools.partial(some_state, model=cls), seeds=(0,))
 
 
-def compare_own_model(mesh: str, train: dict, schedule: str = "1f1b") -> None:
+def compare_own_model(
+    mesh: str, train: dict, schedule: str = "1f1b", evaluates: bool = True
+) -> None:
     """Compare a model of own layers with an own head and terms."""
-    compare_model(OwnModel, mesh, True, train=train, pp={"schedule": schedule})
+    compare_model(OwnModel, mesh, evaluates, train=train, pp={"schedule": schedule})
 
 
 def compare_own_attention(mesh: str) -> None:

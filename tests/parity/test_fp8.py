@@ -1,4 +1,4 @@
-"""A run in each form of fp8 whose numbers are those of one device to 1e-5."""
+"""A run in three forms of fp8 whose numbers are those of one device to 1e-5."""
 
 import pytest
 

@@ -16,9 +16,9 @@ from ultrascale_jax.train_step.step import make_train_step
 
 
 def step_of(model, **sections):
-    """Return the state before and after one step on one device, and the step's metrics."""
-    cfg = change(BASE, mesh={"fsdp": 1}, **sections).check(1)
-    mesh = us.make_mesh(cfg.mesh, jax.devices()[:1])
+    """Return the state before and after one step on two devices, and the step's metrics."""
+    cfg = change(BASE, mesh={"fsdp": 2}, **sections).check(2)
+    mesh = us.make_mesh(cfg.mesh, jax.devices()[:2])
     with jax.set_mesh(mesh):
         state = some_state(cfg, mesh, model=model)
         before = jax.tree.map(jnp.copy, state)

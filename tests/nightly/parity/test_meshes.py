@@ -1,7 +1,7 @@
 """Models and meshes that the covering design leaves out train as one device does: losses, gradients and evaluation.
 
-Preference pairs, multi-token prediction, hybrids of ring and Ulysses, axes of more than two ranks. `rows.py` has every
-pair of axes, strategies, ZeRO stages and kinds of layer.
+Preference pairs, distillation, multi-token prediction, hybrids of ring and Ulysses, axes of more than two ranks.
+`rows.py` has every pair of axes, strategies, ZeRO stages and kinds of layer.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from ultrascale_jax.config import (
     Config,
     ContextConfig,
     DataConfig,
+    Distill,
     Dpo,
     Experts,
     Keep,
@@ -53,6 +54,21 @@ DEEPSEEK = MIXTRAL | {
 }  # fmt: skip
 EACH = "gate", "up", "down"
 DPO = {"dpo": Dpo(beta=0.5, label_smoothing=0.1), "init_from": "hf:x", "z_loss": 0.0}
+STUDENT = {"vocab_size": 62, "tied_embeddings": True}
+TEACHER = ModelConfig(
+    vocab_size=62,
+    d_model=64,
+    d_ff=96,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    qk_norm="head",
+)
+DISTILL = {
+    "distill": Distill(teacher="hf:x", model=TEACHER, temperature=2.0, hard_weight=0.3),
+    "z_loss": 0.0,
+}
 # Sections and their fields. Rows hold several documents, except where the mask is off.
 FAMILIES = {
     "llama_one_stream": {"data": {"document_mask": False}},
@@ -94,6 +110,17 @@ FAMILIES = {
         "data": {"seq_len": 64},
         "model": {"tied_embeddings": True, "vocab_size": 65},
         "train": DPO | {"dpo": Dpo(beta=0.5, loss="ipo")},
+    },
+    # The logits of a larger teacher.
+    "distill": {"model": STUDENT, "train": DISTILL},
+    "distill_reverse": {
+        "model": STUDENT,
+        "train": DISTILL
+        | {"distill": Distill(teacher="hf:x", model=TEACHER, divergence="reverse")},
+    },
+    "distill_lora": {
+        "model": STUDENT,
+        "train": DISTILL | {"lora": Lora(rank=2), "init_from": "hf:x"},
     },
     # Adapters of routed experts, which pairs train, and of a module that predicts ahead.
     "dpo_lora_experts": {
@@ -144,6 +171,11 @@ TABLE = {
     "pp2_dp2_cp2_ipo_zero2": ({"pp": 2, "dp": 2, "cp": 2}, {"zero": 2}, "ipo_tied"),
     "ep2_tp2_dpo_lora_experts": ({"ep": 2, "tp": 2}, {"microbatches": 1}, "dpo_lora_experts"),
     "fsdp2_tp2_lora_mtp": ({"fsdp": 2, "tp": 2}, {}, "lora_mtp"),
+    "fsdp2_sp2_tp2_distill": ({"fsdp": 2, "sp": 2, "tp": 2}, {}, "distill"),
+    "dp2_cp2_fsdp2_distill_reverse_zero1": (
+        {"dp": 2, "cp": 2, "fsdp": 2}, {"zero": 1}, "distill_reverse",
+    ),
+    "cp2_tp2_distill_lora": ({"cp": 2, "tp": 2}, {}, "distill_lora"),
     # Experts: tensors kept on the host, balance over a micro-batch, an exchange in two levels.
     "ep4_fsdp2_offloaded": (
         {"ep": 4, "fsdp": 2}, {"remat": Keep(saved=("up",), offloaded=("dispatched", "gate"))}, "mixtral_batch",

@@ -27,8 +27,9 @@ def test_own_layers_and_an_own_head_train_as_on_one_device(mesh, train, schedule
     compare_own_model(mesh, train, schedule)
 
 
-def test_terms_of_layers_with_and_without_experts_are_those_of_one_device():
-    compare_own_attention("fsdp=2,ep=2,cp=2")
+@pytest.mark.parametrize("mesh", ["fsdp=2,ep=2,cp=2", "pp=2,ep=2"])
+def test_terms_of_layers_with_and_without_experts_are_those_of_one_device(mesh):
+    compare_own_attention(mesh)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ def test_both_exports_have_each_adapter(tmp_path, family):
     [
         ("gpt_oss", "model.layers.{}.mlp.experts"),
         ("granite4_h", "model.layers.{}.block_sparse_moe.experts"),
-        ("qwen3_5_moe_text", "model.layers.{}.mlp.experts"),
         ("nemotron3", "backbone.layers.{}.mixer.experts"),
     ],
 )

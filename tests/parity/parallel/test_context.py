@@ -249,8 +249,8 @@ def short_tiles(monkeypatch):
 
 @pytest.mark.parametrize(
     ("context", "n"),
-    [(RING, 8), (ZIGZAG, 8), (ALLGATHER, 4), (ContextConfig(ulysses=2), 8)],
-    ids=["ring", "zigzag", "allgather", "zigzag_u2"],
+    [(RING, 8), (ALLGATHER, 4), (ContextConfig(ulysses=2), 8)],
+    ids=["ring", "allgather", "zigzag_u2"],
 )
 def test_documents_of_all_lengths_equal_dense_float64(short_tiles, context, n):
     sets = [ids_of([one, other]) for one in OVER_RANKS for other in OVER_RANKS[:2]]
@@ -259,17 +259,16 @@ def test_documents_of_all_lengths_equal_dense_float64(short_tiles, context, n):
         check(context, over(n), 64, segments=ids, heads=GQA)
 
 
-@pytest.mark.parametrize("context", [RING, ZIGZAG], ids=name_of)
-def test_groups_whose_documents_ask_for_other_distances_make_the_same_hops(short_tiles, context):
+def test_groups_whose_documents_ask_for_other_distances_make_the_same_hops(short_tiles):
     """A document over all ranks of one group, and documents of one token in the other: neither waits for ever.
 
     Processes start the collectives in one order.
     """
     spec, ids = P("rows", "tokens"), ids_of([(32,), (1,) * 32])
     groups = Layout(build_mesh((2, 4), ("rows", "tokens"), AUTO), spec, spec, "tokens")
-    check(context, groups, 32, segments=ids, heads=GQA)
+    check(ZIGZAG, groups, 32, segments=ids, heads=GQA)
     qkv, d_out = ({"gqa": x["gqa"]} for x in inputs(32))
-    text = program(context, groups, None)(
+    text = program(ZIGZAG, groups, None)(
         qkv,
         d_out,
         None,

@@ -134,15 +134,13 @@ def check(moe: MoEConfig, layout: Layout, ids: np.ndarray, experts: Experts = EX
     assert_equal(found, ids, experts)
 
 
-# `TIGHT` takes more rounds. Every pair of exchange and kind of layout; tests/parity/rows.py splits experts over tp.
+# `TIGHT` takes more rounds. Each exchange and each kind of layout; tests/parity/rows.py splits experts over tp.
 CASES = {
     "tight-ep4": (TIGHT, Layout(4), EXPERTS),
     "overlap-ep8": (OVERLAP, Layout(8), EXPERTS),
     "tight-ep8-more_choices_than_experts": (TIGHT, Layout(8), GROUPED),
     "tight-sp2": (TIGHT, Layout(4, sp=2), EXPERTS),
     "tight-inside-auto": (TIGHT, Layout(4, kind=AxisType.Auto, inside=True), EXPERTS),
-    "nodes2-sp2": (NODES2, Layout(4, sp=2), EXPERTS),
-    "tight-folding": (TIGHT, Layout(2, sp=4, folding=True), EXPERTS),
     "tight-sp2-of-tokens-alone": (TIGHT, Layout(4, sp=2, splits_tokens_alone=True), EXPERTS),
     "nodes2-folding": (NODES2, Layout(2, sp=4, folding=True), GROUPED),
 }

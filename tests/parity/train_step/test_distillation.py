@@ -1,7 +1,6 @@
 """Distillation in the whole step: on meshes as on one device, and from a teacher of another size."""
 
 import dataclasses
-import math
 
 import jax
 import pytest
@@ -13,8 +12,6 @@ from ultrascale_jax.config import (
     Config,
     DataConfig,
     Distill,
-    Lora,
-    MeshConfig,
     ModelConfig,
     OptimConfig,
     TrainConfig,
@@ -42,12 +39,6 @@ CFG = Config(
         distill=Distill(teacher="hf:x", model=TEACHER, temperature=2.0, hard_weight=0.3),
     ),
 )
-REVERSE = {"distill": Distill(teacher="hf:x", model=TEACHER, divergence="reverse")}
-MESHES = {
-    "fsdp2_sp2_tp2": ({"fsdp": 2, "sp": 2, "tp": 2}, {}),
-    "dp2_cp2_fsdp2_zero1_reverse": ({"dp": 2, "cp": 2, "fsdp": 2}, {"zero": 1} | REVERSE),
-    "cp2_tp2_lora": ({"cp": 2, "tp": 2}, {"lora": Lora(rank=2), "init_from": "hf:x"}),
-}
 
 
 def test_the_teacher_rests_as_the_planner_counts_it():
@@ -82,9 +73,7 @@ def test_what_is_stored_of_a_teacher_is_counted_with_the_batch_and_nothing_runs(
     assert loss_chunks(run) == loss_chunks(online)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_mesh_gives_the_losses_and_gradients_of_one_device(name):
-    mesh, train = MESHES[name]
-    cfg = change(CFG, train=train)
-    cfg = dataclasses.replace(cfg, mesh=MeshConfig.of(**mesh))
-    compare(cfg.check(math.prod(mesh.values())), seeds=(0,))
+def test_a_mesh_gives_the_losses_and_gradients_of_one_device():
+    """By night `test_meshes.py` has adapters and the reverse divergence on other meshes."""
+    cfg = change(CFG, mesh={"cp": 2, "fsdp": 2, "tp": 2})
+    compare(cfg.check(8), seeds=(0,))

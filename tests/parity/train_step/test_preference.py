@@ -10,7 +10,6 @@ from tests.runs import change
 from tests.states import bytes_at_rest
 from tests.trl import BATCH, CFG, STEPS, compare_with_trl, documents, expected
 from ultrascale_jax.config.dpo import Dpo
-from ultrascale_jax.config.lora import Lora
 from ultrascale_jax.plan.formulas import memory
 from ultrascale_jax.plan.formulas.parameters import weights_of
 from ultrascale_jax.plan.formulas.step_time import estimate
@@ -61,7 +60,7 @@ def test_a_pipeline_trains_on_pairs_as_one_device_does(tmp_path):
     cfg = change(
         CFG, mesh={"pp": 2, "cp": 2, "fsdp": 1, "tp": 1}, data={"source": write_pairs(tmp_path)}
     )
-    cfg = change(cfg, train={"dpo": Dpo(beta=0.5), "lora": Lora(rank=2), "steps": 1})
+    cfg = change(cfg, train={"dpo": Dpo(beta=0.5), "steps": 1})
     compare(cfg.check(4), seeds=(0,))
 
 
