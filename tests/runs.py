@@ -35,26 +35,22 @@ def in_folder(cfg: Config, folder: Path) -> Config:
     return change(cfg, log={"run_dir": str(folder)})
 
 
-def with_model(cfg: Config, hf_dir: Path) -> Config:
-    """`cfg` with the model of a Hugging Face folder, and its tokenizer if it brings one."""
-    cfg = dataclasses.replace(cfg, model=read_config(hf_dir))
-    if (hf_dir / "tokenizer.json").is_file():
+def imported(cfg: Config, hf_dir: Path) -> Config:
+    """Make `cfg.log.run_dir` a run at step 0 of the model and the tokenizer of `hf_dir`; return its config."""
+    cfg, path = dataclasses.replace(cfg, model=read_config(hf_dir)), hf_dir / "tokenizer.json"
+    tokenizer = ""
+    if path.is_file():
+        tokenizer = load_tokenizer(str(path), cfg.data.special_tokens).fingerprint
         cfg = change(cfg, data={"tokenizer": f"{cfg.log.run_dir}/tokenizer.json"})
-    return cfg
-
-
-def imported(cfg: Config, hf_dir: Path, mesh: Mesh) -> None:
-    """Make `cfg.log.run_dir` a run at step 0 with the parameters of `hf_dir`, whose model `cfg` has."""
+    mesh = mesh_of(cfg)
+    cfg = cfg.check(mesh.size)
     with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
         params = checkpoint.load(hf_dir, abstract_state(cfg, mesh).params)
         state = jax.jit(fresh_state, static_argnums=0)(cfg, params)
-        tokenizer = ""
-        if (hf_dir / "tokenizer.json").is_file():
-            path = str(hf_dir / "tokenizer.json")
-            tokenizer = load_tokenizer(path, cfg.data.special_tokens).fingerprint
         bring_files(Path(cfg.log.run_dir), files(Source(hf_dir, True)))
         (Path(cfg.log.run_dir) / "config.json").write_text(config_text(cfg))
         checkpoints.save(state, describe(cfg, 0, NO_DATA + tokenizer), wait=True)
+    return cfg
 
 
 def mesh_of(cfg: Config) -> Mesh:

@@ -36,10 +36,8 @@ from ultrascale_jax.train_step.state import abstract_state
 FOLDER = HF / "llama3"
 
 
-def mesh_of(**sizes):
-    cfg = MeshConfig.of(**sizes)
-    num_devices = int(np.prod(list(cfg.sizes.values())))
-    return make_mesh(cfg, jax.devices()[:num_devices]), num_devices
+def two_devices():
+    return make_mesh(MeshConfig.of(fsdp=2), jax.devices()[:2])
 
 
 def imported(hf_dir, run_dir, precision="fp32", **sizes):
@@ -47,16 +45,13 @@ def imported(hf_dir, run_dir, precision="fp32", **sizes):
 
     Most tests import llama3 with fsdp=2: its arrays are gathered and fingerprinted by programs that are compiled once.
     """
-    mesh, num_devices = mesh_of(**sizes)
     cfg = Config(
         mesh=MeshConfig.of(**sizes),
         data=DataConfig(source="synthetic"),
         train=TrainConfig(precision=precision),
         log=LogConfig(run_dir=str(run_dir)),
     )
-    cfg = runs.with_model(cfg, Path(hf_dir)).check(num_devices)
-    runs.imported(cfg, Path(hf_dir), mesh)
-    return cfg, mesh
+    return runs.imported(cfg, Path(hf_dir))
 
 
 @pytest.mark.parametrize("folder", [FOLDER, HF / "phi3"], ids=lambda folder: folder.name)
@@ -64,7 +59,7 @@ def test_a_run_gives_the_checkpoint_back_that_it_began_with(tmp_path, folder):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     imported(folder, run_dir, pp=2, fsdp=2)
     options = Options(run_dir=str(run_dir), hf_dir=str(out), dtype="float32")
-    export_checkpoint(options, mesh_of(fsdp=2)[0])
+    export_checkpoint(options, two_devices())
     assert read_config(out) == read_config(folder)
     assert_same_tensors(stored(out), stored(folder))
     before, after = (json.loads((at / "config.json").read_text()) for at in (folder, out))
@@ -73,7 +68,7 @@ def test_a_run_gives_the_checkpoint_back_that_it_began_with(tmp_path, folder):
 
 
 def test_a_run_of_a_checkpoint_stands_at_step_0_with_fresh_moments(tmp_path):
-    cfg, mesh = imported(FOLDER, tmp_path / "run", "fp16", fsdp=2)
+    cfg, mesh = imported(FOLDER, tmp_path / "run", "fp16", fsdp=2), two_devices()
     with jax.set_mesh(mesh), Checkpoints(cfg) as checkpoints:
         assert checkpoints.latest == 0
         state = checkpoints.restore(0, abstract_state(cfg, mesh))
@@ -130,7 +125,7 @@ def test_tokenizer_and_token_ids_are_those_of_the_checkpoint(tmp_path, monkeypat
     allow = CheckpointConfig(allow_change=("data.tokenizer",))
     free = dataclasses.replace(free, checkpoint=allow)
     assert len(check_same_run(meta, free, "data", "run/0", tokenizer=other)) == 1
-    export_checkpoint(Options(run_dir="run", hf_dir="out"), mesh_of(fsdp=2)[0])
+    export_checkpoint(Options(run_dir="run", hf_dir="out"), two_devices())
     for place in (tmp_path / "run", tmp_path / "out"):
         assert {name: (place / name).read_text() for name in FILES} == FILES
         assert not (place / "modeling_evil.py").exists()

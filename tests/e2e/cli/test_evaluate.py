@@ -52,8 +52,7 @@ def folder(tmp_path_factory):
         train=TrainConfig(precision="fp32"),
         log=LogConfig(run_dir=str(folder / "run")),
     )
-    cfg = runs.with_model(cfg, FOLDER).check(8)
-    runs.imported(cfg, FOLDER, make_mesh(cfg.mesh))
+    runs.imported(cfg, FOLDER)
     return folder
 
 

@@ -19,7 +19,6 @@ from ultrascale_jax.huggingface import checkpoint
 from ultrascale_jax.huggingface.config import parse_config, read_config
 from ultrascale_jax.huggingface.remarks import remarks
 from ultrascale_jax.huggingface.wrappers import Names
-from ultrascale_jax.sharding.mesh import make_mesh
 
 VISION = DATA / "vision"
 NAMES = sorted(folder.name for folder in VISION.iterdir())
@@ -60,12 +59,11 @@ def test_a_run_goes_back_into_the_folder_where_it_began(tmp_path, capsys):
     shutil.copytree(VISION / "qwen3_vl", source)
     (source / "preprocessor_config.json").write_text('{"size": 8}')
     cfg = Config(
-        model=read_config(source),
         mesh=MeshConfig.of(fsdp=1),
         train=TrainConfig(init_from=f"hf:{source}"),
         log=LogConfig(run_dir=str(tmp_path / "run")),
     )
-    imported(cfg, source, make_mesh(cfg.mesh, jax.devices()[:1]))
+    imported(cfg, source)
     ultrascale("convert-hf", tmp_path / "run", out, "--dtype", "bfloat16")
     before, after = tensors(source), tensors(out)
     names = Names.of(before)
