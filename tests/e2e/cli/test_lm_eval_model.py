@@ -7,10 +7,8 @@
 import json
 import shutil
 
-import lm_eval
 import numpy as np
 import pytest
-from lm_eval.tasks import TaskManager
 
 from tests.paths import DATA
 from ultrascale_jax import LMEvalModel
@@ -42,6 +40,9 @@ def model(folder):
 
 def harness(model, folder, tasks=TASKS, **options):
     """The results and the answers to all samples, by task."""
+    import lm_eval  # a second, of the worker that runs these tests alone
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     found = lm_eval.simple_evaluate(model=model, tasks=tasks, task_manager=manager, **options)
     answers = {

@@ -9,13 +9,13 @@ from tests.faults.tiny import config as tiny
 from tests.runs import change
 from ultrascale_jax.training.trackers import Trackers
 
-mlflow = pytest.importorskip("mlflow")
-
 
 @pytest.fixture(autouse=True)
-def store(monkeypatch, tmp_path):
+def mlflow(monkeypatch, tmp_path):
+    """The package, imported by the worker that runs these tests alone: it takes a second."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    return pytest.importorskip("mlflow")
 
 
 def config(folder: Path, *to: str):
@@ -38,7 +38,7 @@ def log(cfg, first_step, steps, error=None):
             raise error
 
 
-def test_mlflow_has_parameters_and_every_step_and_a_resumed_run_continues_it(tmp_path):
+def test_mlflow_has_parameters_and_every_step_and_a_resumed_run_continues_it(tmp_path, mlflow):
     cfg = config(tmp_path / "run", "mlflow")
     log(cfg, 0, [1, 2])
     with pytest.raises(ZeroDivisionError):
