@@ -243,7 +243,8 @@ class Interpreter:
             else:
                 value = self._functions.apply(computation, i, arrays)
             # A result may be a view of an operand, into whose memory another result may go.
-            results.append([np.array(leaf) for leaf in leaves(value)])
+            read = [x for x in leaves(tuple(arrays)) if isinstance(x, np.ndarray)]
+            results.append([_apart(leaf, read) for leaf in leaves(value)])
         return results
 
     def _bitcast(self, computation: str, i: Instruction, operand: Buffer) -> Buffer:
@@ -396,6 +397,11 @@ def _on_device(value: Value, device: int) -> Value:
     if isinstance(value, tuple):
         return tuple(_on_device(part, device) for part in value)
     return value.arrays[device]
+
+
+def _apart(value: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
+    """Return a value in memory of its own: a copy if it may be a view of one of `others`."""
+    return np.array(value) if any(np.may_share_memory(value, x) for x in others) else value
 
 
 def _branch(choice: np.ndarray, last: int) -> int:

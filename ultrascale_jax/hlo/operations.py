@@ -54,13 +54,12 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def unwritten(array: Array) -> np.ndarray:
-    """Return numbers that nobody can mistake for a result."""
+    """Return numbers that nobody can mistake for a result; all are one in memory, since workspaces have 32 MiB."""
     dtype = dtype_of(array)
-    if is_float(dtype):
-        return np.full(array.dims, np.nan, dtype)
-    return np.full(
-        array.dims, 1 if dtype.kind == "b" else min(UNWRITTEN, np.iinfo(dtype).max), dtype
-    )
+    number = np.nan
+    if not is_float(dtype):
+        number = 1 if dtype.kind == "b" else min(UNWRITTEN, np.iinfo(dtype).max)
+    return np.broadcast_to(np.array(number, dtype), array.dims)
 
 
 def reinterpreted(values: np.ndarray, old: Array, new: Array) -> np.ndarray:

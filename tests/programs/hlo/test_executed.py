@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.gpu_programs import FAST, NO_MACHINE_CODE
 from tests.parity.comparison import on_one_device
+from tests.runs import change
 from ultrascale_jax.cli.plan_commands import common
 from ultrascale_jax.cli.plan_commands.compile import Options
 from ultrascale_jax.config import Config
@@ -32,6 +33,8 @@ FLOAT32 = 1e-5
 """Largest relative difference of an output of a float32 step."""
 TINY = "--model.num_layers 2 --data.seq_len 32 --data.no-document-mask --train.global_batch 8 --train.remat none"
 DEBUG, MOE = f"debug {TINY}", f"moe_debug {TINY}"
+# With room for every token there are no further rounds, which are the same program again in a loop.
+ONE_ROUND = "--moe.capacity_factor 8"
 RUNS = {
     "zero1 and allgather": (
         f"{DEBUG} --mesh dp=2,fsdp=2,cp=2 --train.zero 1 --cp.strategy allgather",
@@ -59,9 +62,12 @@ RUNS = {
         {("collective-permute", "pp"), ("reduce-scatter", "sp")},
     ),
     "ep": (f"{MOE} --mesh ep=4,fsdp=2", {("all-to-all", "ep"), ("all-gather", "fsdp")}),
-    "ep and sp": (f"{MOE} --mesh ep=2,sp=2,fsdp=2", {("all-to-all", "ep"), ("all-gather", "sp")}),
+    "ep and sp": (
+        f"{MOE} --mesh ep=2,sp=2,fsdp=2 {ONE_ROUND}",
+        {("all-to-all", "ep"), ("all-gather", "sp")},
+    ),
     "two levels and ulysses": (
-        f"{MOE} --mesh ep=4,cp=2 --moe.a2a_groups 2 --cp.strategy ulysses",
+        f"{MOE} --mesh ep=4,cp=2 --moe.a2a_groups 2 --cp.strategy ulysses {ONE_ROUND}",
         {("all-to-all", "ep"), ("all-to-all", "cp")},
     ),
 }
@@ -83,36 +89,40 @@ def step_alone(cfg: Config) -> Reference:
     return reference_step(cfg, 1)
 
 
+def alone(name: str) -> Reference:
+    """Return the step of a run on one device, whose experts have room for every token."""
+    return step_alone(change(on_one_device(config(name)), moe={"capacity_factor": 8.0}))
+
+
 def reference(name: str) -> Reference:
     """Return one device's step, cut into the shards of a run's mesh."""
-    cfg = config(name)
-    alone = step_alone(on_one_device(cfg))
+    cfg, whole = config(name), alone(name)
     mesh = make_mesh(cfg.mesh, jax.devices()[:GPUS])
     with jax.set_mesh(mesh):
         state, batch = {"state": abstract_state(cfg, mesh)}, {"batch": abstract_batch(cfg, mesh)}
     order = sequence_order(cfg.data.seq_len, cfg.mesh.cp, cfg.cp)
     in_order = {
         key: [shards[0][:, order]] if key.startswith("batch") else shards
-        for key, shards in alone.arguments.items()
+        for key, shards in whole.arguments.items()
     }
     metrics = {
-        key: shards * GPUS for key, shards in alone.results.items() if key.startswith("metrics")
+        key: shards * GPUS for key, shards in whole.results.items() if key.startswith("metrics")
     }
     return Reference(
         arguments=cut(in_order, state | batch, mesh),
-        results=cut(alone.results, state, mesh) | metrics,
-        seconds=alone.seconds,
+        results=cut(whole.results, state, mesh) | metrics,
+        seconds=whole.seconds,
     )
 
 
-def cut(alone: dict[str, Shards], like: dict, mesh: Mesh) -> dict[str, Shards]:
+def cut(whole: dict[str, Shards], like: dict, mesh: Mesh) -> dict[str, Shards]:
     """Return the arrays of one device in the shards of a tree on `mesh`."""
     shards = {}
     for path, array in jax.tree_util.tree_leaves_with_path(like):
         root, *place = path
         name = root.key + jax.tree_util.keystr(place)
         places = array.sharding.devices_indices_map(array.shape)
-        shards[name] = [alone[name][0][places[device]] for device in mesh.devices.flat]
+        shards[name] = [whole[name][0][places[device]] for device in mesh.devices.flat]
     return shards
 
 
@@ -121,8 +131,8 @@ def cut(alone: dict[str, Shards], like: dict, mesh: Mesh) -> dict[str, Shards]:
 
 @pytest.mark.parametrize("name", ["zero3", "ep"])
 def test_one_device_steps_each_model(name):
-    alone = step_alone(on_one_device(config(name)))
-    assert all(np.isfinite(value).all() for [value] in alone.results.values())
+    results = alone(name).results
+    assert all(np.isfinite(value).all() for [value] in results.values())
 
 
 @pytest.mark.parametrize("name", RUNS)

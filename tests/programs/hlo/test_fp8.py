@@ -3,9 +3,22 @@
 import math
 import re
 
-from tests.gpu_programs import HEAD, LAYERS, MATRICES, compiled, fp8_products, matrices, pick
-from ultrascale_jax.config import Lora
+import pytest
+
+from tests.gpu_programs import (
+    FAST,
+    HEAD,
+    LAYERS,
+    MATRICES,
+    compile_once,
+    compiled,
+    fp8_products,
+    matrices,
+    pick,
+)
+from tests.planned_memory import config
 from ultrascale_jax.hlo.program import BLOCK_SCALED
+from ultrascale_jax.plan.formulas.memory import breakdown
 
 
 def test_each_product_is_fp8_and_zero3_gathers_bytes():
@@ -33,8 +46,9 @@ def test_each_product_is_fp8_and_zero3_gathers_bytes():
 
 
 def test_matrices_below_adapters_rest_in_bytes_and_no_step_quantises_them():
-    adapters = {"lora": Lora(rank=8), "init_from": "hf:x"}
-    cfg, step = compiled(8, {"fsdp": 8}, precision="fp8", remat="full", **adapters)
+    cfg = config("lora-on-fp8")
+    step = compile_once(cfg, 8, tuple(FAST.items()))
+    assert breakdown(step.run).planned_bytes == pytest.approx(step.peak_bytes, rel=0.05)
     fp8 = MATRICES + MATRICES - 1 + MATRICES
     assert fp8_products(step)["fp8"] == LAYERS * fp8
     [arguments] = re.findall(r"entry_computation_layout=\{\((.*?)\)->", step.text)
