@@ -16,7 +16,6 @@ from tests.gpu_programs import (
     pick,
     steady_sends,
 )
-from tests.programs.hlo.test_documents import check_documents
 from ultrascale_jax.cli.command_line import load_recipe
 from ultrascale_jax.config import GPU_MEMORY_SHARE, Experts, MeshConfig
 from ultrascale_jax.configs import llama3_8b_1m, llama3_8b_128k, llama3_405b
@@ -98,10 +97,6 @@ def test_tokens_travel_outside_of_the_conditional_where_layers_of_both_kinds_are
     share = shares(step.run, module)
     expected = [float(DENSE_OR_SHARED not in i.op_name) for i in conditionals]
     assert [share(i, (4,)) for i in conditionals] == expected and set(expected) == {0.0, 1.0}
-
-
-def test_documents_of_a_pipeline_are_a_call_for_each_class_of_lengths_and_no_mask():
-    check_documents(pp=2, fsdp=4)
 
 
 @pytest.mark.parametrize(

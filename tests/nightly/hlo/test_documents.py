@@ -1,4 +1,4 @@
-"""Packed documents over the ranks of a ring, in simulated time."""
+"""Packed documents in a pipeline and of zigzag, and the simulated time of documents over the ranks of a ring."""
 
 import functools
 
@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.document_programs import check_documents, check_hops, check_packed
 from tests.gpu_programs import FAST, NO_MACHINE_CODE
 from ultrascale_jax.config import ContextConfig
 from ultrascale_jax.hlo import parse
@@ -18,6 +19,15 @@ from ultrascale_jax.parallel.context.document_loops import loop_trips
 from ultrascale_jax.plan.compiled.compile import target_devices
 from ultrascale_jax.plan.compiled.timeline import simulate
 from ultrascale_jax.plan.hardware import find_cluster
+
+
+def test_documents_of_a_pipeline_are_a_call_for_each_class_of_lengths_and_no_mask():
+    check_documents(pp=2, fsdp=4)
+
+
+def test_each_half_of_zigzag_packs_own_documents_and_sends_keys_one_hop_each_way():
+    check_packed("zigzag")
+    check_hops("zigzag")
 
 
 @functools.cache

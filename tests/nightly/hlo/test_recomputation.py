@@ -1,4 +1,4 @@
-"""Two policies of recomputation, one of the first layers and one of the last, in the memory of the compiled step."""
+"""Policies of recomputation in the memory of the compiled step: two of one model, and the host's."""
 
 import pytest
 
@@ -25,3 +25,14 @@ def test_memory_is_linear_in_the_number_of_layers_with_a_policy():
     assert kept_split == pytest.approx(kept * (layers - count) / layers, abs=1.01 * gathered)
     assert split.host_bytes * layers == alone.host_bytes * (layers - count)
     assert split.temporary_bytes < reverse.temporary_bytes
+
+
+def test_nothing_of_a_layer_stays_on_the_device_that_the_host_keeps():
+    cfg, full = compiled(8, {"fsdp": 8})
+    _, step = compiled(8, {"fsdp": 8}, remat=Keep(offloaded=("layer_input", "attn_core")))
+    m, tokens = cfg.model, cfg.train.global_batch * cfg.data.seq_len // 8
+    attended = 2 * m.num_heads * m.head_dim + 4 * m.num_heads  # with the log-sum-exp
+    assert step.host_bytes == m.num_layers * tokens * (2 * m.d_model + attended)
+    # Rows on their way there and back are on the device.
+    inputs = m.num_layers * tokens * 2 * m.d_model
+    assert full.temporary_bytes - step.temporary_bytes > inputs * (1 - 2 * LAYERS / m.num_layers)

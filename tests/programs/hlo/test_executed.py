@@ -32,7 +32,8 @@ GPUS = 8
 FLOAT32 = 1e-5
 """Largest relative difference of an output of a float32 step."""
 TINY = "--model.num_layers 2 --data.seq_len 32 --data.no-document-mask --train.global_batch 8 --train.remat none"
-DEBUG, MOE = f"debug {TINY}", f"moe_debug {TINY}"
+DEBUG = f"debug {TINY}"
+MOE = f"moe_debug {TINY} --model.num_layers 1 --model.experts.dense_layers 0"
 # With room for every token there are no further rounds, which are the same program again in a loop.
 ONE_ROUND = "--moe.capacity_factor 8"
 RUNS = {

@@ -17,7 +17,6 @@ from ultrascale_jax.plan.model_shape import ModelShape
 
 BF16, FLOAT32 = 2, 4
 NAMED = Keep(saved=("q", "k", "v", "attn_core"), offloaded=("gate", "up"))
-ATTENTION = Keep(offloaded=("layer_input", "attn_core"))
 
 # Communication
 
@@ -192,18 +191,6 @@ def test_offloaded_tensors_live_on_the_host():
     cfg, step = run(NAMED)
     assert step.host_bytes == 2 * cfg.model.num_layers * tokens(cfg) * 2 * cfg.model.d_ff
     assert run("full")[1].host_bytes == 0
-
-
-def test_nothing_of_a_layer_stays_on_the_device_that_the_host_keeps():
-    (cfg, full), (_, step), (_, selective) = run("full"), run(ATTENTION), run("selective")
-    m = cfg.model
-    widths = 2 * m.d_model + 2 * m.num_heads * m.head_dim + 4 * m.num_heads
-    assert step.host_bytes == m.num_layers * tokens(cfg) * widths
-    assert attention_calls(step) == attention_calls(selective)
-    assert layer_flops(cfg, step) == layer_flops(cfg, full)
-    # Rows on their way there and back are on the device.
-    inputs = m.num_layers * tokens(cfg) * 2 * m.d_model
-    assert full.temporary_bytes - step.temporary_bytes > inputs * (1 - 2 * LAYERS / m.num_layers)
 
 
 def test_copy_engines_move_offloaded_tensors():
