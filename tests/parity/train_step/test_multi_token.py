@@ -212,11 +212,12 @@ def test_losses_and_gradient_are_those_of_the_definition_in_float64():
 
 
 def test_a_pipeline_runs_the_modules_as_one_device_does():
-    """By night `test_meshes.py` has pipelines of experts."""
+    """By night `test_meshes.py` has pipelines of experts, and of two modules."""
     cfg = change(
         CFG,
         mesh={"pp": 2, "tp": 2, "fsdp": 1},
         pp={"schedule": "afab"},
+        model={"mtp_layers": 1},
         train={"zero": 2, "microbatches": 2, "steps": 1},
     )
     compare(cfg.check(4), seeds=(0,))
