@@ -31,9 +31,11 @@ LAYERS = 2
 """Layers in one iteration of the loops of a prefetching step (`parallel/prefetch.py`), which XLA unrolls."""
 # cuBLAS calls instead of Triton kernels: nothing to generate, so a compilation takes a third of the time.
 FAST = {"xla_gpu_enable_triton_gemm": "false"}
-# An assembler that writes nothing: the text of the program is the same.
+# Kernels that nobody runs: an assembler that writes nothing, and fewer passes before it. The text of the program is the
+# same.
 NO_MACHINE_CODE = {
-    "xla_gpu_cuda_data_dir": str(Path(__file__).parent / "fixtures" / "no_machine_code")
+    "xla_gpu_cuda_data_dir": str(Path(__file__).parent / "fixtures" / "no_machine_code"),
+    "xla_llvm_disable_expensive_passes": "true",
 }
 
 
