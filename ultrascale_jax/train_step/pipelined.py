@@ -275,8 +275,10 @@ def _stages(
 
     one = tuple(jax.tree.map(lambda p: p[0], params.stacks))
     shared = params.with_stacks(())
-    trained = shared if fixed is None else split_adapters(shared)[0]
-    frozen = [not is_adapter(path) for path, _ in jax.tree.leaves_with_path(one)]
+    trained, frozen = shared, None
+    if fixed is not None:
+        trained, _ = split_adapters(shared)
+        frozen = [not is_adapter(path) for path, _ in jax.tree.leaves_with_path(one)]
     return Stages(
         layer=_layer(cfg, params, of_last_layer(cfg)),
         embed=embed,
@@ -288,6 +290,6 @@ def _stages(
         numbered=True,
         in_place=mixed_stages.in_place(one) if _is_mixed(cfg) else None,
         first_layers=_first_layers(cfg, params),
-        frozen=None if fixed is None else frozen,
+        frozen=frozen,
         hides_exchanges=Lowering.of(cfg).orders_exchanges,
     )

@@ -216,9 +216,10 @@ def _check(call: PipelineCall, order: LayerOrder | np.ndarray | None) -> None:
     require(counts == [schedule.microbatches], "microbatches", counts, fix)
     fix = f"a rank's layers must be one multiple of {schedule.virtual}, its stages"
     require(len(layers) == 1 and layers[0] % schedule.virtual == 0, "blocks", layers, fix)
-    last_rows = [] if rows is None else [table.max() for table in rows]
-    inside = all(last < n for last, n in zip(last_rows, num_layers, strict=False))
-    require(inside, "rows", last_rows, f"must be within leaves of {num_layers} layers")
+    if rows is not None:
+        last_rows = [table.max() for table in rows]
+        inside = all(last < n for last, n in zip(last_rows, num_layers, strict=True))
+        require(inside, "rows", last_rows, f"must be within leaves of {num_layers} layers")
     fix = f"must have a place for each of the {layers[0]} layers of {devices} ranks"
     require(order is None or len(order) == devices * layers[0], "order", order, fix)
 
