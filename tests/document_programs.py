@@ -8,8 +8,17 @@ from ultrascale_jax.config import Config, ContextConfig, DataConfig, MeshConfig,
 from ultrascale_jax.hlo.attention import attention_calls
 from ultrascale_jax.kernels.document_classes import class_lengths, class_segments
 from ultrascale_jax.parallel.context.document_loops import TILE
+from ultrascale_jax.plan.compiled.compile import CompiledStep
 
 PIECE = 2048
+"""Tokens of a rank's row."""
+
+
+def assert_no_mask(step: CompiledStep) -> None:
+    """Refuse a program with an array of a row's tokens by its tokens."""
+    bodies = step.module.computations.values()
+    squares = [i.name for body in bodies for i in body for a in i.arrays if a.dims.count(PIECE) > 1]
+    assert squares == []
 
 
 def check_documents(**mesh: int) -> None:
@@ -17,15 +26,13 @@ def check_documents(**mesh: int) -> None:
     cfg = Config(
         model=dataclasses.replace(MODEL, num_layers=mesh.get("pp", 1)),
         mesh=MeshConfig(**mesh),
-        data=DataConfig(seq_len=2048),
+        data=DataConfig(seq_len=PIECE),
         train=TrainConfig(global_batch=16, microbatches=2, remat="selective"),
     )
     step = compile_once(cfg, 8, tuple(FAST.items()))
-    bodies = step.module.computations.values()
-    squares = [i.name for body in bodies for i in body for a in i.arrays if a.dims.count(2048) > 1]
-    assert squares == []
-    tokens = 8 // cfg.mesh.batch * 2048
-    classes = list(zip(class_lengths(2048), class_segments(2048), strict=True))
+    assert_no_mask(step)
+    tokens = 8 // cfg.mesh.batch * PIECE
+    classes = list(zip(class_lengths(PIECE), class_segments(PIECE), strict=True))
     calls = attention_calls(step.module)
     assert {(call.backward, call.operands[0].dims, call.segments) for call in calls} == {
         (backward, (tokens // L, L, MODEL.num_heads, MODEL.head_dim), M)
@@ -51,9 +58,7 @@ def check_packed(strategy: str) -> None:
     """Assert that own documents are packed and that blocks of others have lengths."""
     cfg, step = on_a_ring(strategy)
     chunk, heads = PIECE // cfg.cp.chunks, MODEL.num_heads
-    squares = [i.name for body in step.module.computations.values() for i in body for a in i.arrays
-               if {*a.dims} >= {PIECE} and a.dims.count(PIECE) > 1]  # fmt: skip
-    assert squares == []
+    assert_no_mask(step)
     calls = [*attention_calls(step.module)]
     own = {(call.backward, call.scores[3], call.segments) for call in calls if not call.by_lengths}
     classes = zip(class_lengths(PIECE), class_segments(PIECE), strict=True)

@@ -12,6 +12,7 @@ from ultrascale_jax.config import (
     DataConfig,
     Experts,
     Fp8Config,
+    Keep,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -19,6 +20,7 @@ from ultrascale_jax.config import (
     PipelineConfig,
     TrainConfig,
 )
+from ultrascale_jax.configs import shapes
 from ultrascale_jax.hlo.collectives import Collective
 from ultrascale_jax.parallel.pipeline.table import Schedule
 from ultrascale_jax.plan.compiled.compile import CompiledStep, compile_step
@@ -26,6 +28,14 @@ from ultrascale_jax.plan.formulas.costs import ring_bytes
 
 MODEL = ModelConfig(
     vocab_size=1024, d_model=512, d_ff=1536, num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64
+)
+NAMED = Keep(saved=("q", "k", "v", "attn_core"), offloaded=("gate", "up"))
+"""A policy that keeps some tensors on the device and others on the host."""
+LLAMA3_8B = Config(
+    model=shapes.LLAMA3_8B,
+    mesh=MeshConfig(fsdp=8),
+    data=DataConfig(seq_len=8192, document_mask=False),
+    train=TrainConfig(global_batch=16, remat="full"),
 )
 LAYERS = 2
 """Layers in one iteration of the loops of a prefetching step (`parallel/prefetch.py`), which XLA unrolls."""

@@ -218,9 +218,9 @@ def test_nothing_shipped_can_run_code_that_it_reads():
     assert [f"{name(path)}:{line}: {what}" for path, line, what in calls] == []
 
 
-def unsafe_calls(module: list[ast.AST]) -> Iterator[tuple[int, str]]:
+def unsafe_calls(of_file: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and text of what may run code: calls, and keywords with a value that lets them."""
-    for node in module:
+    for node in of_file:
         if not isinstance(node, ast.Call):
             continue
         if (function := ast.unparse(node.func)) in UNSAFE_CALLS:

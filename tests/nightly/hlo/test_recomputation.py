@@ -2,10 +2,8 @@
 
 import pytest
 
-from tests.gpu_programs import LAYERS, compiled, matrices
+from tests.gpu_programs import LAYERS, NAMED, compiled, matrices
 from ultrascale_jax.config import Keep, Split
-
-NAMED = Keep(saved=("q", "k", "v", "attn_core"), offloaded=("gate", "up"))
 
 
 def test_memory_is_linear_in_the_number_of_layers_with_a_policy():

@@ -12,6 +12,7 @@ import pytest
 from tests.pairs import write_pairs
 from tests.parity.comparison import compare
 from tests.runs import change
+from tests.teachers import DISTILL, TEACHER
 from ultrascale_jax.config import (
     Config,
     ContextConfig,
@@ -55,20 +56,7 @@ DEEPSEEK = MIXTRAL | {
 EACH = "gate", "up", "down"
 DPO = {"dpo": Dpo(beta=0.5, label_smoothing=0.1), "init_from": "hf:x", "z_loss": 0.0}
 STUDENT = {"vocab_size": 62, "tied_embeddings": True}
-TEACHER = ModelConfig(
-    vocab_size=62,
-    d_model=64,
-    d_ff=96,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    qk_norm="head",
-)
-DISTILL = {
-    "distill": Distill(teacher="hf:x", model=TEACHER, temperature=2.0, hard_weight=0.3),
-    "z_loss": 0.0,
-}
+DISTILLED = {"distill": DISTILL, "z_loss": 0.0}
 # Sections and their fields. Rows hold several documents, except where the mask is off.
 FAMILIES = {
     "llama_one_stream": {"data": {"document_mask": False}},
@@ -112,15 +100,15 @@ FAMILIES = {
         "train": DPO | {"dpo": Dpo(beta=0.5, loss="ipo")},
     },
     # The logits of a larger teacher.
-    "distill": {"model": STUDENT, "train": DISTILL},
+    "distill": {"model": STUDENT, "train": DISTILLED},
     "distill_reverse": {
         "model": STUDENT,
-        "train": DISTILL
+        "train": DISTILLED
         | {"distill": Distill(teacher="hf:x", model=TEACHER, divergence="reverse")},
     },
     "distill_lora": {
         "model": STUDENT,
-        "train": DISTILL | {"lora": Lora(rank=2), "init_from": "hf:x"},
+        "train": DISTILLED | {"lora": Lora(rank=2), "init_from": "hf:x"},
     },
     # Adapters of routed experts, which pairs train, and of a module that predicts ahead.
     "dpo_lora_experts": {

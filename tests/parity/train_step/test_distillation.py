@@ -8,6 +8,7 @@ import pytest
 from tests.parity.comparison import compare
 from tests.runs import change
 from tests.states import bytes_at_rest
+from tests.teachers import DISTILL, SIZES, TEACHER
 from ultrascale_jax.config import (
     Config,
     DataConfig,
@@ -25,8 +26,6 @@ from ultrascale_jax.plan.workload import Run
 from ultrascale_jax.sharding.mesh import make_mesh
 from ultrascale_jax.train_step.state import abstract_batch, abstract_state
 
-SIZES = {"vocab_size": 62, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
-TEACHER = ModelConfig(d_model=64, d_ff=96, num_layers=3, qk_norm="head", **SIZES)
 CFG = Config(
     model=ModelConfig(d_model=32, d_ff=64, num_layers=2, tied_embeddings=True, **SIZES),
     data=DataConfig(source="synthetic", seq_len=32),
@@ -36,7 +35,7 @@ CFG = Config(
         global_batch=16,
         microbatches=2,
         precision="fp32",
-        distill=Distill(teacher="hf:x", model=TEACHER, temperature=2.0, hard_weight=0.3),
+        distill=DISTILL,
     ),
 )
 

@@ -34,8 +34,9 @@ FLOAT32 = 1e-5
 TINY = "--model.num_layers 2 --data.seq_len 32 --data.no-document-mask --train.global_batch 8 --train.remat none"
 DEBUG = f"debug {TINY}"
 MOE = f"moe_debug {TINY} --model.num_layers 1 --model.experts.dense_layers 0"
-# With room for every token there are no further rounds, which are the same program again in a loop.
-ONE_ROUND = "--moe.capacity_factor 8"
+ROOM = 8.0
+"""Capacity factor with room for every token: no further rounds, which are the same program again in a loop."""
+ONE_ROUND = f"--moe.capacity_factor {ROOM}"
 RUNS = {
     "zero1 and allgather": (
         f"{DEBUG} --mesh dp=2,fsdp=2,cp=2 --train.zero 1 --cp.strategy allgather",
@@ -92,7 +93,7 @@ def step_alone(cfg: Config) -> Reference:
 
 def alone(name: str) -> Reference:
     """Return the step of a run on one device, whose experts have room for every token."""
-    return step_alone(change(on_one_device(config(name)), moe={"capacity_factor": 8.0}))
+    return step_alone(change(on_one_device(config(name)), moe={"capacity_factor": ROOM}))
 
 
 def reference(name: str) -> Reference:

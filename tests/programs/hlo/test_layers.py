@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.gpu_programs import LAYERS, SCALARS, compiled, layer_loops, matrices, pick
+from tests.gpu_programs import LAYERS, NAMED, SCALARS, compiled, layer_loops, matrices, pick
 from ultrascale_jax.config import Config, Keep
 from ultrascale_jax.hlo.collectives import Collective
 from ultrascale_jax.plan.compiled.compile import CompiledStep, simulate_step
@@ -16,7 +16,6 @@ from ultrascale_jax.plan.hardware import find_cluster
 from ultrascale_jax.plan.model_shape import ModelShape
 
 BF16, FLOAT32 = 2, 4
-NAMED = Keep(saved=("q", "k", "v", "attn_core"), offloaded=("gate", "up"))
 
 # Communication
 

@@ -5,16 +5,8 @@ import re
 import pytest
 
 from tests.gpu_programs import FAST, compile_once
-from ultrascale_jax.config import Config, DataConfig, MeshConfig, TrainConfig
-from ultrascale_jax.configs import shapes
+from tests.gpu_programs import LLAMA3_8B as RUN
 from ultrascale_jax.hlo.live_buffers import CLASSES, live_bytes
-
-RUN = Config(
-    model=shapes.LLAMA3_8B,
-    mesh=MeshConfig(fsdp=8),
-    data=DataConfig(seq_len=8192, document_mask=False),
-    train=TrainConfig(global_batch=16, remat="full"),
-)
 
 
 @pytest.fixture(scope="module")
