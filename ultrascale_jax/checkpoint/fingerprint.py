@@ -6,7 +6,7 @@ for changes of several elements and elements that changed places. The order of a
 gathered: each device adds its own shard.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,22 +48,32 @@ def sums(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def all_sums(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def all_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Return `sums` of each array, by one program whose only communication is sums."""
-    return {name: sums(x) for name, x in arrays.items()}
+    return [sums(x) for x in arrays]
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     """Return the fingerprint of each array as 16 hexadecimal digits; the host waits for the devices.
 
-    Arrays on one mesh share a program, but each in the host's memory has one: the device need not hold all at once.
+    A program has one array of each type and sharding, and runs as often as there are such arrays on its mesh: moments
+    in the sharding of their parameters compile nothing. Arrays in the host's memory have a program for each type: the
+    device need not hold all at once.
     """
-    by_mesh: dict[Any, dict[str, jax.Array]] = {}
+    alike: dict[tuple, list[str]] = {}
     for name, x in arrays.items():
-        by_mesh.setdefault(name if is_on_host(x) else _devices(x), {})[name] = x
-    sums_by_mesh = jax.device_get([all_sums(group) for group in by_mesh.values()])
-    values = {name: value for group in sums_by_mesh for name, value in group.items()}
-    return {name: "".join(f"{int(part):08x}" for part in value) for name, value in values.items()}
+        alike.setdefault((jax.typeof(x), getattr(x, "sharding", None)), []).append(name)
+    programs: dict[tuple, list[list[str]]] = {}
+    for names in alike.values():
+        x = arrays[names[0]]
+        place = names[0] if is_on_host(x) else _devices(x)
+        programs.setdefault((place, len(names)), []).append(names)
+    values = {}
+    for columns in programs.values():
+        for names in zip(*columns, strict=True):
+            of_names = jax.device_get(all_sums([arrays[name] for name in names]))
+            values |= dict(zip(names, of_names, strict=True))
+    return {name: "".join(f"{int(part):08x}" for part in values[name]) for name in arrays}
 
 
 def _devices(x: jax.Array) -> Any:

@@ -68,9 +68,19 @@ def test_one_flipped_bit_is_seen(place, bit):
     assert fingerprints({"x": x}) != before
 
 
+def test_arrays_of_one_type_and_sharding_compile_once_and_keep_their_names():
+    x = random(shape=(3, 8))
+    tree = {"param": x, "step": x[0, 0], "moment": -x, "bias": x[0]}
+    expected = {name: fingerprints({name: value})[name] for name, value in tree.items()}
+    before = all_sums._cache_size()
+    values = fingerprints({name: on({"dp": 8}, P(), value) for name, value in tree.items()})
+    assert all_sums._cache_size() == before + 2  # step and bias; param, and again moment
+    assert values == expected
+
+
 def test_devices_exchange_nothing_but_sums():
     for layout in LAYOUTS[:3]:
-        text = all_sums.lower({"x": on(*layout, random())}).compile().as_text()
+        text = all_sums.lower([on(*layout, random())]).compile().as_text()
         collectives = re.findall(
             r"= (.+?) (all-[\w-]+|reduce-scatter|collective-[\w-]+|send|recv)\(", text
         )
