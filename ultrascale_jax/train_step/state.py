@@ -7,6 +7,7 @@ does not divide. A checkpoint does not depend on the mesh (`checkpoint/mesh_inde
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,7 +203,8 @@ def init_state(
     Without `frozen` it has no frozen models, which are loaded.
     """
     # It runs once. At LLVM's -O1 the random numbers compile in a third of the time, to the same bits.
-    options = {"xla_backend_optimization_level": 1}
+    level = "xla_backend_optimization_level"
+    options = {} if level in os.environ.get("XLA_FLAGS", "") else {level: 1}
     check_mesh(cfg.mesh, mesh)
     check_model(model)
     _check_own_layers(cfg, model)
