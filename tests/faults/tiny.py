@@ -19,7 +19,7 @@ if "JAX_NUM_PROCESSES" in os.environ:
     collective_order.check_programs()
 
 MODEL = ModelConfig(
-    vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    vocab_size=64, d_model=32, d_ff=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8
 )
 """Also of tests to which only the run around it matters."""
 

@@ -17,7 +17,7 @@ from ultrascale_jax.cli.train import look_back, write_sample
 from ultrascale_jax.launch.events import read_events
 
 TINY = (
-    *("train", "debug", "--model.num-layers", 2, "--model.d-model", 32, "--model.d-ff", 64),
+    *("train", "debug", "--model.num-layers", 1, "--model.d-model", 32, "--model.d-ff", 64),
     *("--model.head-dim", 4, "--data.seq-len", 64, "--train.global-batch", 8),
 )
 

@@ -55,8 +55,8 @@ def test_a_run_directory_is_written_to_and_left_as_it_was(tmp_path, monkeypatch)
     assert verdicts(found) == {"run directory": "OK", "disk space": "OK"}
     assert list(tmp_path.iterdir()) == []
     # Weights, their master copies' two moments and a few numbers.
-    size = 3 * 4 * 2 * 64 * 32
-    for free, verdict in ((size, "FAIL"), (10**6, "WARN")):
+    size = 3 * 4 * 64 * 32
+    for free, verdict in ((size, "FAIL"), (5 * 10**5, "WARN")):
         left = room._replace(free=free)
         monkeypatch.setattr(checks.shutil, "disk_usage", lambda path, left=left: left)
         assert verdicts(checks.run_dir(cfg, mesh))["disk space"] == verdict
