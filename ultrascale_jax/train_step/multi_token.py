@@ -104,7 +104,10 @@ def _of_last_layer(cfg: Config, inputs: LayerInputs) -> LayerInputs:
 
 
 def shifted(cfg: Config, batch: dict[str, jax.Array], depth: int) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and targets `[B, T]` of the module at `depth`: the pair of the position `depth` positions later."""
+    """Return tokens and targets `[B, T]` of the module at `depth`: the pair of the position `depth` positions later.
+
+    They are 0 and -1 where that is in another document or after the end of the row.
+    """
 
     def later(x_BT: jax.Array, fill: int) -> jax.Array:
         """Return at each position the value `depth` positions later in the sequence, and `fill` after its end."""
@@ -119,5 +122,6 @@ def shifted(cfg: Config, batch: dict[str, jax.Array], depth: int) -> tuple[jax.A
     tokens_BT, targets_BT = later(batch["tokens"], 0), later(batch["targets"], -1)
     if "segment_ids" in batch:
         same = later(batch["segment_ids"], 0) == reshard("BT->BT", batch["segment_ids"])
-        targets_BT = jnp.where(same, targets_BT, -1)
+        # Else routers would count, at a document's end, tokens of the one that the row's order puts behind it.
+        tokens_BT, targets_BT = jnp.where(same, tokens_BT, 0), jnp.where(same, targets_BT, -1)
     return tokens_BT, targets_BT

@@ -51,13 +51,13 @@ def batch_of(cfg: Config) -> dict[str, np.ndarray]:
 
 
 def defined(batch: dict[str, np.ndarray], depth: int) -> tuple[np.ndarray, np.ndarray]:
-    """The token that is read and the one that is predicted at each position, -1 where it is none of the document."""
+    """The token that is read and the one that is predicted at each position; 0 and -1 where the document has none."""
     tokens, targets = np.zeros_like(batch["tokens"]), np.full_like(batch["targets"], -1)
     for row, t in np.ndindex(*tokens.shape):
-        if t + depth < T:
+        segments = batch["segment_ids"][row, t : t + depth + 1 : depth]
+        if len(segments) == 2 and segments[0] == segments[1]:
             tokens[row, t] = batch["tokens"][row, t + depth]
-            if batch["segment_ids"][row, t] == batch["segment_ids"][row, t + depth]:
-                targets[row, t] = batch["targets"][row, t + depth]
+            targets[row, t] = batch["targets"][row, t + depth]
     return tokens, targets
 
 
