@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from tests.paths import DATA
-from ultrascale_jax import LMEvalModel
 from ultrascale_jax.cli import evaluate
-from ultrascale_jax.cli.lm_eval_model import Sampling
 from ultrascale_jax.config import UserError
 
 TASKS = ["ultrascale_choice", "ultrascale_text", "ultrascale_answer"]
@@ -35,12 +33,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
+    from ultrascale_jax import LMEvalModel  # imports the harness: a second, of one worker alone
+
     return LMEvalModel(str(folder / "model"), mesh="fsdp=2,tp=4", precision="fp32")
 
 
 def harness(model, folder, tasks=TASKS, **options):
     """The results and the answers to all samples, by task."""
-    import lm_eval  # a second, of the worker that runs these tests alone
+    import lm_eval
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
@@ -87,6 +87,8 @@ def test_the_command_prints_the_numbers_of_each_task(folder, capsys):
 
 
 def test_settings_of_generation_are_obeyed_or_refused():
+    from ultrascale_jax.cli.lm_eval_model import Sampling
+
     assert Sampling.of({"until": "\n", "max_new_tokens": 3, "top_p": 0.9}) == (3, 0.0, 50, ("\n",))
     sampled = Sampling.of({"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 1.0})
     assert sampled == (256, 0.5, 7, ())
