@@ -277,6 +277,7 @@ class Step:
         forward, backward = self.head_products(), self.head_products(backward=True)
         stays = self.run.zero == 3 and self.mesh.pp == 1 and self.shards.ranks > 1
         stays &= self.mesh.cp == 1 or self.mesh.sp == 1
+        stays &= shape.d_model % (self.shards.ranks * n) == 0
         head = shape.vocab_size * shape.d_model / n
         width = layer_of(self.run).width
         tables = [self.params(head if shape.tied_embeddings else 2 * head, width)]
