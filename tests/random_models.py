@@ -25,6 +25,7 @@ from ultrascale_jax.config import (
     Multipliers,
     RopeScaling,
 )
+from ultrascale_jax.config.pattern import layers_of
 
 TOLERANCE = 1e-5
 DEVICES = 8
@@ -112,16 +113,29 @@ def draw_linear(rng: random.Random, experts: bool) -> Flags:
     names += [] if experts else ["mlp_gate", "mlp_down"]
     names += ["attn_o"] if every or beside else []
     multipliers = {name: rng.choice((0.5, 1.5)) for name in names} if rng.random() < 0.5 else {}
+    heads["step_min"] = rng.choice((0.0, 0.1)) if rule == "mamba2" else 0.0
     dense = {"experts.dense_layers": 0} if experts else {}
-    return (
+    model = (
         without
         | layers
         | {"nope_every": rng.choice((0, 1))}
         | ({"o_bias": False} if beside else {})
         | dense
-        | prefixed("multipliers", multipliers)
         | prefixed("linear", sizes | heads)
     )
+    if rng.random() < 0.3:
+        return model | draw_pattern(rng, "E" if experts else "-")
+    return model | prefixed("multipliers", multipliers)
+
+
+def draw_pattern(rng: random.Random, feed_forward: str) -> Flags:
+    """Return layers of several kinds in any order, some of them with linear attention."""
+    halves = ["M", feed_forward, *rng.choices(["M", "*", feed_forward], k=rng.randint(1, 5))]
+    rng.shuffle(halves)
+    pattern = "".join(halves)
+    without = {"full_attention_every": 0, "full_attention_offset": 0, "mtp_layers": 0}
+    without |= {"layer_scale": False, "linear.beside_attention": False}
+    return without | {"pattern": pattern, "num_layers": len(layers_of(pattern))}
 
 
 def draw_full(rng: random.Random, model: Flags) -> Flags:
