@@ -93,7 +93,8 @@ MODELS = {
     "linear_groups": LINEAR | {"num_layers": 4},
     "llama": {"num_layers": 3},
     "routed": DEEPSEEK,
-    "experts": DEEPSEEK | {"experts": dataclasses.replace(EXPERTS, dense_layers=0)},
+    "experts": DEEPSEEK
+    | {"num_layers": 1, "experts": dataclasses.replace(EXPERTS, dense_layers=0)},
     "ahead": DEEPSEEK
     | {"mtp_layers": 1, "experts": None, "latent": dataclasses.replace(LATENT, q_rank=0)},
 }
@@ -185,7 +186,7 @@ def test_the_base_is_frozen_in_the_type_of_compute_or_of_its_products_without_mo
 def test_a_base_that_rests_in_fp8_gives_the_bits_of_one_that_each_step_quantises():
     """The step reads what rests, whatever the configuration says of it; rows of fp8 have it in pipelines, by night."""
     cfg = config("llama", {"fsdp": 2, "tp": 2})
-    cfg = change(cfg, train={"precision": "bf16", "lowering": "auto"})
+    cfg = change(cfg, model={"num_layers": 1}, train={"precision": "bf16", "lowering": "auto"})
     mesh, batch = mesh_of(cfg), make_loader(cfg).batch(0)
     state = some_state(cfg, mesh)
     cfg = change(cfg, train={"precision": "fp8"})
