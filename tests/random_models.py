@@ -263,7 +263,7 @@ def to_words(flags: Flags) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{section}.{'' if value else 'no-'}{field}")
         elif value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words.append(f"--{name.replace('_', '-')}={value}")  # a pattern may begin with -
     return words
 
 
