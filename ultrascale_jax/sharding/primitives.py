@@ -473,11 +473,11 @@ def _look_up_columns(
 def _split_columns(table_VD: jax.Array) -> tuple[str, ...]:
     """Return the axes over which ZeRO splits the columns of an embedding table, if they may stay split.
 
-    The tensor group splits them further, so they must be as many. The all-to-alls undo the axes one after another from
-    the last, which must not leave cp outside of sp in the sequence.
+    The tensor group splits them further, so the ranks of both together must divide them. The all-to-alls undo the axes
+    one after another from the last, which must not leave cp outside of sp in the sequence.
     """
     split = jax.typeof(table_VD).sharding.spec.partitions[1]
     split = split if isinstance(split, tuple) else (split,)
     columns = tuple(axis for axis in SHARD if axis in split and mesh_size(axis) > 1)
-    divide = table_VD.shape[1] % mesh_size(*columns, *TENSOR) == 0
-    return columns if divide and not ("cp" in columns and mesh_size("sp") > 1) else ()
+    divisible = table_VD.shape[1] % mesh_size(*columns, *TENSOR) == 0
+    return columns if divisible and not ("cp" in columns and mesh_size("sp") > 1) else ()
