@@ -54,10 +54,10 @@ def defined(batch: dict[str, np.ndarray], depth: int) -> tuple[np.ndarray, np.nd
     """The token that is read and the one that is predicted at each position; 0 and -1 where the document has none."""
     tokens, targets = np.zeros_like(batch["tokens"]), np.full_like(batch["targets"], -1)
     for row, t in np.ndindex(*tokens.shape):
-        segments = batch["segment_ids"][row, t : t + depth + 1 : depth]
-        if len(segments) == 2 and segments[0] == segments[1]:
-            tokens[row, t] = batch["tokens"][row, t + depth]
-            targets[row, t] = batch["targets"][row, t + depth]
+        ahead, segments = t + depth, batch["segment_ids"][row]
+        if ahead < T and segments[t] == segments[ahead]:
+            tokens[row, t] = batch["tokens"][row, ahead]
+            targets[row, t] = batch["targets"][row, ahead]
     return tokens, targets
 
 
